@@ -1,0 +1,39 @@
+"""Optional packages: imported where they are used, with the line that installs them if missing."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from ml_pipeline.errors import UserError
+
+# What a missing package is called in an import error -> the command that brings it.
+INSTALL_COMMANDS = {
+    "box2d": "make box2d   (or: pip install swig && pip install --no-build-isolation box2d-py)",
+    "mujoco": 'pip install -e ".[mujoco]"',
+    "ale": 'pip install -e ".[atari]"',
+    "atari": 'pip install -e ".[atari]"',
+    "matplotlib": 'pip install -e ".[plots]"',
+    "pygame": 'pip install "gymnasium[classic-control]"',
+}
+
+
+class MissingExtraError(UserError, ImportError):
+    """A package that only some features need is not installed."""
+
+
+def missing_extra(what: str, error: Exception) -> MissingExtraError:
+    """The error to raise for ``what``, with the command for the package that ``error`` names."""
+    text = str(error)
+    for name, command in INSTALL_COMMANDS.items():
+        if name in text.lower():
+            return MissingExtraError(f"{what} needs {name}, which is not installed; {command}")
+    return MissingExtraError(f"{what} needs a package that is not installed: {text}")
+
+
+def import_extra(module: str, *, needed_by: str) -> ModuleType:
+    """Import an optional package, or say who needs it and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise missing_extra(needed_by, error) from error

@@ -1,0 +1,107 @@
+"""The records and promises that cross rooms; shapes stand beside each field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+Metrics = dict[str, float]  # "group/name" -> value; absent where there is nothing to tell
+State = dict[str, Any]  # tensors, numbers, strings, and lists and dicts of these: no code
+
+
+class Episode(NamedTuple):
+    """A finished episode."""
+
+    episode_return: float  # undiscounted sum of the rewards the env gave
+    length: int
+
+
+class PolicySample(NamedTuple):
+    """What a policy did in one step of all envs."""
+
+    action: Tensor  # [n_envs, *act], as it was sampled: not yet clipped to the action space
+    log_prob: Tensor  # [n_envs]
+    value: Tensor  # [n_envs]
+
+
+class Minibatch(NamedTuple):
+    """Transitions for one gradient step of an on-policy agent."""
+
+    obs: Tensor  # [B, *obs]
+    action: Tensor  # [B, *act]
+    log_prob: Tensor  # [B], at the time of sampling
+    advantage: Tensor  # [B], not normalised
+    value_target: Tensor  # [B]
+
+
+class RolloutStats(NamedTuple):
+    """What happened while a rollout was collected."""
+
+    episodes: list[Episode]  # those that ended, in order of time
+    seconds: float
+
+
+class Agent(Protocol):
+    """All that evaluation, self-play and notebooks may assume of an agent."""
+
+    def act_batch(self, obs: NDArray[Any], deterministic: bool = False) -> NDArray[np.generic]:
+        """[n_envs, *obs] -> [n_envs, *act], fit for ``env.step``."""
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class Trainer(Protocol):
+    """What a callback may read and ask of the trainer."""
+
+    iteration: int
+    env_steps: int
+
+    @property
+    def agent(self) -> Agent: ...
+
+    def request_stop(self, reason: str) -> None: ...
+
+    def is_last_iteration(self) -> bool: ...
+
+    def state_dict(self) -> State: ...
+
+
+class Callback:
+    """A habit of a run: override a hook.
+
+    A callback named in the config gets its keys as arguments, and by name what it asks for of
+    ``make_env`` (an ``EnvFactory``), ``run`` (a ``RunFolder``) and ``seed`` (the run's).
+    """
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Before the first iteration, also of a resumed run."""
+
+    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
+        """May add to ``metrics`` before they are logged."""
+
+    def on_iteration_logged(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """The record of this iteration is written."""
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """After the last iteration; not after an error."""
+
+    def state_dict(self) -> State:
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Called before ``on_train_start`` when a run is resumed."""
+
+
+class Logger(Protocol):
+    """Where metrics go; ``env_steps`` is the x-axis of every plot."""
+
+    def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,65 @@
+"""Dotted paths and ``_target_`` entries: how a config names a class of ours or of the user's.
+
+Spawned workers import this module to apply wrappers, so it knows neither Hydra nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from ml_pipeline.errors import UserError
+
+
+class TargetError(UserError):
+    """A dotted path leads nowhere, or its class does not take the arguments given."""
+
+
+def import_dotted(path: str, *, key: str) -> Any:
+    """The object that ``package.module.Name`` names; ``key`` is the config key to blame."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise TargetError(f"{key}={path} is no dotted path; write package.module.Name")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise TargetError(
+            f"{key}={path}: no module named {error.name!r}; "
+            "run from the folder that holds it, or put that folder on PYTHONPATH"
+        ) from error
+    if not hasattr(module, name):
+        raise TargetError(f"{key}={path}: module {module_name} has no {name!r}")
+    return getattr(module, name)
+
+
+def import_entry(entry: Mapping[str, Any], *, key: str) -> tuple[Any, dict[str, Any]]:
+    """The object an entry's ``_target_`` names, and the other keys: its arguments."""
+    if not isinstance(entry, Mapping) or "_target_" not in entry:
+        raise TargetError(f"{key} needs a _target_, the dotted path of a class; got {entry!r}")
+    target = import_dotted(str(entry["_target_"]), key=f"{key}._target_")
+    return target, {name: value for name, value in entry.items() if name != "_target_"}
+
+
+def check_arguments(target: Any, arguments: Mapping[str, Any], *, key: str) -> None:
+    """Refuse an argument that ``target`` does not take, by its full config key."""
+    parameters = inspect.signature(target).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in arguments:
+        if name not in parameters:
+            known = ", ".join(parameters)
+            raise TargetError(f"{key}.{name} is unknown; {target.__name__} takes: {known}")
+
+
+def instantiate(entry: Mapping[str, Any], *, key: str, offers: Mapping[str, Any]) -> Any:
+    """Build an entry's object; what ``offers`` holds is passed on if the signature asks for it."""
+    target, arguments = import_entry(entry, key=key)
+    check_arguments(target, arguments, key=key)
+    wanted = inspect.signature(target).parameters
+    offered = {name: value for name, value in offers.items() if name in wanted}
+    try:
+        return target(**{**offered, **arguments})
+    except (TypeError, ValueError) as error:
+        raise TargetError(f"{key}: {error}") from error
