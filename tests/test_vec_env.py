@@ -1,0 +1,449 @@
+"""ParallelEnv and SerialEnv: the contract of a VectorEnv, and what happens when envs misbehave."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tiny_envs import CountingEnv, FaultyEnv, NoisyEnv, WorkerModules, make_broken
+
+from ml_pipeline.envs.factory import EnvFactory
+from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError, choose
+
+STARTS = [("spawn", 2), ("fork", 1), ("fork", 2), ("fork", 4)]
+
+
+def flat(value: Any) -> list[Any]:
+    """All leaves of an observation or info, as bytes or plain values, in a fixed order."""
+    if isinstance(value, dict):
+        return [leaf for key in sorted(value) for leaf in [key, *flat(value[key])]]
+    if isinstance(value, (tuple, list)):
+        return [leaf for part in value for leaf in flat(part)]
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return [leaf for part in value for leaf in flat(part)]
+    if isinstance(value, str) or value is None:
+        return [value]
+    array = np.asarray(value)  # a Discrete observation may be an int or a NumPy one
+    return [array.dtype.str, array.shape, array.tobytes()]
+
+
+def trajectory(env: Any, n_steps: int = 60, seed: int = 5) -> str:
+    """A hash of everything that a vector env hands out."""
+    digest = hashlib.sha256()
+    random = np.random.default_rng(0)
+    digest.update(repr(flat(list(env.reset(seed=seed, options={"level": 1})))).encode())
+    for _ in range(n_steps):
+        action = random.uniform(-1, 1, size=(env.num_envs, 2)).astype(np.float32)
+        digest.update(repr(flat(list(env.step(action)))).encode())
+    env.close()
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+def test_everything_handed_out_equals_gymnasiums_sync_vector_env(mode: AutoresetMode) -> None:
+    env_fns = [NoisyEnv] * 5
+    expected = trajectory(SyncVectorEnv(env_fns, autoreset_mode=mode))
+
+    assert trajectory(SerialEnv(env_fns, autoreset_mode=mode)) == expected
+    for start_method, n_workers in STARTS:
+        env = ParallelEnv(
+            env_fns, n_workers=n_workers, start_method=start_method, autoreset_mode=mode
+        )
+        assert trajectory(env) == expected
+
+
+def test_autoreset_disabled_wants_a_reset_by_mask() -> None:
+    env = SerialEnv([partial(CountingEnv, 1), CountingEnv], autoreset_mode=AutoresetMode.DISABLED)
+    env.reset(seed=1)
+    obs, _, terminated, _, _ = env.step(np.zeros(2, dtype=np.int64))
+    assert terminated.tolist() == [True, False]
+    with pytest.raises(WorkerError, match="autoreset is off"):
+        env.step(np.zeros(2, dtype=np.int64))
+
+    obs, _ = env.reset(options={"reset_mask": np.array([True, False])})
+    assert obs[:, 0].tolist() == [0.0, 1.0]
+    env.close()
+
+
+def test_env_i_is_seeded_with_seed_plus_i_whatever_worker_it_lives_in() -> None:
+    expected = [gym.make("CartPole-v1").reset(seed=7 + i)[0].tolist() for i in range(5)]
+
+    for n_workers in (1, 2, 4):
+        env = ParallelEnv(
+            [EnvFactory("CartPole-v1")] * 5, seed=7, n_workers=n_workers, start_method="fork"
+        )
+        obs, _ = env.reset()
+        assert obs.tolist() == expected
+        again, _ = env.reset()
+        assert again.tolist() != expected, "a reset without a seed must not replay"
+        env.close()
+
+
+def test_final_obs_is_right_although_the_env_reuses_its_buffer() -> None:
+    env = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2)
+    env.reset(seed=1)
+    for _ in range(3):
+        obs, reward, terminated, _, infos = env.step(np.zeros(2, dtype=np.int64))
+
+    assert terminated.all()
+    assert obs.tolist() == [[0.0, 0.0]] * 2
+    assert reward.tolist() == [30.0, 30.0]
+    assert [final.tolist() for final in infos["final_obs"]] == [[3.0, 3.0]] * 2
+    assert infos["final_info"]["step"].tolist() == [3, 3]
+    env.close()
+
+
+def test_what_a_step_handed_out_never_changes_later() -> None:
+    env = ParallelEnv([CountingEnv], start_method="fork")
+    env.reset(seed=1)
+    kept = [env.step(np.zeros(1, dtype=np.int64)) for _ in range(2)]
+
+    assert [step[0][0, 0] for step in kept] == [1.0, 2.0]
+    assert [step[1][0] for step in kept] == [10.0, 20.0]
+    env.close()
+
+
+def test_without_copy_the_observations_are_views() -> None:
+    env = ParallelEnv([CountingEnv], start_method="fork", copy=False)
+    first, _ = env.reset(seed=1)
+    second = env.step(np.zeros(1, dtype=np.int64))[0]
+
+    assert first is second
+    env.close()
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_a_crash_in_a_worker_reaches_the_caller_with_its_traceback(start_method: Any) -> None:
+    env_fns = [partial(FaultyEnv, "raise", 8)] * 4
+    env = ParallelEnv(env_fns, seed=7, start_method=start_method, n_workers=2)
+    env.reset()
+    env.step(np.zeros(4, dtype=np.int64))
+
+    with pytest.raises(WorkerError, match=r"env 1 \(seed 8\) raised:[\s\S]*puck left") as caught:
+        env.step(np.zeros(4, dtype=np.int64))
+
+    assert isinstance(caught.value.__cause__, LookupError)
+    env.close()
+
+
+def test_serial_and_parallel_name_a_fault_alike() -> None:
+    for fault, words in [
+        ("raise in reset", r"env 1 \(seed 8\) raised:[\s\S]*no puck"),
+        ("wrong shape", r"env 1 \(seed 8\) raised:[\s\S]*shape \(1,\)[\s\S]*\(2,\)"),
+        ("no reward", r"env 1 \(seed 8\) raised:[\s\S]*NoneType"),
+        ("odd exception", r"env 1 \(seed 8\) raised:[\s\S]*OddError"),
+    ]:
+        env_fns = [partial(FaultyEnv, fault, 8)] * 2
+        for env in (SerialEnv(env_fns, seed=7), ParallelEnv(env_fns, seed=7, start_method="fork")):
+            with pytest.raises(WorkerError, match=words):
+                play_two_steps(env)
+            env.close()
+
+
+def play_two_steps(env: Any) -> None:
+    env.reset()
+    for _ in range(2):
+        env.step(np.zeros(env.num_envs, dtype=np.int64))
+
+
+def test_a_fault_does_not_shift_later_replies() -> None:
+    env_fns = [partial(FaultyEnv, "raise", 7)] * 4
+    env = ParallelEnv(env_fns, seed=7, start_method="fork", n_workers=4)
+    env.reset()
+    env.step(np.zeros(4, dtype=np.int64))
+    with pytest.raises(WorkerError):
+        env.step(np.zeros(4, dtype=np.int64))
+
+    obs = env.step(np.zeros(4, dtype=np.int64))[0]
+
+    assert obs[:, 0].tolist() == [3.0] * 4
+    env.close()
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("kill", "envs 2-3 was killed by SIGKILL"), ("exit", "envs 2-3 ended with exit code 7")],
+)
+def test_a_death_is_an_error_that_names_the_envs(start_method: Any, fault: str, words: str) -> None:
+    env_fns = [partial(FaultyEnv, fault, 10)] * 4
+    env = ParallelEnv(env_fns, seed=7, start_method=start_method, n_workers=2)
+    env.reset()
+    env.step(np.zeros(4, dtype=np.int64))
+
+    with pytest.raises(WorkerError, match=words):
+        env.step(np.zeros(4, dtype=np.int64))
+
+    env.close()
+    assert not multiprocessing.active_children()
+
+
+def test_a_silent_worker_is_an_error_after_the_deadline() -> None:
+    env_fns = [partial(FaultyEnv, "hang", 8)] * 2
+    env = ParallelEnv(env_fns, seed=7, start_method="fork", n_workers=2, step_timeout=0.5)
+    env.reset()
+    env.step(np.zeros(2, dtype=np.int64))
+
+    with pytest.raises(WorkerError, match=r"env 1 has not answered within 0.5 s"):
+        env.step(np.zeros(2, dtype=np.int64))
+
+    env.close()
+    assert not multiprocessing.active_children()
+
+
+def test_close_ends_a_stuck_worker_and_may_be_called_twice() -> None:
+    env = ParallelEnv([partial(FaultyEnv, "hang", 7)], seed=7, start_method="fork")
+    env.reset()
+    env.step(np.zeros(1, dtype=np.int64))
+    env.step_async(np.zeros(1, dtype=np.int64))
+
+    env.close()
+    env.close()
+
+    assert not multiprocessing.active_children()
+    with pytest.raises(ClosedEnvironmentError):
+        env.reset()
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_a_factory_that_raises_is_an_error_and_leaves_no_child(start_method: Any) -> None:
+    with pytest.raises(WorkerError, match=r"env 1 \(seed 8\) raised:[\s\S]*not installed"):
+        ParallelEnv([CountingEnv, make_broken], seed=7, start_method=start_method, n_workers=2)
+
+    assert not multiprocessing.active_children()
+
+
+def test_a_factory_that_cannot_be_pickled_is_named() -> None:
+    lock = threading.Lock()
+
+    with pytest.raises(WorkerError, match=r"envs 0-0 cannot be sent to a worker: .*lock"):
+        ParallelEnv([lambda: CountingEnv(length=id(lock))])
+
+
+def test_envs_with_different_spaces_are_refused() -> None:
+    with pytest.raises(WorkerError, match="env 1 has observation_space"):
+        ParallelEnv([CountingEnv, NoisyEnv], start_method="fork")
+
+
+def test_an_env_that_is_never_closed_leaves_no_process() -> None:
+    env = ParallelEnv([CountingEnv] * 2, start_method="fork")
+    pids = env.worker_pids
+
+    del env
+
+    assert not [process for process in multiprocessing.active_children() if process.pid in pids]
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_workers_end_when_the_trainer_is_killed(start_method: str, tmp_path: Path) -> None:
+    script = tmp_path / "hold.py"
+    script.write_text(
+        f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from functools import partial
+from tiny_envs import FaultyEnv
+from ml_pipeline.envs.vec_env import ParallelEnv
+import numpy as np
+if __name__ == "__main__":
+    env_fns = [partial(FaultyEnv, "hang", 8)] * 4
+    first = ParallelEnv(env_fns, seed=7, n_workers=2, start_method={start_method!r})
+    env = ParallelEnv(env_fns, seed=7, n_workers=2, start_method={start_method!r})
+    env.reset(); env.step(np.zeros(4, dtype=np.int64)); env.step_async(np.zeros(4, dtype=np.int64))
+    print(*first.worker_pids, *env.worker_pids, flush=True)
+    time.sleep(1000)
+"""
+    )
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert len(pids) == 4
+
+    process.kill()
+    process.wait()
+
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "workers outlived their trainer"
+        time.sleep(0.05)
+    process.stdout.close()
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that is dead and only waits to be reaped does not."""
+    status = Path(f"/proc/{pid}/stat")
+    if Path("/proc").exists():
+        return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_workers_ignore_ctrl_c(start_method: Any) -> None:
+    env = ParallelEnv([WorkerModules] * 2, start_method=start_method, n_workers=2)
+    env.reset(seed=1)
+    for pid in env.worker_pids:
+        os.kill(pid, signal.SIGINT)
+
+    assert env.call("signal_is_ignored") == (True, True)
+    assert env.step(np.zeros(2, dtype=np.int64))[0][:, 0].tolist() == [1.0, 1.0]
+    env.close()
+
+
+def test_a_spawned_worker_has_no_torch_and_stays_small() -> None:
+    env_fns = [EnvFactory("CartPole-v1"), EnvFactory(None, target="tiny_envs.WorkerModules")]
+    cartpole = ParallelEnv(env_fns[:1] * 4, n_workers=4)
+    cartpole.reset(seed=1)
+    modules = ParallelEnv(env_fns[1:])
+
+    assert modules.call("has_module", "torch") == (False,)
+    if Path("/proc").exists():
+        for pid in cartpole.worker_pids:
+            status = Path(f"/proc/{pid}/status").read_text()
+            kilobytes = int(status.partition("VmRSS:")[2].split()[0])
+            assert kilobytes < 55_000
+    cartpole.close()
+    modules.close()
+
+
+def test_several_envs_share_a_worker_in_contiguous_slices() -> None:
+    env = ParallelEnv([WorkerModules] * 5, start_method="fork", n_workers=2)
+
+    pids = env.call("pid")
+
+    assert list(pids) == [env.worker_pids[0]] * 2 + [env.worker_pids[1]] * 3
+    env.close()
+
+
+def test_attributes_are_got_set_and_called_per_env() -> None:
+    for env in (SerialEnv([CountingEnv] * 3), ParallelEnv([CountingEnv] * 3, start_method="fork")):
+        env.set_attr("length", [4, 5, 6])
+        assert env.get_attr("length") == (4, 5, 6)
+        env.set_attr("length", 7)
+        assert env.call("length") == (7, 7, 7)
+        with pytest.raises(ValueError, match="2 values given for 3 envs"):
+            env.set_attr("length", [1, 2])
+        env.close()
+
+
+def test_render_gives_a_frame_per_env() -> None:
+    pytest.importorskip("pygame", reason="Gymnasium's CartPole draws with pygame")
+    make = EnvFactory("CartPole-v1", kwargs={"render_mode": "rgb_array"})
+    env = ParallelEnv([make] * 2, start_method="fork")
+    env.reset(seed=1)
+
+    frames = env.render()
+
+    assert len(frames) == 2
+    assert frames[0].shape == (400, 600, 3)
+    env.close()
+
+
+def test_steps_out_of_turn_are_refused() -> None:
+    env = ParallelEnv([CountingEnv], start_method="fork")
+    env.reset(seed=1)
+    with pytest.raises(NoAsyncCallError):
+        env.step_wait()
+    env.step_async(np.zeros(1, dtype=np.int64))
+    for call in (env.reset, lambda: env.step_async(np.zeros(1, dtype=np.int64))):
+        with pytest.raises(AlreadyPendingCallError):
+            call()
+
+    assert env.step_wait()[0].tolist() == [[1.0, 1.0]]
+    env.close()
+
+
+def test_actions_of_the_wrong_shape_or_kind_are_refused_before_they_are_sent() -> None:
+    env = ParallelEnv([CountingEnv] * 2, start_method="fork")
+    env.reset(seed=1)
+    with pytest.raises(ValueError, match=r"shape \(1,\) given, \(2,\) expected"):
+        env.step(np.zeros(1, dtype=np.int64))
+    with pytest.raises(TypeError):
+        env.step(np.array([0.5, 0.5]))
+
+    assert env.step(np.zeros(2, dtype=np.int64))[0][:, 0].tolist() == [1.0, 1.0]
+    env.close()
+
+
+def test_two_parallel_envs_live_side_by_side() -> None:
+    first = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2)
+    second = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2)
+    for env in (first, second):
+        env.reset(seed=1)
+    first.step(np.zeros(2, dtype=np.int64))
+    first.close()
+
+    assert second.step(np.zeros(2, dtype=np.int64))[0][:, 0].tolist() == [1.0, 1.0]
+    second.close()
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads the worker's command in /proc")
+def test_a_default_start_method_left_behind_by_others_is_not_inherited() -> None:
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)  # joblib's launcher leaves "loky"
+    try:
+        env = ParallelEnv([CountingEnv])
+        command = Path(f"/proc/{env.worker_pids[0]}/cmdline").read_text()
+        env.close()
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+    assert "spawn_main" in command
+
+
+def test_gymnasiums_vector_wrappers_work_on_it() -> None:
+    env = ParallelEnv([EnvFactory("CartPole-v1")] * 2, start_method="fork")
+    wrapped = gym.wrappers.vector.RecordEpisodeStatistics(env)
+    wrapped.reset(seed=1)
+    episodes = 0
+    for _ in range(60):
+        infos = wrapped.step(np.zeros(2, dtype=np.int64))[4]
+        episodes += int(infos.get("_episode", np.zeros(2)).sum())
+
+    assert episodes >= 8  # always pushing left ends an episode within ten steps
+    wrapped.close()
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="counts descriptors in /proc")
+def test_create_and_close_leave_no_descriptor_and_no_child() -> None:
+    def cycle() -> int:
+        env = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2)
+        env.reset(seed=1)
+        env.close()
+        del env
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    cycle()
+    first = cycle()
+    assert [cycle() for _ in range(20)] == [first] * 20
+    assert not multiprocessing.active_children()
+
+
+def test_cheap_envs_run_serial_and_dear_ones_parallel() -> None:
+    class DearEnv(CountingEnv):
+        def step(self, action: Any) -> Any:
+            end = time.perf_counter() + 2e-3
+            while time.perf_counter() < end:
+                pass
+            return super().step(action)
+
+    assert choose(CountingEnv(), n_envs=8, n_workers=2).mode == "serial"
+    assert choose(DearEnv(), n_envs=8, n_workers=2).mode == "parallel"
+    assert choose(DearEnv(), n_envs=1, n_workers=2).mode == "serial"

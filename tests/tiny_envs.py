@@ -1,0 +1,159 @@
+"""Tiny deterministic envs whose numbers tell where they come from. No torch: workers import this."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+class CountingEnv(gym.Env[Any, Any]):
+    """Observation = step of the episode; reward = 10 * step; ends after ``length`` steps.
+
+    ``ending`` says how; ``reuse`` hands out one buffer again and again, as some emulators do.
+    """
+
+    def __init__(self, length: int = 3, ending: str = "terminated", *, reuse: bool = True) -> None:
+        self.observation_space = spaces.Box(-1e6, 1e6, (2,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self.length = length
+        self.ending = ending
+        self.reuse = reuse
+        self._buffer = np.zeros(2, dtype=np.float32)
+        self._step = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._step = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._step += 1
+        ended = self._step >= self.length
+        terminated = ended and self.ending == "terminated"
+        truncated = ended and self.ending == "truncated"
+        return self._observe(), 10.0 * self._step, terminated, truncated, {"step": self._step}
+
+    def _observe(self) -> Any:
+        self._buffer[:] = self._step
+        return self._buffer if self.reuse else self._buffer.copy()
+
+
+class NoisyEnv(gym.Env[Any, Any]):
+    """Everything is drawn from the env's own generator: shows whether seeds arrive."""
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Dict(
+            {
+                "vector": spaces.Box(-10, 10, (3,), np.float64),
+                "parts": spaces.Tuple(
+                    (
+                        spaces.Discrete(5),
+                        spaces.MultiBinary(4),
+                        spaces.Box(0, 255, (2, 2), np.uint8),
+                    )
+                ),
+            }
+        )
+        self.action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self._observe(), {"options": str(options)}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        draw = float(self.np_random.random())
+        terminated, truncated = draw < 0.1, 0.1 <= draw < 0.2
+        info = {"draw": draw, "nested": {"action": np.asarray(action).copy()}} if draw > 0.5 else {}
+        return self._observe(), draw + float(np.sum(action)), terminated, truncated, info
+
+    def _observe(self) -> Any:
+        random = self.np_random
+        return {
+            "vector": random.normal(size=3).clip(-10, 10),
+            "parts": (
+                int(random.integers(5)),
+                random.integers(2, size=4).astype(np.int8),
+                random.integers(256, size=(2, 2)).astype(np.uint8),
+            ),
+        }
+
+
+class FaultyEnv(CountingEnv):
+    """Does something bad in the second step, if it was seeded ``culprit``."""
+
+    def __init__(self, fault: str, culprit: int) -> None:
+        super().__init__(length=1000)
+        self.fault = fault
+        self.culprit = culprit
+        self._is_culprit = False
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        self._is_culprit = seed == self.culprit
+        if self._is_culprit and self.fault == "raise in reset":
+            raise LookupError("no puck in the box")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = super().step(action)
+        if self._is_culprit and self._step == 2:
+            if self.fault == "raise":
+                raise LookupError("puck left the table")
+            if self.fault == "odd exception":
+                raise OddError("a", "b")
+            if self.fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "exit":
+                os._exit(7)
+            if self.fault == "hang":
+                time.sleep(1000)
+            if self.fault == "wrong shape":
+                obs = np.zeros(1, dtype=np.float32)
+            if self.fault == "no reward":
+                reward = None  # type: ignore[assignment]
+        return obs, reward, terminated, truncated, info
+
+
+class OddError(Exception):
+    """Pickles, but does not come back: its constructor takes two arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first}{second}")
+
+
+class WorkerModules(CountingEnv):
+    """Tells what its process has imported and holds."""
+
+    def has_module(self, name: str) -> bool:
+        import sys
+
+        return name in sys.modules
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def signal_is_ignored(self) -> bool:
+        return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def make_broken() -> gym.Env[Any, Any]:
+    raise OSError("the simulator is not installed")
+
+
+def scale_reward(env: gym.Env[Any, Any], factor: float) -> gym.Env[Any, Any]:
+    return gym.wrappers.TransformReward(env, lambda reward: factor * float(reward))
+
+
+def shift_reward(env: gym.Env[Any, Any], by: float) -> gym.Env[Any, Any]:
+    return gym.wrappers.TransformReward(env, lambda reward: float(reward) + by)
