@@ -50,7 +50,7 @@ class EnvConfig:
 class PPOConfig:
     """Hyperparameters of PPO; conf/agent/ppo.yaml spells out the same defaults."""
 
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-3
     anneal_learning_rate: bool = True  # linearly to zero at the end of the run
     gamma: float = 0.99
     gae_lambda: float = 0.95

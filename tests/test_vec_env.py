@@ -17,6 +17,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from conftest import wait_until_gone
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tiny_envs import CountingEnv, FaultyEnv, NoisyEnv, WorkerModules, make_broken
@@ -276,23 +277,8 @@ if __name__ == "__main__":
     process.kill()
     process.wait()
 
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, "workers outlived their trainer"
-        time.sleep(0.05)
+    wait_until_gone(pids)
     process.stdout.close()
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process runs; one that is dead and only waits to be reaped does not."""
-    status = Path(f"/proc/{pid}/stat")
-    if Path("/proc").exists():
-        return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])

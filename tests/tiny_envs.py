@@ -1,4 +1,4 @@
-"""Tiny deterministic envs whose numbers tell where they come from. No torch: workers import this."""
+"""Tiny deterministic envs; their numbers tell where they come from. Workers import this file."""
 
 from __future__ import annotations
 

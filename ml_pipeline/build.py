@@ -1,0 +1,380 @@
+"""From a composed config to the objects of a run, one short function per object; then the run.
+
+This is the door's inner side: the only module under ``ml_pipeline``, besides ``__main__``, that
+knows Hydra and OmegaConf. ``train(overrides)`` is the same door for notebooks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import torch
+from gymnasium.vector import VectorEnv
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.config import TrainConfig
+from ml_pipeline.device import resolve_device
+from ml_pipeline.envs.factory import EnvFactory
+from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, available_cores, choose
+from ml_pipeline.errors import UserError
+from ml_pipeline.protocols import Callback, Logger, State
+from ml_pipeline.runs.checkpoint import (
+    LATEST,
+    CheckpointError,
+    best_or_latest,
+    load_checkpoint,
+    save_checkpoint,
+)
+from ml_pipeline.runs.record import Record
+from ml_pipeline.runs.run_folder import RunFolder, write_text
+from ml_pipeline.runs.stop_signals import Interrupted, StopSignals
+from ml_pipeline.seeding import env_seed, stream_seed
+from ml_pipeline.targets import instantiate
+from ml_pipeline.training.collectors import SyncCollector
+from ml_pipeline.training.ppo_trainer import PPOTrainer
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RUN_ROOT = Path("runs")
+
+
+class ConfigError(UserError):
+    """The config says something that cannot be."""
+
+
+class RunResult(NamedTuple):
+    """What a run left behind."""
+
+    run_dir: Path
+    env_steps: int
+    mean_reward: float  # of the last 100 training episodes; nan if none has ended
+    agent: PPOAgent
+    objective: float  # the metric named by the config's ``objective``; nan if never taken
+
+
+class RunPlan(NamedTuple):
+    """A checked config and all that can be made from it before a file or a process is."""
+
+    config: TrainConfig
+    device: torch.device
+    make_env: EnvFactory
+    first_env: gym.Env[Any, Any]  # shows that the env can be made; measured by vec_env=auto
+    agent: PPOAgent
+    run: RunFolder  # of a new run: not yet on the disk
+    callbacks: dict[str, Callback]
+    state: State | None  # of the checkpoint to resume from
+
+    @property
+    def first_step(self) -> int:
+        """Env steps that the run has behind it."""
+        return int(self.state["env_steps"]) if self.state is not None else 0
+
+
+class TrainedAgent(NamedTuple):
+    """An agent as a checkpoint holds it, and a single env of the kind it was trained in."""
+
+    agent: PPOAgent
+    env: gym.Env[Any, Any]
+    env_name: str
+    seed: int  # of the run
+    checkpoint: str
+    env_steps: int
+
+
+def train(overrides: Sequence[str] = ()) -> RunResult:
+    """Train as ``python train_ppo.py`` does: ``train(["env=cartpole", "n_envs=4"])``."""
+    return run(compose_config(overrides), overrides)
+
+
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """What Hydra makes of conf/ and ``overrides``; a wrong key or type is refused here."""
+    ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        return compose("train_ppo", overrides=list(overrides))
+
+
+def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) -> RunResult:
+    """One run from a composed config; ``overrides`` is what the command line named."""
+    if cfg.resume is not None:
+        cfg = resumed_config(cfg, overrides)
+    plan = make_plan(checked_config(cfg))
+    with ExitStack() as stack:
+        stack.callback(plan.first_env.close)
+        stack.enter_context(torch_threads(plan.device))
+        signals = stack.enter_context(StopSignals())
+        record = build_record(plan, sweep)
+        stack.callback(record.close)
+        try:
+            env, how = build_vec_env(plan)
+            stack.callback(env.close)
+            trainer = build_trainer(plan, env, record, signals)
+            record.begin(f"{plan.config.env.name}: {how}, {plan.device}")
+            _train(trainer, plan, signals)
+        except Interrupted as stop:
+            record.end("interrupted", f"stopped by {stop.signal_name}")
+            raise
+        except Exception as error:
+            record.end("failed", f"failed with {type(error).__name__}")
+            raise
+        record.end("finished", trainer.stop_reason or "finished")
+        objective = record.value(plan.config.objective)
+        return RunResult(
+            plan.run.path, trainer.env_steps, record.mean_reward, plan.agent, objective
+        )
+
+
+def _train(trainer: PPOTrainer, plan: RunPlan, signals: StopSignals) -> None:
+    """Train to the end; a stop signal leaves a checkpoint of the last whole iteration."""
+    try:
+        trainer.train(plan.config.wanted_steps)
+    except Interrupted:
+        with signals.shielded():
+            save_checkpoint(plan.run, LATEST, trainer.state_dict())
+        raise
+
+
+@contextmanager
+def _misfit_explained(run_folder: RunFolder) -> Iterator[None]:
+    """Tell a state that does not fit the objects it is loaded into from a failure of ours."""
+    try:
+        yield
+    except (RuntimeError, KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"the checkpoint in {run_folder.path} does not fit its env, agent and network: {reason}"
+        ) from error
+
+
+def load_agent(path: Path | str, checkpoint: str | None = None) -> TrainedAgent:
+    """The agent of a run folder, on the CPU; ``checkpoint`` None: the best where there is one."""
+    run_folder = RunFolder.open(path)
+    config = checked_config(stored_config(run_folder))
+    checkpoint = checkpoint or best_or_latest(run_folder)
+    state = load_checkpoint(run_folder, checkpoint)
+    env = build_env_factory(config)()
+    agent = build_agent(config, env, torch.device("cpu"))
+    with _misfit_explained(run_folder):
+        agent.load_state_dict(state["agent"])
+    return TrainedAgent(agent, env, config.env.name, config.seed, checkpoint, state["env_steps"])
+
+
+def plain_config(path: Path | str) -> dict[str, Any]:
+    """A run's config as nested dicts."""
+    return dataclasses.asdict(checked_config(stored_config(RunFolder.open(path))))
+
+
+def checked_config(cfg: DictConfig) -> TrainConfig:
+    """The config as checked dataclasses; what breaks a rule is named with its full key."""
+    try:
+        config = OmegaConf.to_object(cfg)
+    except (ValueError, OmegaConfBaseException) as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(config, TrainConfig):
+        raise TypeError(f"the schema of the composed config is {type(config).__name__}")
+    return config
+
+
+def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The config of the run to resume, changed only where this command line says so."""
+    base = stored_config(RunFolder.open(str(cfg.resume)))
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.key_or_group
+        if key == "experiment":
+            raise ConfigError("experiment= cannot be combined with resume=; name single keys")
+        if key.startswith("hydra"):
+            continue
+        with open_dict(base):
+            if _has_key(cfg, key):
+                OmegaConf.update(base, key, OmegaConf.select(cfg, key), merge=False)
+            elif _has_key(base, key):
+                parent, _, name = key.rpartition(".")
+                del OmegaConf.select(base, parent)[name]
+    return base
+
+
+def _has_key(cfg: DictConfig, key: str) -> bool:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(cfg, parent) if parent else cfg
+    return isinstance(node, DictConfig) and name in node
+
+
+def stored_config(run_folder: RunFolder) -> DictConfig:
+    """A run's config.yaml under today's schema."""
+    try:
+        stored = OmegaConf.load(run_folder.config)
+        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), stored)
+    except (OmegaConfBaseException, OSError, ValueError) as error:
+        raise ConfigError(f"{run_folder.config} is no config of a run: {error}") from error
+    if not isinstance(merged, DictConfig):
+        raise ConfigError(f"{run_folder.config} is no config of a run")
+    return merged
+
+
+def make_plan(config: TrainConfig) -> RunPlan:
+    """Find every mistake that can be found before a run folder or a worker exists."""
+    run_folder, state = RunFolder.unused(RUN_ROOT, config.env.name), None
+    if config.resume is not None:
+        run_folder = RunFolder.open(config.resume)
+        state = load_checkpoint(run_folder, LATEST)
+        done, wanted = state["env_steps"], config.wanted_steps
+        if done >= wanted:
+            raise ConfigError(
+                f"{run_folder.path} is complete: {done:,} of {wanted:,} env steps; "
+                f"to go on, raise the goal: total_steps={2 * wanted}"
+            )
+    device = resolve_device(config.device)
+    make_env = build_env_factory(config)
+    callbacks = build_callbacks(config, run_folder, make_env)
+    first_env = make_env()
+    agent = build_agent(config, first_env, device)
+    return RunPlan(config, device, make_env, first_env, agent, run_folder, callbacks, state)
+
+
+def build_env_factory(config: TrainConfig) -> EnvFactory:
+    # A user's own module lies where the command is typed, which is not where the script lies.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    env = config.env
+    return EnvFactory(env.id, env.target, env.kwargs, env.wrappers)
+
+
+def build_agent(config: TrainConfig, env: Any, device: torch.device) -> PPOAgent:
+    """``env`` is a single env or any object with its two spaces."""
+    network = partial(build_network, config)
+    return PPOAgent(
+        env.observation_space,
+        env.action_space,
+        network,
+        config.agent,
+        device=device,
+        seed=config.seed,
+    )
+
+
+def build_network(config: TrainConfig, observation_space: gym.Space[Any]) -> torch.nn.Module:
+    offers = {"observation_space": observation_space}
+    network = instantiate(config.network, key="network", offers=offers)
+    if not isinstance(network, torch.nn.Module):
+        raise ConfigError(f"network._target_ made {type(network).__name__}, no torch.nn.Module")
+    return network
+
+
+def build_vec_env(plan: RunPlan) -> tuple[VectorEnv[Any, Any, Any], str]:
+    """The envs, and the words that say how they run."""
+    config, vec_env = plan.config, plan.config.vec_env
+    n_envs, mode, reason = config.n_envs, vec_env.mode, ""
+    n_workers = min(vec_env.n_workers or available_cores(), n_envs)
+    if n_envs == 1 and mode == "auto":
+        mode = "serial"
+    if mode == "auto":
+        mode, reason = choose(plan.first_env, n_envs=n_envs, n_workers=n_workers)
+        reason = f" ({reason})"
+    env_fns = [plan.make_env] * n_envs
+    envs = "1 env" if n_envs == 1 else f"{n_envs} envs"
+    if mode == "serial":
+        return SerialEnv(env_fns), f"{envs} in this process{reason}"
+    env = ParallelEnv(
+        env_fns,
+        n_workers=n_workers,
+        start_method=vec_env.start_method,  # type: ignore[arg-type]  # checked by VecEnvConfig
+        step_timeout=vec_env.step_timeout_seconds,
+    )
+    workers = "1 worker" if n_workers == 1 else f"{n_workers} {env.start_method} workers"
+    return env, f"{envs}, {workers}{reason}"
+
+
+def build_trainer(
+    plan: RunPlan, env: VectorEnv[Any, Any, Any], record: Record, signals: StopSignals
+) -> PPOTrainer:
+    """The trainer, in the state of the checkpoint where the run is resumed."""
+    seed = plan.config.seed
+    collector = SyncCollector(
+        env,
+        env_seed=env_seed(seed, env_steps=plan.first_step),
+        noise_seed=stream_seed(seed, "actions"),
+    )
+    trainer = PPOTrainer(
+        plan.agent,
+        collector,
+        seed=seed,
+        callbacks=plan.callbacks,
+        loggers=record.loggers,
+        shield=signals.shielded,
+    )
+    if plan.state is not None:
+        with _misfit_explained(plan.run):
+            trainer.load_state_dict(plan.state)
+    return trainer
+
+
+def build_record(plan: RunPlan, sweep: str | None) -> Record:
+    """The run's folder on the disk, and all that is written into it."""
+    config = plan.config
+    plan.run.make()
+    try:
+        loggers = build_loggers(config, plan.run, sweep)
+    except UserError:
+        plan.run.discard_unstarted()
+        raise
+    write_text(plan.run.config, stored_text(config))
+    return Record(
+        plan.run,
+        facts={"env": config.env.name, "seed": config.seed, "n_envs": config.n_envs},
+        total_steps=config.wanted_steps,
+        env_steps=plan.first_step,
+        loggers=loggers,
+    )
+
+
+def build_loggers(
+    config: TrainConfig, run_folder: RunFolder, sweep: str | None
+) -> dict[str, Logger]:
+    """Those of the config; the local record and the console are always on besides."""
+    run_config = {
+        **dataclasses.asdict(config),
+        "env_name": config.env.name,
+        "agent_name": type(config.agent).__name__.removesuffix("Config").lower(),
+    }
+    offers = {"run": run_folder, "run_config": run_config, "sweep": sweep}
+    return {
+        name: instantiate(entry, key=f"logger.{name}", offers=offers)
+        for name, entry in config.logger.items()
+    }
+
+
+def build_callbacks(
+    config: TrainConfig, run_folder: RunFolder, make_env: EnvFactory
+) -> dict[str, Callback]:
+    offers = {"run": run_folder, "make_env": make_env, "seed": config.seed}
+    return {
+        name: instantiate(entry, key=f"callbacks.{name}", offers=offers)
+        for name, entry in config.callbacks.items()
+    }
+
+
+@contextmanager
+def torch_threads(device: torch.device) -> Iterator[None]:
+    """One thread on the CPU while a run lasts: a second makes small networks slower."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def stored_text(config: TrainConfig) -> str:
+    """What config.yaml holds: all that decides the run, and not which run it went on from."""
+    return OmegaConf.to_yaml(OmegaConf.create({**dataclasses.asdict(config), "resume": None}))

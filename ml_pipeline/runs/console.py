@@ -1,0 +1,109 @@
+"""ConsoleLogger: what one sees while a run trains. A live display on a terminal, lines in a pipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+_SECONDS_BETWEEN_LINES = 2.0
+
+# Title, metric, format; a metric that is not there yet shows as a dash.
+_FIGURES = (
+    ("iteration", "iteration", "{:.0f}"),
+    ("reward", "rollout/episode_return", "{:.1f}"),
+    ("length", "rollout/episode_length", "{:.1f}"),
+    ("mean(100)", "rollout/episode_return_mean_100", "{:.1f}"),
+    ("episodes", "rollout/total_episodes", "{:.0f}"),
+    ("eval", "eval/episode_return", "{:.1f}"),
+    ("steps/s", "time/env_steps_per_second", "{:,.0f}"),
+)
+
+
+class ConsoleLogger:
+    """Shows the progress of one run, between ``start`` and ``close``."""
+
+    def __init__(self, total_steps: int, *, env_steps: int = 0, console: Console | None = None):
+        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._total_steps = total_steps
+        self._first_steps = env_steps
+        self._start = time.monotonic()
+        self._last_line = 0.0
+        self._shown: dict[str, float] = {}
+        self._unprinted: str | None = None
+        self._progress = Progress(
+            TextColumn("env steps"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._progress.add_task("train", total=total_steps, completed=env_steps)
+        self._live: Live | None = None
+
+    def start(self) -> None:
+        """Begin the live display; nothing else may be printed from here to ``close``."""
+        self._start = time.monotonic()
+        if self._console.is_terminal:
+            self._live = Live(self._display(), console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
+        # An evaluation is taken now and then; its last figure stays on the display.
+        kept = {name: self._shown[name] for name in self._shown if name.startswith("eval/")}
+        self._shown = {**kept, **metrics}
+        if self._live is not None:
+            self._progress.update(self._task, completed=min(env_steps, self._total_steps))
+            self._live.update(self._display())
+            return
+        self._unprinted = self._line(metrics, env_steps)
+        now = time.monotonic()
+        due = now - self._last_line >= _SECONDS_BETWEEN_LINES
+        if due or "eval/episode_return" in metrics or env_steps >= self._total_steps:
+            self._print_line()
+            self._last_line = now
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self._print_line()  # the last state of a run that was cut short
+
+    def _print_line(self) -> None:
+        if self._unprinted is not None:
+            self._console.print(self._unprinted)
+            self._unprinted = None
+
+    def _line(self, metrics: Mapping[str, float], env_steps: int) -> str:
+        parts = [f"env steps {env_steps:,}/{self._total_steps:,}", f"ETA {self._eta(env_steps)}"]
+        for title, name, form in _FIGURES:
+            if name in metrics:
+                parts.append(f"{title} {form.format(metrics[name])}")
+        return "  ".join(parts)
+
+    def _eta(self, env_steps: int) -> str:
+        done = env_steps - self._first_steps
+        left = max(self._total_steps - env_steps, 0)
+        seconds = round((time.monotonic() - self._start) * left / max(done, 1))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+    def _display(self) -> Group:
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+        for title, _, _ in _FIGURES:
+            table.add_column(title, justify="right")
+        shown = self._shown
+        table.add_row(*(form.format(shown[n]) if n in shown else "-" for _, n, form in _FIGURES))
+        return Group(table, self._progress)

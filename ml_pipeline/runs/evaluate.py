@@ -1,0 +1,57 @@
+"""Evaluation: whole episodes of an agent in a single env, with seeds that training never sees."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+
+from ml_pipeline.protocols import Agent, Episode
+
+
+class Evaluation(NamedTuple):
+    """Episodes, and the figures people ask of them."""
+
+    episodes: list[Episode]
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self._returns()))
+
+    @property
+    def std(self) -> float:
+        return float(np.std(self._returns()))
+
+    @property
+    def min(self) -> float:
+        return float(np.min(self._returns()))
+
+    @property
+    def max(self) -> float:
+        return float(np.max(self._returns()))
+
+    @property
+    def mean_length(self) -> float:
+        return float(np.mean([episode.length for episode in self.episodes]))
+
+    def _returns(self) -> list[float]:
+        return [episode.episode_return for episode in self.episodes]
+
+
+def evaluate(
+    agent: Agent, env: gym.Env[Any, Any], *, n_episodes: int, seed: int, deterministic: bool
+) -> Evaluation:
+    """Play ``n_episodes``; episode k starts from seed + k, so any one of them can be replayed."""
+    episodes = []
+    for episode in range(n_episodes):
+        obs, _ = env.reset(seed=seed + episode)
+        episode_return, length, done = 0.0, 0, False
+        while not done:
+            action = agent.act_batch(np.asarray(obs)[np.newaxis], deterministic)[0]
+            obs, reward, terminated, truncated, _ = env.step(action)
+            episode_return += float(reward)
+            length += 1
+            done = terminated or truncated
+        episodes.append(Episode(episode_return, length))
+    return Evaluation(episodes)

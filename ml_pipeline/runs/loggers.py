@@ -1,0 +1,215 @@
+"""Loggers: where the metrics of a run go. The local record is always on; W&B is never in the way.
+
+Nothing here may block or fail a training because a service is away.
+"""
+
+from __future__ import annotations
+
+import csv
+import http.client
+import io
+import netrc
+import os
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from ml_pipeline.runs.run_folder import RunFolder, write_text
+
+_WANDB_MODES = ("auto", "online", "offline", "disabled")
+
+
+class CsvLogger:
+    """metrics.csv: a row an iteration; a metric that comes later adds its column.
+
+    Rows beyond ``from_env_steps`` are dropped: they were written after the checkpoint that the
+    run resumes from, and will be written again.
+    """
+
+    def __init__(self, path: Path, *, from_env_steps: int = 0) -> None:
+        self._path = path
+        self._columns: list[str] = []
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                # A row that was cut off by a kill has None for its missing cells.
+                rows = [
+                    row
+                    for row in reader
+                    if None not in row.values() and int(row["env_steps"]) <= from_env_steps
+                ]
+                self._columns = list(reader.fieldnames or [])
+            write_text(path, self._text(rows, header=True))
+        self._file = path.open("a", newline="", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
+        row = {"env_steps": env_steps, **metrics}
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._add_columns(new)
+        # One write per row, so that a kill cuts at most the last one.
+        self._file.write(self._text([row], header=False))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add_columns(self, names: list[str]) -> None:
+        self._file.close()
+        rows = read_metrics(self._path)
+        self._columns += names
+        write_text(self._path, self._text(rows, header=True))
+        self._file = self._path.open("a", newline="", encoding="utf-8")
+
+    def _text(self, rows: list[Any], *, header: bool) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns, restval="", lineterminator="\n")
+        if header:
+            writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+
+def read_metrics(path: Path) -> list[dict[str, str]]:
+    """The rows of a metrics.csv as they stand there; an empty cell is a metric not taken."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+class WandbLogger:
+    """Weights & Biases: online only if a key is there, offline otherwise, and never a prompt."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        run_config: Mapping[str, Any],
+        sweep: str | None,
+        mode: str = "auto",
+        project: str = "ml_pipeline",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        timeout_seconds: float = 20.0,
+    ) -> None:
+        """``group`` None: the name of the sweep, or env and agent for a single run."""
+        if mode not in _WANDB_MODES:
+            raise ValueError(f"mode must be {' | '.join(_WANDB_MODES)}, got {mode}")
+        # W&B's own messages ask to log in and name hosts; the console says what matters instead.
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb  # half a second, for those who use it
+
+        self._timeout_seconds = timeout_seconds
+        self._folder = run.path / "wandb"
+        env_name = str(run_config["env_name"])
+        agent = str(run_config["agent_name"])
+        arguments: dict[str, Any] = {
+            "project": project,
+            "entity": entity,
+            "group": group or sweep or f"{env_name}-{agent}",
+            "tags": [env_name, agent, *(tags or [])],
+            "job_type": "train",
+            "name": run.name,
+            "id": run.name,  # a resumed run goes on under the same id
+            "resume": "allow",
+            "config": dict(run_config),
+            "dir": str(run.path),
+            "settings": wandb.Settings(
+                silent=True, console="off", init_timeout=timeout_seconds, login_timeout=5
+            ),
+        }
+        self._start(wandb, self._resolved(mode), arguments)
+        self._run.define_metric("*", step_metric="env_steps")
+
+    def _start(self, wandb: Any, mode: str, arguments: Mapping[str, Any]) -> None:
+        """Begin a run in ``mode``, or offline where that fails, or not at all: never raise."""
+        modes, trouble = [mode, "offline", "disabled"], ""
+        if mode == "online":
+            # Asked before W&B is: once it has tried in vain, it also delays the program's exit.
+            url = wandb.setup().settings.base_url
+            if not server_answers(url, seconds=min(5.0, self._timeout_seconds)):
+                modes.remove("online")
+                trouble = ", its server does not answer"
+        for self.mode in dict.fromkeys(modes):
+            try:
+                self._settle(wandb, self.mode)
+                self._run = wandb.init(mode=self.mode, **arguments)
+                break
+            except Exception as error:  # whatever W&B raises, the training goes on
+                reason = str(error).strip().splitlines()[0]
+                trouble = trouble or f", {mode} failed: {reason}"
+                wandb.teardown()  # the failed run still holds the id
+        self.status = f"W&B {self.mode}{trouble}"
+        if self.mode == "offline":
+            self.status += f"; upload later with: wandb sync {self._folder}/offline-*"
+
+    @staticmethod
+    def _settle(wandb: Any, mode: str) -> None:
+        """Let the mode hold for W&B as a whole, not for the run alone.
+
+        Otherwise even an offline run reports to the server when the program exits, and waits for
+        it: 10 seconds where nothing answers.
+        """
+        if wandb.run is None and wandb.setup().settings.mode != mode:
+            wandb.teardown()
+            wandb.setup(wandb.Settings(mode=mode))
+
+    def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
+        try:
+            self._run.log({**metrics, "env_steps": env_steps})
+        except Exception as error:  # its own process may have died; the local record goes on
+            self.status = f"W&B lost the run at env step {env_steps:,}: {error}"
+
+    def close(self) -> None:
+        """Finish the upload within ``timeout_seconds``; what is left stays on the disk."""
+        # finish() waits for the network without a limit, so it waits in a thread of its own.
+        finishing = threading.Thread(target=self._finish, daemon=True)
+        finishing.start()
+        finishing.join(self._timeout_seconds)
+        if finishing.is_alive():
+            self.status = f"W&B did not finish its upload; do it with: wandb sync {self._folder}/*"
+
+    def _finish(self) -> None:
+        try:
+            self._run.finish()
+        except Exception as error:  # as in log
+            self.status = f"W&B did not finish the run: {error}"
+
+    @staticmethod
+    def _resolved(mode: str) -> str:
+        if mode != "auto":
+            return mode
+        if os.environ.get("WANDB_MODE") in _WANDB_MODES[1:]:
+            return os.environ["WANDB_MODE"]
+        return "online" if has_wandb_key() else "offline"
+
+
+def server_answers(url: str, *, seconds: float) -> bool:
+    """Whether anything that speaks HTTP answers at ``url``; what it says does not matter."""
+    try:
+        urllib.request.urlopen(url, timeout=seconds).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # W&B brings certificates of its own
+    except (OSError, http.client.HTTPException):
+        return False
+    return True
+
+
+def has_wandb_key() -> bool:
+    """Whether W&B can log in without asking: a key in the environment or in the netrc file."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import wandb
+
+    host = urlparse(wandb.setup().settings.base_url).hostname or ""
+    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

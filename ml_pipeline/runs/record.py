@@ -1,0 +1,189 @@
+"""Record: what stays of a run and what is said of it, from its first line to its last.
+
+Keeps metrics.csv and summary.json, drives the loggers, and tells at the end where everything is
+and how to go on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ml_pipeline.protocols import Logger
+from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
+from ml_pipeline.runs.console import ConsoleLogger
+from ml_pipeline.runs.loggers import CsvLogger
+from ml_pipeline.runs.run_folder import RunFolder
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_MEAN_RETURN = "rollout/episode_return_mean_100"
+
+
+class LastValues:
+    """The last value of each metric, whenever it was taken."""
+
+    def __init__(self, values: Mapping[str, float | None]) -> None:
+        self.values = {name: value for name, value in values.items() if value is not None}
+
+    def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
+        self.values |= metrics
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Record:
+    """The record of one run; ``begin`` before training, ``end`` after it, ``close`` always."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        *,
+        facts: Mapping[str, Any],
+        total_steps: int,
+        env_steps: int,
+        loggers: Mapping[str, Logger],
+    ) -> None:
+        """``env_steps`` is where the run resumes; ``loggers`` are those beyond the local ones."""
+        self.run = run
+        self._facts = dict(facts)
+        self._total_steps = total_steps
+        self._started = time.monotonic()
+        before = run.read_summary()  # of a resumed run
+        self._seconds_before = float(before.get("seconds", 0.0))
+        self._last = LastValues(before.get("metrics", {}))
+        self._console = ConsoleLogger(total_steps, env_steps=env_steps)
+        self._others = dict(loggers)
+        self._said: set[str] = set()
+        csv_logger = CsvLogger(run.metrics, from_env_steps=env_steps)
+        self.loggers: list[Logger] = [
+            csv_logger,
+            self._last,
+            *self._others.values(),
+            self._console,
+        ]
+
+    def begin(self, line: str) -> None:
+        """Say what runs where, and note that it does."""
+        print(line)
+        print(f"run folder: {self.run.path}")
+        self._print_logger_status()
+        sys.stdout.flush()
+        self.run.update_summary(
+            {
+                **self._facts,
+                "status": "running",
+                "what_runs_where": line,
+                "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+                "git_commit": _git_commit(),
+                "host": platform.node(),
+                "versions": {
+                    "python": platform.python_version(),
+                    **{name: version(name) for name in ("torch", "numpy", "gymnasium")},
+                },
+            }
+        )
+        self._console.start()
+
+    def end(self, status: str, line: str) -> None:
+        """Write the summary, then say how it ended and how to go on."""
+        self._console.close()
+        env_steps = int(self._last.values.get("env_steps", 0))
+        self.run.update_summary(
+            {
+                "status": status,
+                "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "seconds": round(self._seconds_before + time.monotonic() - self._started, 1),
+                "env_steps": env_steps,
+                "mean_reward": _finite(self.mean_reward),
+                "metrics": {name: _finite(value) for name, value in self._last.values.items()},
+            }
+        )
+        mean = "" if math.isnan(self.mean_reward) else f", mean reward {self.mean_reward:.1f}"
+        told = f"{line} at env step {env_steps:,} of {self._total_steps:,}{mean}"
+        commands = self._commands(finished=status == "finished")
+        if status == "finished":
+            print(told)
+            print(f"run folder: {self.run.path}")
+            for title, command in commands.items():
+                print(f"{title + ':':<11} {command}")
+        elif checkpoint_path(self.run, LATEST).is_file():
+            print(f"{told}; go on with: {commands['resume']}")
+        else:
+            print(f"{told}; nothing was saved yet in {self.run.path}")
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Close every logger; those that send something somewhere may have a last word."""
+        for logger in reversed(self.loggers):
+            logger.close()
+        self._print_logger_status()
+        sys.stdout.flush()
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean return of the last 100 training episodes; nan if none has ended."""
+        return self.value(_MEAN_RETURN)
+
+    def value(self, metric: str) -> float:
+        """The last value of a metric; nan if it was never taken."""
+        return self._last.values.get(metric, math.nan)
+
+    def _commands(self, *, finished: bool) -> dict[str, str]:
+        python, path = _python_command(), shlex.quote(str(self.run.path))
+        script = shlex.quote(os.path.relpath(_REPOSITORY / "train_ppo.py"))
+        more = f" total_steps={2 * self._total_steps}" if finished else ""
+        siblings = shlex.quote(str(self.run.path.parent)) + "/*"
+        return {
+            "evaluate": f"{python} -m ml_pipeline evaluate {path} --deterministic",
+            "resume": f"{python} {script} resume={path}{more}",
+            "compare": f"{python} -m ml_pipeline compare {siblings}",
+        }
+
+    def _print_logger_status(self) -> None:
+        for logger in self._others.values():
+            status = getattr(logger, "status", None)
+            if status and status not in self._said:
+                print(status)
+                self._said.add(status)
+
+
+def _python_command() -> str:
+    """``python`` where that is this interpreter, else the path of this one."""
+    found = shutil.which("python")
+    if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):
+        return "python"
+    relative = os.path.relpath(sys.executable)
+    return shlex.quote(sys.executable if relative.startswith("..") else relative)
+
+
+def _git_commit() -> str | None:
+    """The commit of this code, with a + where files have changed since; None outside of git."""
+    git = ["git", "-C", str(_REPOSITORY)]
+    try:
+        head, changed = (
+            subprocess.run([*git, *command], capture_output=True, text=True, timeout=10)
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if head.returncode != 0:
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no nan and no infinity."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,106 @@
+"""What several tests share: the door as a user calls it, and a quiet place to call it from."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parent
+
+Door = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(autouse=True)
+def _no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever runs the tests may be logged in; the tests must not upload anything."""
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder to stand in; runs/ appears here."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def door_command(*arguments: str) -> list[str]:
+    return [sys.executable, str(REPOSITORY / "train_ppo.py"), *arguments]
+
+
+@pytest.fixture
+def door(here: Path) -> Door:
+    """``door("n_envs=2")`` runs train_ppo.py to its end, in a process of its own."""
+
+    def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            door_command(*arguments),
+            cwd=here,
+            # Without W&B's own variables: they would lead to this process's W&B service.
+            env={**{k: v for k, v in os.environ.items() if "WANDB" not in k}, **environment},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            stdin=subprocess.DEVNULL,
+        )
+
+    return call
+
+
+def read_rows(run_dir: Path) -> list[dict[str, str]]:
+    """metrics.csv without the columns that depend on the clock."""
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def only_run(folder: Path) -> Path:
+    runs = [path for path in folder.glob("runs/*/*") if path.parent.name != "sweeps"]
+    assert len(runs) == 1, runs
+    return runs[0]
+
+
+def small(**more: Any) -> list[str]:
+    """Overrides of a run that takes a moment: two iterations of two envs."""
+    settings = {
+        "n_envs": 2,
+        "total_steps": 64,
+        "agent.n_steps": 16,
+        "agent.n_minibatches": 2,
+        "agent.n_epochs": 2,
+        "device": "cpu",
+        "logger": "none",
+        "callbacks.evaluation.n_episodes": 2,
+    }
+    names = {name.replace("__", "."): value for name, value in more.items()}
+    return [f"{name}={value}" for name, value in {**settings, **names}.items()]
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
+    """Wait until none of these processes runs any more."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that is dead and only waits to be reaped does not."""
+    if Path("/proc").exists():
+        status = Path(f"/proc/{pid}/stat")
+        return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

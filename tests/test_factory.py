@@ -1,0 +1,84 @@
+"""EnvFactory: ids, dotted paths, wrappers in order, and clear words when one of them is wrong."""
+
+from __future__ import annotations
+
+import cloudpickle
+import pytest
+
+from ml_pipeline.envs.factory import EnvError, EnvFactory
+from ml_pipeline.extras import MissingExtraError, import_extra
+from ml_pipeline.targets import TargetError
+
+
+def test_a_target_wins_over_the_id_and_takes_its_kwargs() -> None:
+    env = EnvFactory("CartPole-v1", "tiny_envs.CountingEnv", {"length": 9})()
+
+    assert env.get_wrapper_attr("length") == 9
+
+
+def test_wrappers_are_applied_in_order_the_first_innermost() -> None:
+    wrappers = {
+        "scale": {"_target_": "tiny_envs.scale_reward", "factor": 2.0},
+        "shift": {"_target_": "tiny_envs.shift_reward", "by": 1.0},
+    }
+    env = EnvFactory(None, "tiny_envs.CountingEnv", {}, wrappers)()
+    env.reset(seed=1)
+
+    assert env.step(0)[1] == 10.0 * 2.0 + 1.0
+
+
+def test_a_factory_survives_the_way_to_a_worker() -> None:
+    factory = EnvFactory("CartPole-v1", kwargs={"render_mode": None})
+
+    assert cloudpickle.loads(cloudpickle.dumps(factory)) == factory
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (EnvFactory("CartPol-v1"), "CartPol-v1 is not a registered .* did you mean CartPole-v1"),
+        (EnvFactory("CartPole-v99"), "did you mean CartPole-v1"),
+        (EnvFactory("Zzzzzz"), "env.id=Zzzzzz is not a registered environment"),
+        (EnvFactory("CartPole-v1", kwargs={"size": 3}), "does not take env.kwargs {'size': 3}"),
+    ],
+)
+def test_an_id_or_argument_that_gymnasium_does_not_know_is_named(
+    factory: EnvFactory, words: str
+) -> None:
+    with pytest.raises(EnvError, match=words):
+        factory()
+
+
+@pytest.mark.parametrize(
+    ("target", "kwargs", "words"),
+    [
+        ("MyEnv", {}, "env.target=MyEnv is no dotted path"),
+        ("no_such_module.MyEnv", {}, "no module named 'no_such_module'"),
+        ("tiny_envs.MyEnv", {}, "module tiny_envs has no 'MyEnv'"),
+        ("tiny_envs.STARTED", {}, "module tiny_envs has no 'STARTED'"),
+        ("tiny_envs.CountingEnv", {"size": 3}, "env.kwargs.size is unknown; CountingEnv takes"),
+        ("pathlib.Path", {}, "made PosixPath, no gymnasium.Env"),
+    ],
+)
+def test_a_target_that_leads_nowhere_is_named(
+    target: str, kwargs: dict[str, int], words: str
+) -> None:
+    with pytest.raises(TargetError, match=words):
+        EnvFactory(None, target, kwargs)()
+
+
+def test_a_wrapper_with_an_unknown_argument_is_named_by_its_key() -> None:
+    wrappers = {"scale": {"_target_": "tiny_envs.scale_reward", "by": 2.0}}
+
+    with pytest.raises(TargetError, match=r"env.wrappers.scale.by is unknown"):
+        EnvFactory(None, "tiny_envs.CountingEnv", {}, wrappers)()
+
+
+def test_a_wrapper_without_a_target_is_named_by_its_key() -> None:
+    with pytest.raises(TargetError, match=r"env.wrappers.scale needs a _target_"):
+        EnvFactory("CartPole-v1", wrappers={"scale": {"factor": 2.0}})()
+
+
+def test_a_missing_extra_comes_with_the_line_that_installs_it() -> None:
+    with pytest.raises(MissingExtraError, match=r"plots needs a package.*no_such_package"):
+        import_extra("no_such_package", needed_by="plots")

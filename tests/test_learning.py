@@ -1,0 +1,27 @@
+"""Does it learn? The default job, to the end, on three seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ml_pipeline.__main__ import main
+from ml_pipeline.build import train
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_default_job_solves_cartpole_within_100k_steps(
+    here: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 97 rollouts of 1,024: the last whole one before 100k.
+    result = train([f"seed={seed}", "total_steps=99_328"])
+    capsys.readouterr()
+
+    assert result.env_steps <= 100_000
+    for name in ("latest", "best"):
+        assert main(["evaluate", str(result.run_dir), "--deterministic", "--checkpoint", name]) == 0
+        assert "20 episodes" in (out := capsys.readouterr().out)
+        assert "mean 500.0  std 0.0  min 500.0  max 500.0" in out

@@ -1,0 +1,178 @@
+"""Loggers: the local record, and a W&B that is never in the way."""
+
+from __future__ import annotations
+
+import csv
+import http.server
+import socket
+import threading
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+import wandb
+from conftest import Door, only_run, read_rows, small
+
+from ml_pipeline.build import train
+from ml_pipeline.runs.loggers import CsvLogger, WandbLogger, has_wandb_key
+from ml_pipeline.runs.run_folder import RunFolder
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_metric_that_comes_later_adds_its_column(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    logger = CsvLogger(path)
+    logger.log({"a": 1.0}, env_steps=10)
+    logger.log({"a": 2.0, "b": 5.0}, env_steps=20)
+    logger.log({"b": 6.0}, env_steps=30)
+    logger.close()
+
+    assert rows_of(path) == [
+        {"env_steps": "10", "a": "1.0", "b": ""},
+        {"env_steps": "20", "a": "2.0", "b": "5.0"},
+        {"env_steps": "30", "a": "", "b": "6.0"},
+    ]
+
+
+def test_a_resumed_record_drops_what_came_after_the_checkpoint_and_a_torn_row(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("env_steps,a\n10,1.0\n20,2.0\n30,3.0\n4")
+
+    logger = CsvLogger(path, from_env_steps=20)
+    logger.log({"a": 9.0}, env_steps=30)
+    logger.close()
+
+    assert [(row["env_steps"], row["a"]) for row in rows_of(path)] == [
+        ("10", "1.0"),
+        ("20", "2.0"),
+        ("30", "9.0"),
+    ]
+
+
+def test_each_row_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    logger = CsvLogger(tmp_path / "metrics.csv")
+
+    logger.log({"a": 1.0}, env_steps=10)
+
+    assert len(rows_of(tmp_path / "metrics.csv")) == 1
+    logger.close()
+
+
+def test_without_a_key_wandb_works_offline_and_says_how_to_upload(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = train(small(logger="wandb"))
+
+    offline = list((result.run_dir / "wandb").glob("offline-run-*"))
+    assert len(offline) == 1
+    assert offline[0].name.endswith(result.run_dir.name)
+    assert list(offline[0].glob("*.wandb"))
+    out = capsys.readouterr().out
+    assert f"W&B offline; upload later with: wandb sync {result.run_dir}/wandb/offline-*" in out
+
+
+def test_two_wandb_runs_in_one_process_are_two_records(here: Path) -> None:
+    folders = [train(small(logger="wandb", seed=seed)).run_dir / "wandb" for seed in (1, 2)]
+
+    assert [len(list(folder.glob("offline-run-*"))) for folder in folders] == [1, 1]
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["silent server", "refused"])
+def test_with_a_key_but_no_server_the_run_goes_on_offline(
+    door: Door, here: Path, listens: bool
+) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:
+            server.listen()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        result = door(
+            *small(logger="wandb"),
+            "logger.wandb.timeout_seconds=2",
+            WANDB_API_KEY="0" * 40,
+            WANDB_BASE_URL=address,
+        )
+
+    assert result.returncode == 0, result.stderr
+    assert "W&B offline, its server does not answer; upload later with" in result.stdout
+    assert len(read_rows(only_run(here))) == 2
+
+
+def test_without_a_key_nothing_is_sent_to_the_server(door: Door) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        server.setblocking(False)
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+        result = door(*small(logger="wandb"), WANDB_BASE_URL=address)
+
+        assert result.returncode == 0, result.stderr
+        with pytest.raises(BlockingIOError):  # nobody has knocked
+            server.accept()
+
+
+def test_with_a_key_and_a_server_that_is_no_wandb_the_run_goes_on_offline(
+    door: Door, here: Path
+) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotFound) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = door(
+            *small(logger="wandb"),
+            "logger.wandb.timeout_seconds=2",
+            WANDB_API_KEY="0" * 40,
+            WANDB_BASE_URL=f"http://127.0.0.1:{server.server_address[1]}",
+        )
+        server.shutdown()
+
+    assert result.returncode == 0, result.stderr
+    assert "W&B offline, online failed: " in result.stdout
+    assert len(read_rows(only_run(here))) == 2
+
+
+class NotFound(http.server.BaseHTTPRequestHandler):
+    """Answers everything with a 404."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    do_POST = do_GET  # noqa: N815
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Keep the test's output clean."""
+
+
+def test_a_key_is_found_in_the_environment_and_in_netrc(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert not has_wandb_key()
+    netrc = tmp_path / "netrc"
+    host = urlparse(wandb.setup().settings.base_url).hostname
+    netrc.write_text(f"machine {host}\n  login user\n  password secret\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    assert has_wandb_key()
+    monkeypatch.delenv("NETRC")
+    monkeypatch.setenv("HOME", str(tmp_path / "empty"))
+    assert not has_wandb_key()
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert has_wandb_key()
+
+
+def test_the_users_wandb_mode_is_respected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    run = RunFolder.unused(tmp_path, "env")
+    run.make()
+
+    logger = WandbLogger(run, {"env_name": "env", "agent_name": "ppo"}, None)
+    logger.log({"a": 1.0}, env_steps=1)
+    logger.close()
+
+    assert logger.mode == "disabled"
+    assert not (run.path / "wandb").exists()
