@@ -1,4 +1,4 @@
-"""ConsoleLogger: what one sees while a run trains. A live display on a terminal, lines in a pipe."""
+"""ConsoleLogger: what one sees while a run trains; live on a terminal, lines in a pipe."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class RunFolder:
 
     @classmethod
     def unused(cls, root: Path, env_name: str) -> RunFolder:
-        """A folder that does not exist yet; a second alone is not unique, so random digits follow."""
+        """A folder that does not exist yet; a second is not unique, so random digits follow."""
         parent = root / re.sub(r"[^\w.-]+", "-", env_name)
         while True:
             stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
