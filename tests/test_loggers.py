@@ -74,7 +74,7 @@ def test_without_a_key_wandb_works_offline_and_says_how_to_upload(
     assert offline[0].name.endswith(result.run_dir.name)
     assert list(offline[0].glob("*.wandb"))
     out = capsys.readouterr().out
-    assert f"W&B offline; upload later with: wandb sync {result.run_dir}/wandb/offline-*" in out
+    assert f"-m wandb sync {result.run_dir}/wandb/offline-*\n" in out
 
 
 def test_two_wandb_runs_in_one_process_are_two_records(here: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Mapping
 
@@ -107,3 +111,12 @@ class ConsoleLogger:
         shown = self._shown
         table.add_row(*(form.format(shown[n]) if n in shown else "-" for _, n, form in _FIGURES))
         return Group(table, self._progress)
+
+
+def python_command() -> str:
+    """``python`` where that is this interpreter, else the path of this one."""
+    found = shutil.which("python")
+    if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):
+        return "python"
+    relative = os.path.relpath(sys.executable)
+    return shlex.quote(sys.executable if relative.startswith("..") else relative)

@@ -10,6 +10,7 @@ import http.client
 import io
 import netrc
 import os
+import shlex
 import ssl
 import threading
 import urllib.error
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from ml_pipeline.runs.console import python_command
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 
 _WANDB_MODES = ("auto", "online", "offline", "disabled")
@@ -104,7 +106,7 @@ class WandbLogger:
         import wandb  # half a second, for those who use it
 
         self._timeout_seconds = timeout_seconds
-        self._folder = run.path / "wandb"
+        self._sync = f"{python_command()} -m wandb sync {shlex.quote(str(run.path / 'wandb'))}"
         env_name = str(run_config["env_name"])
         agent = str(run_config["agent_name"])
         arguments: dict[str, Any] = {
@@ -145,7 +147,7 @@ class WandbLogger:
                 wandb.teardown()  # the failed run still holds the id
         self.status = f"W&B {self.mode}{trouble}"
         if self.mode == "offline":
-            self.status += f"; upload later with: wandb sync {self._folder}/offline-*"
+            self.status += f"; upload later with: {self._sync}/offline-*"
 
     @staticmethod
     def _settle(wandb: Any, mode: str) -> None:
@@ -171,7 +173,7 @@ class WandbLogger:
         finishing.start()
         finishing.join(self._timeout_seconds)
         if finishing.is_alive():
-            self.status = f"W&B did not finish its upload; do it with: wandb sync {self._folder}/*"
+            self.status = f"W&B did not finish its upload; do it with: {self._sync}/*"
 
     def _finish(self) -> None:
         try:

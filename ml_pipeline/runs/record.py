@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 from ml_pipeline.protocols import Logger
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
-from ml_pipeline.runs.console import ConsoleLogger
+from ml_pipeline.runs.console import ConsoleLogger, python_command
 from ml_pipeline.runs.loggers import CsvLogger
 from ml_pipeline.runs.run_folder import RunFolder
 
@@ -142,7 +141,7 @@ class Record:
         return self._last.values.get(metric, math.nan)
 
     def _commands(self, *, finished: bool) -> dict[str, str]:
-        python, path = _python_command(), shlex.quote(str(self.run.path))
+        python, path = python_command(), shlex.quote(str(self.run.path))
         script = shlex.quote(os.path.relpath(_REPOSITORY / "train_ppo.py"))
         more = f" total_steps={2 * self._total_steps}" if finished else ""
         siblings = shlex.quote(str(self.run.path.parent)) + "/*"
@@ -158,15 +157,6 @@ class Record:
             if status and status not in self._said:
                 print(status)
                 self._said.add(status)
-
-
-def _python_command() -> str:
-    """``python`` where that is this interpreter, else the path of this one."""
-    found = shutil.which("python")
-    if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):
-        return "python"
-    relative = os.path.relpath(sys.executable)
-    return shlex.quote(sys.executable if relative.startswith("..") else relative)
 
 
 def _git_commit() -> str | None:
