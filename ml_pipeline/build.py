@@ -40,7 +40,7 @@ from ml_pipeline.runs.checkpoint import (
 from ml_pipeline.runs.record import Record
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.runs.stop_signals import Interrupted, StopSignals
-from ml_pipeline.seeding import env_seed, stream_seed
+from ml_pipeline.seeding import first_env_seed, stream_seed
 from ml_pipeline.targets import instantiate
 from ml_pipeline.training.collectors import SyncCollector
 from ml_pipeline.training.ppo_trainer import PPOTrainer
@@ -79,6 +79,11 @@ class RunPlan(NamedTuple):
     def first_step(self) -> int:
         """Env steps that the run has behind it."""
         return int(self.state["env_steps"]) if self.state is not None else 0
+
+    @property
+    def env_seed(self) -> int:
+        """Seed of env 0; env i has this + i."""
+        return first_env_seed(self.config.seed, env_steps=self.first_step)
 
 
 class TrainedAgent(NamedTuple):
@@ -238,6 +243,9 @@ def make_plan(config: TrainConfig) -> RunPlan:
     callbacks = build_callbacks(config, run_folder, make_env)
     first_env = make_env()
     agent = build_agent(config, first_env, device)
+    if state is not None:
+        with _misfit_explained(run_folder):
+            agent.load_state_dict(state["agent"])
     return RunPlan(config, device, make_env, first_env, agent, run_folder, callbacks, state)
 
 
@@ -283,9 +291,10 @@ def build_vec_env(plan: RunPlan) -> tuple[VectorEnv[Any, Any, Any], str]:
     env_fns = [plan.make_env] * n_envs
     envs = "1 env" if n_envs == 1 else f"{n_envs} envs"
     if mode == "serial":
-        return SerialEnv(env_fns), f"{envs} in this process{reason}"
+        return SerialEnv(env_fns, seed=plan.env_seed), f"{envs} in this process{reason}"
     env = ParallelEnv(
         env_fns,
+        seed=plan.env_seed,
         n_workers=n_workers,
         start_method=vec_env.start_method,  # type: ignore[arg-type]  # checked by VecEnvConfig
         step_timeout=vec_env.step_timeout_seconds,
@@ -301,7 +310,7 @@ def build_trainer(
     seed = plan.config.seed
     collector = SyncCollector(
         env,
-        env_seed=env_seed(seed, env_steps=plan.first_step),
+        env_seed=plan.env_seed,
         noise_seed=stream_seed(seed, "actions"),
     )
     trainer = PPOTrainer(
@@ -313,8 +322,7 @@ def build_trainer(
         shield=signals.shielded,
     )
     if plan.state is not None:
-        with _misfit_explained(plan.run):
-            trainer.load_state_dict(plan.state)
+        trainer.load_state_dict(plan.state)
     return trainer
 
 

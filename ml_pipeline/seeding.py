@@ -11,7 +11,7 @@ import hashlib
 _MAX_SEED = 2**31 - 1  # the range that NumPy, torch and Gymnasium all accept
 
 
-def env_seed(seed: int, *, env_steps: int = 0) -> int:
+def first_env_seed(seed: int, *, env_steps: int = 0) -> int:
     """Seed of the first training env; a run resumed at ``env_steps`` must not replay its start."""
     return seed if env_steps == 0 else stream_seed(seed, f"envs resumed at {env_steps}")
 

@@ -88,9 +88,14 @@ def small(**more: Any) -> list[str]:
 
 def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
     """Wait until none of these processes runs any more."""
+    wait_until(lambda: not any(map(is_running, pids)), seconds)
+
+
+def wait_until(fact: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for something that another process does."""
     deadline = time.monotonic() + seconds
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"still running: {left}"
+    while not fact():
+        assert time.monotonic() < deadline, "it has not happened"
         time.sleep(0.05)
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlparse
 
 import pytest
 import wandb
-from conftest import Door, only_run, read_rows, small
+from conftest import Door, only_run, read_rows, small, wait_until
 
 from ml_pipeline.build import train
 from ml_pipeline.runs.loggers import CsvLogger, WandbLogger, has_wandb_key
@@ -72,7 +72,8 @@ def test_without_a_key_wandb_works_offline_and_says_how_to_upload(
     offline = list((result.run_dir / "wandb").glob("offline-run-*"))
     assert len(offline) == 1
     assert offline[0].name.endswith(result.run_dir.name)
-    assert list(offline[0].glob("*.wandb"))
+    # W&B's own process writes the file, and may still be at it.
+    wait_until(lambda: any(path.stat().st_size for path in offline[0].glob("*.wandb")))
     out = capsys.readouterr().out
     assert f"-m wandb sync {result.run_dir}/wandb/offline-*\n" in out
 
