@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,16 @@ import pytest
 from conftest import wait_until_gone
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from tiny_envs import CountingEnv, FaultyEnv, NoisyEnv, WorkerModules, make_broken
+from tiny_envs import (
+    BulkyEnv,
+    CountingEnv,
+    FaultyEnv,
+    NoisyEnv,
+    SlowEnv,
+    UncloseableEnv,
+    WorkerModules,
+    make_broken,
+)
 
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError, choose
@@ -235,9 +245,73 @@ def test_a_factory_that_cannot_be_pickled_is_named() -> None:
         ParallelEnv([lambda: CountingEnv(length=id(lock))])
 
 
-def test_envs_with_different_spaces_are_refused() -> None:
+def test_envs_with_different_spaces_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(WorkerError, match="env 1 has observation_space"):
-        ParallelEnv([CountingEnv, NoisyEnv], start_method="fork")
+        ParallelEnv([CountingEnv, NoisyEnv], start_method="fork", n_workers=2)
+
+    assert capfd.readouterr().err == "", "the workers must end without a word"
+
+
+def test_a_worker_that_dies_before_it_takes_a_large_factory_is_an_error(tmp_path: Path) -> None:
+    # Without the guard for __main__ a spawned worker starts workers itself, and dies of it.
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from functools import partial
+from tiny_envs import CountingEnv
+from ml_pipeline.envs.vec_env import ParallelEnv
+class Heavy(CountingEnv):
+    ballast = bytes(8_000_000)
+ParallelEnv([Heavy])
+"""
+    )
+
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert result.returncode == 1
+    assert "WorkerError: the worker of env 0 ended with exit code 1" in result.stderr
+
+
+@pytest.mark.parametrize("call", ["step", "get_attr"])
+def test_after_an_interrupted_call_no_stale_reply_is_handed_out(call: str) -> None:
+    env = ParallelEnv([partial(SlowEnv, 0.5)] * 2, start_method="fork", n_workers=2)
+    env.reset(seed=1)
+    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        env.step(np.zeros(2, dtype=np.int64))
+    time.sleep(0.6)  # both replies lie in the pipes
+
+    with pytest.raises(WorkerError, match="cut short by an interrupt"):
+        env.step(np.zeros(2, dtype=np.int64)) if call == "step" else env.get_attr("length")
+
+    env.close()
+    assert not multiprocessing.active_children()
+
+
+def test_close_lets_an_env_close_although_a_large_reply_is_pending(tmp_path: Path) -> None:
+    env = ParallelEnv([partial(BulkyEnv, tmp_path / "closed")], start_method="fork")
+    env.reset(seed=1)
+    env.step_async(np.zeros(1, dtype=np.int64))
+
+    env.close()
+
+    assert (tmp_path / "closed").exists()
+
+
+@pytest.mark.parametrize("make", [SerialEnv, partial(ParallelEnv, start_method="fork")])
+def test_an_env_that_raises_in_close_does_not_make_close_raise(make: Any) -> None:
+    env = make([UncloseableEnv])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        env.close()
+
+    if make is SerialEnv:  # a worker's warning goes to its own stderr
+        assert "the door is stuck" in str(caught[0].message)
 
 
 def test_an_env_that_is_never_closed_leaves_no_process() -> None:

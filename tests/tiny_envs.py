@@ -121,7 +121,7 @@ class FaultyEnv(CountingEnv):
             if self.fault == "wrong shape":
                 obs = np.zeros(1, dtype=np.float32)
             if self.fault == "no reward":
-                reward = None  # type: ignore[assignment]
+                reward = None
         return obs, reward, terminated, truncated, info
 
 
@@ -130,6 +130,38 @@ class OddError(Exception):
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first}{second}")
+
+
+class SlowEnv(CountingEnv):
+    """A step takes ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(self.seconds)
+        return super().step(action)
+
+
+class BulkyEnv(CountingEnv):
+    """Infos larger than a pipe holds; leaves a file behind when it is closed."""
+
+    def __init__(self, closed: Any) -> None:
+        super().__init__()
+        self.closed = closed
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {"bulk": bytes(4_000_000)}
+
+    def close(self) -> None:
+        self.closed.write_text("yes")
+
+
+class UncloseableEnv(CountingEnv):
+    def close(self) -> None:
+        raise OSError("the door is stuck")
 
 
 class WorkerModules(CountingEnv):

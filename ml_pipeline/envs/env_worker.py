@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
@@ -32,7 +33,7 @@ from ml_pipeline.errors import UserError
 
 EnvFn = Callable[[], gym.Env[Any, Any]]
 
-# First byte of a request: a step, which needs nothing else, or a pickled (method, arguments).
+# A request: a step or the end, which need nothing else, or CALL and a pickled (method, arguments).
 STEP, CALL, CLOSE = b"s", b"c", b"x"
 # First byte of a reply: done; done, with a pickled result; a pickled Fault.
 DONE, RESULT, FAULT = b"d", b"r", b"f"
@@ -187,15 +188,12 @@ class EnvSlice:
                 raise self._blame(offset, error) from error
 
     def close(self) -> None:
-        """Close every env, whatever some of them raise; the first error is raised at the end."""
-        faults = []
+        """Close every env, whatever some of them raise; that is told, but stops nothing."""
         for offset, env in enumerate(self.envs):
             try:
                 env.close()
             except Exception as error:
-                faults.append(self._blame(offset, error))
-        if faults:
-            raise faults[0]
+                warnings.warn(str(self._blame(offset, error)), RuntimeWarning, stacklevel=2)
 
     def _blame(self, offset: int, error: Exception) -> WorkerError:
         trace = "".join(traceback.format_exception(error)).rstrip()
@@ -203,14 +201,7 @@ class EnvSlice:
         return WorkerError(f"{who} raised:\n{trace}")
 
 
-def worker_main(
-    requests: Connection,
-    payload: bytes,
-    first: int,
-    seeds: Sequence[int | None],
-    autoreset_mode: AutoresetMode,
-    inherited: Sequence[Connection],
-) -> None:
+def worker_main(requests: Connection, inherited: Sequence[Connection]) -> None:
     """Serve one slice until told to close, or until the parent is gone.
 
     ``inherited`` are the parent's ends of pipes that a forked worker must not keep open: its
@@ -224,53 +215,58 @@ def worker_main(
     for end in inherited:
         end.close()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    server = _SliceServer(requests)
     try:
-        _serve(requests, payload, first, seeds, autoreset_mode)
+        while server.answer(requests.recv_bytes()):
+            pass
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The parent has gone or has given this worker up; there is nobody to tell.
         os._exit(1)
 
 
-def _serve(
-    requests: Connection,
-    payload: bytes,
-    first: int,
-    seeds: Sequence[int | None],
-    autoreset_mode: AutoresetMode,
-) -> None:
-    try:
-        env_slice = EnvSlice(
-            cloudpickle.loads(payload), first=first, seeds=seeds, autoreset_mode=autoreset_mode
-        )
-    except Exception as error:
-        requests.send_bytes(FAULT + _pack_fault(error, first))
-        return
-    descriptions = env_slice.describe()
-    requests.send_bytes(RESULT + cloudpickle.dumps(descriptions))
-    n_envs: int = requests.recv()
-    block = SharedBlock.receive(requests)
-    spaces = descriptions[0].observation_space, descriptions[0].action_space
-    env_slice.bind(shared_env_arrays(*spaces, n_envs, block))
-    block.close()
-    requests.send_bytes(DONE)
-    while True:
-        request = requests.recv_bytes()
+class _SliceServer:
+    """Answers each request with exactly one reply, so that none is taken for another's."""
+
+    def __init__(self, requests: Connection) -> None:
+        self._requests = requests
+        self._slice: EnvSlice | None = None
+        self._index = 0  # of the first env, for errors that no env is to blame for
+
+    def answer(self, request: bytes) -> bool:
+        """Do what ``request`` says and reply; False once there is nothing more to serve."""
         try:
-            if request == STEP:
-                result: Any = env_slice.step()
-            elif request == CLOSE:
-                env_slice.close()
-                requests.send_bytes(DONE)
-                return
-            else:
+            result: Any = None
+            if request == STEP and self._slice is not None:
+                result = self._slice.step()
+            elif request == CLOSE and self._slice is not None:
+                self._slice.close()
+            elif request != CLOSE:
                 method, arguments = cloudpickle.loads(request[1:])
-                result = getattr(env_slice, method)(*arguments)
+                # Building and binding are the server's, all else the slice's.
+                owner = self if method in ("build", "bind") else self._slice
+                result = getattr(owner, method)(*arguments)
             reply = RESULT + cloudpickle.dumps(result) if result else DONE
         except Exception as error:
-            reply = FAULT + _pack_fault(error, first)
-        requests.send_bytes(reply)
-        if request == CLOSE:
-            return
+            reply = FAULT + _pack_fault(error, self._index)
+        self._requests.send_bytes(reply)
+        return request != CLOSE
+
+    def build(
+        self, payload: bytes, first: int, seeds: Sequence[int | None], mode: AutoresetMode
+    ) -> list[Description]:
+        self._index = first
+        env_fns = cloudpickle.loads(payload)
+        self._slice = EnvSlice(env_fns, first=first, seeds=seeds, autoreset_mode=mode)
+        return self._slice.describe()
+
+    def bind(
+        self, observation_space: gym.Space[Any], action_space: gym.Space[Any], n_envs: int
+    ) -> None:
+        block = SharedBlock.receive(self._requests)
+        if self._slice is not None:
+            arrays = shared_env_arrays(observation_space, action_space, n_envs, block)
+            self._slice.bind(arrays)
+        block.close()
 
 
 def _pack_fault(error: Exception, first: int) -> bytes:

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple
@@ -278,6 +279,7 @@ class ParallelEnv(_SliceVectorEnv):
         self._rows = [slice(a, b) for a, b in pairwise(bounds)]
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
+        self._replies_under_way = False
         self._finalizer = weakref.finalize(self, _end_workers, self._processes, self._connections)
         try:
             self._start_workers(env_fns, _spread_seed(seed, len(env_fns)))
@@ -289,13 +291,16 @@ class ParallelEnv(_SliceVectorEnv):
         payloads = [_pickled(env_fns, rows) for rows in self._rows]
         # Named always: a launcher may have left another start method behind as the default.
         context: Any = multiprocessing.get_context(self.start_method)
-        for rows, payload in zip(self._rows, payloads, strict=True):
+        if self.start_method != "fork" and sys.platform != "win32":
+            # The first spawn would start it, and it would lift the block of SIGINT on its way.
+            resource_tracker.ensure_running()
+        for rows in self._rows:
             ours, theirs = context.Pipe()
             # A forked child holds a copy of every pipe end that is open here now.
             inherited = [*_parent_ends, ours] if self.start_method == "fork" else []
             process = context.Process(
                 target=worker_main,
-                args=(theirs, payload, rows.start, seeds[rows], self.autoreset_mode, inherited),
+                args=(theirs, inherited),
                 name=f"env worker {rows.start}-{rows.stop - 1}",
                 daemon=True,
             )
@@ -305,16 +310,24 @@ class ParallelEnv(_SliceVectorEnv):
             _parent_ends.add(ours)
             self._processes.append(process)
             self._connections.append(ours)
-        self._adopt([one for reply in self._gather(self.step_timeout) for one in reply])
+        # Not among the arguments of the process: a child that dies while it imports would leave
+        # its parent writing a large factory into a pipe that nobody reads.
+        replies = self._request(
+            "build",
+            [
+                (payload, rows.start, seeds[rows], self.autoreset_mode)
+                for payload, rows in zip(payloads, self._rows, strict=True)
+            ],
+        )
+        self._adopt([description for reply in replies for description in reply])
 
         spaces = self.single_observation_space, self.single_action_space
         block = SharedBlock.create(block_size(*spaces, self.num_envs))
-        self._arrays = shared_env_arrays(*spaces, self.num_envs, block)
-        for connection, process in zip(self._connections, self._processes, strict=True):
-            connection.send(self.num_envs)
-            block.send(connection, process.pid or 0)
-        self._gather(self.step_timeout)
-        block.close()
+        try:
+            self._arrays = shared_env_arrays(*spaces, self.num_envs, block)
+            self._request("bind", [(*spaces, self.num_envs)] * self.n_workers, block)
+        finally:
+            block.close()
 
     @property
     def worker_pids(self) -> list[int]:
@@ -324,30 +337,48 @@ class ParallelEnv(_SliceVectorEnv):
     def _slices(self) -> list[slice]:
         return self._rows
 
-    def _request(self, method: str, arguments_of_slices: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _request(
+        self,
+        method: str,
+        arguments_of_slices: Sequence[tuple[Any, ...]],
+        block: SharedBlock | None = None,
+    ) -> list[Any]:
         messages = [CALL + cloudpickle.dumps((method, each)) for each in arguments_of_slices]
+        self._open_exchange()
         for worker, message in enumerate(messages):
-            self._send(worker, message)
+            self._send(worker, message, block)
         return self._gather(self.step_timeout)
 
     def _begin_step(self) -> None:
+        self._open_exchange()
         for worker in range(self.n_workers):
             self._send(worker, STEP)
 
     def _end_step(self, timeout: float | None) -> list[list[StepInfo] | None]:
         return self._gather(self.step_timeout if timeout is None else timeout)
 
-    def _send(self, worker: int, message: bytes) -> None:
+    def _open_exchange(self) -> None:
+        """From here on replies are under way, until ``_gather`` has read the last of them."""
+        if self._replies_under_way:
+            raise WorkerError(
+                "an earlier call was cut short by an interrupt, a death or a deadline, and its "
+                "replies are lost; close this env and make a new one"
+            )
+        self._replies_under_way = True
+
+    def _send(self, worker: int, message: bytes, block: SharedBlock | None = None) -> None:
         try:
             self._connections[worker].send_bytes(message)
-        except (BrokenPipeError, ConnectionResetError, OSError):
+            if block is not None:
+                block.send(self._connections[worker], self.worker_pids[worker])
+        except OSError:  # BrokenPipeError, ConnectionResetError
             raise self._death(worker) from None
 
     def _gather(self, timeout: float | None) -> list[Any]:
         """One reply of every worker, in their order.
 
         All replies are read before the first fault is raised, so that none is taken for the
-        answer to a later request. After a death or a timeout only ``close`` makes sense.
+        answer to a later request.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         replies, faults = [], []
@@ -357,11 +388,12 @@ class ParallelEnv(_SliceVectorEnv):
                 if not connection.poll(wait):
                     raise self._silence(worker, timeout)
                 reply = connection.recv_bytes()
-            except (EOFError, ConnectionResetError, OSError):
+            except (EOFError, OSError):
                 raise self._death(worker) from None
             if reply[:1] == FAULT:
                 faults.append(reply[1:])
             replies.append(pickle.loads(reply[1:]) if reply[:1] == RESULT else None)
+        self._replies_under_way = False
         if faults:
             message, cause = pickle.loads(faults[0])
             raise WorkerError(message) from (pickle.loads(cause) if cause else None)
@@ -409,12 +441,15 @@ def _end_workers(processes: list[BaseProcess], connections: list[Connection]) ->
         with contextlib.suppress(OSError):  # the worker is dead already
             connection.send_bytes(CLOSE)
     deadline = time.monotonic() + _CLOSE_SECONDS
-    for process in processes:
+    for process, connection in zip(processes, connections, strict=True):
+        # A worker that still has a large reply to give cannot hear before it is taken.
+        with contextlib.suppress(EOFError, OSError):
+            while connection.poll(max(0.0, deadline - time.monotonic())):
+                connection.recv_bytes()
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join(1.0)
-    for connection in connections:
         connection.close()
 
 
