@@ -38,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--checkpoint", choices=("best", "latest"), help="default: best where there is one"
     )
-    evaluate.add_argument("--seed", type=int, help="of the first episode; default: from the run's")
+    evaluate.add_argument(
+        "--seed", type=_seed, help="of the first episode; default: from the run's"
+    )
     evaluate.set_defaults(command=_evaluate)
 
     compare = commands.add_parser("compare", help="put runs side by side")
@@ -55,10 +57,17 @@ def _positive(text: str) -> int:
     return number
 
 
+def _seed(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
+    return number
+
+
 def _evaluate(options: argparse.Namespace) -> None:
     # Imported here: torch takes seconds, and --help must not.
     from ml_pipeline.build import load_agent
-    from ml_pipeline.runs.evaluate import evaluate
+    from ml_pipeline.runs.evaluate import MAX_EPISODE_STEPS, evaluate
     from ml_pipeline.seeding import stream_seed
 
     trained = load_agent(options.run, options.checkpoint)
@@ -82,6 +91,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         f"return: mean {result.mean:.1f}  std {result.std:.1f}  "
         f"min {result.min:.1f}  max {result.max:.1f}   mean length {result.mean_length:.1f}"
     )
+    if result.n_cut:
+        print(f"{result.n_cut} episodes did not end and were cut at {MAX_EPISODE_STEPS:,} steps")
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -90,7 +101,14 @@ def _compare(options: argparse.Namespace) -> None:
     from ml_pipeline.build import plain_config
     from ml_pipeline.runs.compare import comparison_table, draw_curves, read_run
 
-    runs = [read_run(path, plain_config(path)) for path in options.runs]
+    runs = []
+    for path in options.runs:
+        try:
+            runs.append(read_run(path, plain_config(path)))
+        except UserError as error:  # runs/<env>/* may hold one that was stopped as it began
+            print(f"left out: {error}", file=sys.stderr)
+    if not runs:
+        raise UserError("nothing is left to compare")
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 250  # a pipe has no edge to fold at

@@ -7,6 +7,7 @@ knows Hydra and OmegaConf. ``train(overrides)`` is the same door for notebooks.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -111,6 +112,7 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
 
 def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) -> RunResult:
     """One run from a composed config; ``overrides`` is what the command line named."""
+    find_modules_in_cwd()
     if cfg.resume is not None:
         cfg = resumed_config(cfg, overrides)
     plan = make_plan(checked_config(cfg))
@@ -118,7 +120,7 @@ def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) 
         stack.callback(plan.first_env.close)
         stack.enter_context(torch_threads(plan.device))
         signals = stack.enter_context(StopSignals())
-        record = build_record(plan, sweep)
+        record = build_record(plan, overrides, sweep)
         stack.callback(record.close)
         try:
             env, how = build_vec_env(plan)
@@ -134,6 +136,8 @@ def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) 
             raise
         record.end("finished", trainer.stop_reason or "finished")
         objective = record.value(plan.config.objective)
+        if math.isnan(objective):
+            print(f"objective={plan.config.objective} was never measured; see {plan.run.metrics}")
         return RunResult(
             plan.run.path, trainer.env_steps, record.mean_reward, plan.agent, objective
         )
@@ -163,6 +167,7 @@ def _misfit_explained(run_folder: RunFolder) -> Iterator[None]:
 
 def load_agent(path: Path | str, checkpoint: str | None = None) -> TrainedAgent:
     """The agent of a run folder, on the CPU; ``checkpoint`` None: the best where there is one."""
+    find_modules_in_cwd()
     run_folder = RunFolder.open(path)
     config = checked_config(stored_config(run_folder))
     checkpoint = checkpoint or best_or_latest(run_folder)
@@ -193,25 +198,33 @@ def checked_config(cfg: DictConfig) -> TrainConfig:
 def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """The config of the run to resume, changed only where this command line says so."""
     base = stored_config(RunFolder.open(str(cfg.resume)))
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        key = override.key_or_group
-        if key == "experiment":
-            raise ConfigError("experiment= cannot be combined with resume=; name single keys")
-        if key.startswith("hydra"):
-            continue
-        with open_dict(base):
-            if _has_key(cfg, key):
-                OmegaConf.update(base, key, OmegaConf.select(cfg, key), merge=False)
-            elif _has_key(base, key):
-                parent, _, name = key.rpartition(".")
-                del OmegaConf.select(base, parent)[name]
+    named = [
+        each.key_or_group for each in OverridesParser.create().parse_overrides(list(overrides))
+    ]
+    if "experiment" in named:
+        raise ConfigError("experiment= cannot be combined with resume=; name single keys")
+    if "total_steps" in named and "num_episodes" not in named:
+        base.num_episodes = None  # the newer goal counts
+    with open_dict(base):
+        for key in named:
+            if not key.startswith("hydra"):
+                _take_over(base, cfg, key)
     return base
 
 
-def _has_key(cfg: DictConfig, key: str) -> bool:
+def _take_over(base: DictConfig, cfg: DictConfig, key: str) -> None:
+    """Let ``base`` have at ``key`` what ``cfg`` has, which may be nothing."""
     parent, _, name = key.rpartition(".")
-    node = OmegaConf.select(cfg, parent) if parent else cfg
-    return isinstance(node, DictConfig) and name in node
+    if parent and OmegaConf.select(base, parent) is None:
+        # logger.wandb.mode=... for a run without W&B: it needs all of logger.wandb.
+        _take_over(base, cfg, parent)
+        return
+    old = OmegaConf.select(base, parent) if parent else base
+    new = OmegaConf.select(cfg, parent) if parent else cfg
+    if new is not None and name in new:
+        old[name] = new[name]
+    elif name in old:
+        del old[name]
 
 
 def stored_config(run_folder: RunFolder) -> DictConfig:
@@ -249,10 +262,13 @@ def make_plan(config: TrainConfig) -> RunPlan:
     return RunPlan(config, device, make_env, first_env, agent, run_folder, callbacks, state)
 
 
-def build_env_factory(config: TrainConfig) -> EnvFactory:
-    # A user's own module lies where the command is typed, which is not where the script lies.
+def find_modules_in_cwd() -> None:
+    """A user's own modules lie where the command is typed, which is not where the script lies."""
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+        sys.path.append(str(Path.cwd()))
+
+
+def build_env_factory(config: TrainConfig) -> EnvFactory:
     env = config.env
     return EnvFactory(env.id, env.target, env.kwargs, env.wrappers)
 
@@ -283,8 +299,6 @@ def build_vec_env(plan: RunPlan) -> tuple[VectorEnv[Any, Any, Any], str]:
     config, vec_env = plan.config, plan.config.vec_env
     n_envs, mode, reason = config.n_envs, vec_env.mode, ""
     n_workers = min(vec_env.n_workers or available_cores(), n_envs)
-    if n_envs == 1 and mode == "auto":
-        mode = "serial"
     if mode == "auto":
         mode, reason = choose(plan.first_env, n_envs=n_envs, n_workers=n_workers)
         reason = f" ({reason})"
@@ -326,27 +340,28 @@ def build_trainer(
     return trainer
 
 
-def build_record(plan: RunPlan, sweep: str | None) -> Record:
+def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> Record:
     """The run's folder on the disk, and all that is written into it."""
     config = plan.config
     plan.run.make()
-    try:
-        loggers = build_loggers(config, plan.run, sweep)
-    except UserError:
-        plan.run.discard_unstarted()
-        raise
-    write_text(plan.run.config, stored_text(config))
-    return Record(
-        plan.run,
-        facts={"env": config.env.name, "seed": config.seed, "n_envs": config.n_envs},
-        total_steps=config.wanted_steps,
-        env_steps=plan.first_step,
-        loggers=loggers,
-    )
+    with ExitStack() as on_failure:
+        on_failure.callback(plan.run.discard_unstarted)
+        loggers = build_loggers(config, plan.run, sweep, on_failure)
+        record = Record(
+            plan.run,
+            facts={"env": config.env.name, "seed": config.seed, "n_envs": config.n_envs},
+            overrides=overrides,
+            total_steps=config.wanted_steps,
+            env_steps=plan.first_step,
+            loggers=loggers,
+        )
+        write_text(plan.run.config, stored_text(config))
+        on_failure.pop_all()
+    return record
 
 
 def build_loggers(
-    config: TrainConfig, run_folder: RunFolder, sweep: str | None
+    config: TrainConfig, run_folder: RunFolder, sweep: str | None, on_failure: ExitStack
 ) -> dict[str, Logger]:
     """Those of the config; the local record and the console are always on besides."""
     run_config = {
@@ -355,10 +370,11 @@ def build_loggers(
         "agent_name": type(config.agent).__name__.removesuffix("Config").lower(),
     }
     offers = {"run": run_folder, "run_config": run_config, "sweep": sweep}
-    return {
-        name: instantiate(entry, key=f"logger.{name}", offers=offers)
-        for name, entry in config.logger.items()
-    }
+    loggers: dict[str, Logger] = {}
+    for name, entry in config.logger.items():
+        loggers[name] = instantiate(entry, key=f"logger.{name}", offers=offers)
+        on_failure.callback(loggers[name].close)
+    return loggers
 
 
 def build_callbacks(

@@ -7,6 +7,7 @@ config once it is made.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -23,8 +24,15 @@ def check(fact: bool, key: str, rule: str, value: Any) -> None:
 
 def whole_steps(key: str, value: float) -> int:
     """A positive whole number of steps; 1e5 is a float to YAML, so steps come as floats."""
-    check(value >= 1 and float(value).is_integer(), key, "a whole number of at least 1", value)
+    is_number = isinstance(value, (int, float)) and math.isfinite(value)
+    whole = is_number and value >= 1 and float(value).is_integer()
+    check(whole, key, "a whole number of at least 1", value)
     return int(value)
+
+
+def next_multiple(every: int, steps: int) -> int:
+    """The first multiple of ``every`` beyond ``steps``."""
+    return (steps // every + 1) * every
 
 
 @dataclass
@@ -63,6 +71,8 @@ class PPOConfig:
     max_grad_norm: float = 0.5
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check(math.isfinite(value), f"agent.{name}", "finite", value)
         check(self.learning_rate > 0, "agent.learning_rate", "positive", self.learning_rate)
         check(0 <= self.gamma <= 1, "agent.gamma", "between 0 and 1", self.gamma)
         check(0 <= self.gae_lambda <= 1, "agent.gae_lambda", "between 0 and 1", self.gae_lambda)
@@ -102,7 +112,7 @@ class TrainConfig:
 
     n_envs: int = 8
     seed: int = 1
-    total_steps: float = 100_000  # env steps over all envs; 1e5 and 100_000 are the same
+    total_steps: float = 100_000  # env steps over all envs: a budget, see wanted_steps
     num_episodes: Optional[int] = None  # calls of train_episode_vectorized, instead of total_steps
     device: str = "auto"
     resume: Optional[str] = None  # a run folder to go on in
@@ -137,7 +147,7 @@ class TrainConfig:
 
     @property
     def wanted_steps(self) -> int:
-        """Env steps after which the run is complete."""
+        """Env steps after which the run is complete: the whole rollouts that fit, at least one."""
         if self.num_episodes is not None:
             return self.num_episodes * self.rollout_steps
-        return int(self.total_steps)
+        return max(int(self.total_steps) // self.rollout_steps, 1) * self.rollout_steps

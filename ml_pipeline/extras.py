@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import re
 from types import ModuleType
 
 from ml_pipeline.errors import UserError
 
-# What a missing package is called in an import error -> the command that brings it.
+# A word in an import error -> the command that brings the package.
 INSTALL_COMMANDS = {
-    "box2d": "make box2d   (or: pip install swig && pip install --no-build-isolation box2d-py)",
-    "mujoco": 'pip install -e ".[mujoco]"',
+    "box2d": "make box2d (or: pip install swig && pip install --no-build-isolation box2d-py)",
+    "mujoco": 'make mujoco (or: pip install -e ".[mujoco]")',
     "ale": 'pip install -e ".[atari]"',
+    "ale_py": 'pip install -e ".[atari]"',
     "atari": 'pip install -e ".[atari]"',
     "matplotlib": 'pip install -e ".[plots]"',
     "pygame": 'pip install "gymnasium[classic-control]"',
@@ -25,9 +27,10 @@ class MissingExtraError(UserError, ImportError):
 def missing_extra(what: str, error: Exception) -> MissingExtraError:
     """The error to raise for ``what``, with the command for the package that ``error`` names."""
     text = str(error)
+    words = set(re.findall(r"\w+", text.lower()))
     for name, command in INSTALL_COMMANDS.items():
-        if name in text.lower():
-            return MissingExtraError(f"{what} needs {name}, which is not installed; {command}")
+        if name in words:
+            return MissingExtraError(f"{what} needs {name}, which is not installed: {command}")
     return MissingExtraError(f"{what} needs a package that is not installed: {text}")
 
 

@@ -42,24 +42,35 @@ def import_entry(entry: Mapping[str, Any], *, key: str) -> tuple[Any, dict[str, 
     return target, {name: value for name, value in entry.items() if name != "_target_"}
 
 
-def check_arguments(target: Any, arguments: Mapping[str, Any], *, key: str) -> None:
-    """Refuse an argument that ``target`` does not take, by its full config key."""
-    parameters = inspect.signature(target).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
+def check_arguments(target: Any, arguments: Mapping[str, Any], *, key: str, given: int = 0) -> None:
+    """Refuse what ``target`` does not take and name what it lacks, by full config key.
+
+    ``given`` positional arguments come from elsewhere, such as the env that a wrapper wraps.
+    """
+    signature = inspect.signature(target)
+    parameters = list(signature.parameters.values())[given:]
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = [parameter.name for parameter in parameters]
     for name in arguments:
-        if name not in parameters:
-            known = ", ".join(parameters)
-            raise TargetError(f"{key}.{name} is unknown; {target.__name__} takes: {known}")
+        if name not in names and not open_ended:
+            raise TargetError(
+                f"{key}.{name} is unknown; {target.__name__} takes: {', '.join(names) or 'nothing'}"
+            )
+    try:
+        signature.bind(*[None] * given, **arguments)
+    except TypeError as error:
+        raise TargetError(f"{key}: {target.__name__} cannot be called: {error}") from error
 
 
 def instantiate(entry: Mapping[str, Any], *, key: str, offers: Mapping[str, Any]) -> Any:
     """Build an entry's object; what ``offers`` holds is passed on if the signature asks for it."""
     target, arguments = import_entry(entry, key=key)
-    check_arguments(target, arguments, key=key)
     wanted = inspect.signature(target).parameters
-    offered = {name: value for name, value in offers.items() if name in wanted}
+    arguments = {**{name: offers[name] for name in offers if name in wanted}, **arguments}
+    check_arguments(target, arguments, key=key)
     try:
-        return target(**{**offered, **arguments})
+        return target(**arguments)
     except (TypeError, ValueError) as error:
-        raise TargetError(f"{key}: {error}") from error
+        # Those of ours begin with the argument's name, so that the full key can be told.
+        named = str(error).partition(" ")[0] in arguments
+        raise TargetError(f"{key}{'.' if named else ': '}{error}") from error

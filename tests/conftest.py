@@ -109,3 +109,16 @@ def is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def old_python() -> str | None:
+    """A Python too old for us that really runs: a version manager leaves stubs that do not."""
+    for version in ("3.9", "3.8", "3.7"):
+        managed = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
+        for name in (f"python{version}", *map(str, managed)):
+            try:
+                subprocess.run([name, "-c", ""], check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError):
+                continue
+            return name
+    return None

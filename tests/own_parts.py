@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 from torch import Tensor, nn
 
 from ml_pipeline.protocols import Callback, Metrics, Trainer
+from ml_pipeline.runs.stop_signals import Interrupted
 
 
 class Wide(nn.Module):
     def __init__(self, observation_space: gym.Space[Any], width: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(observation_space.shape[0], width)  # type: ignore[index]
+        self.layer = nn.Linear(observation_space.shape[0], width)
         self.out_features = width
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -27,3 +32,27 @@ class StopAt(Callback):
     def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
         if trainer.iteration >= self.iteration:
             trainer.request_stop(f"iteration {trainer.iteration}")
+
+
+class CountChildren(Callback):
+    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
+        with Path("children").open("a") as file:
+            file.write(f"{len(multiprocessing.active_children())}\n")
+
+
+class InterruptAtStart(Callback):
+    def on_train_start(self, trainer: Trainer) -> None:
+        raise Interrupted(2)
+
+
+class FileLogger:
+    """Writes down what it is told, and of which sweep."""
+
+    def __init__(self, run_config: Mapping[str, Any], sweep: str | None) -> None:
+        self.facts = {"seed": run_config["seed"], "sweep": sweep}
+
+    def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
+        with Path("heard").open("a") as file:
+            file.write(json.dumps({**self.facts, "env_steps": env_steps}) + "\n")
+
+    def close(self) -> None: ...

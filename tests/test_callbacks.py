@@ -53,3 +53,13 @@ def test_a_resumed_run_beats_its_old_best_or_keeps_it(here: Path) -> None:
     rows = read_rows(run)
     best = load_checkpoint(RunFolder.open(run), "best")["callbacks"]["checkpoints"]["best_return"]
     assert best == max(float(row["eval/episode_return"]) for row in rows)
+
+
+def test_a_resumed_run_follows_the_schedule_it_is_given(here: Path) -> None:
+    run = train(small(callbacks__evaluation__eval_every_steps=100_000)).run_dir
+
+    train([f"resume={run}", "total_steps=256", "callbacks.evaluation.eval_every_steps=64"])
+
+    rows = read_rows(run)
+    evaluated = [int(row["env_steps"]) for row in rows if row["eval/episode_return"]]
+    assert evaluated == [64, 128, 192, 256]

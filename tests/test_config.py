@@ -29,9 +29,14 @@ def test_the_defaults_of_the_yaml_are_the_defaults_of_the_dataclasses() -> None:
 
 @pytest.mark.parametrize("written", ["100000", "100_000", "1e5"])
 def test_steps_may_be_written_in_three_ways(written: str) -> None:
-    composed = config(f"total_steps={written}", f"callbacks.evaluation.eval_every_steps={written}")
+    composed = config(f"total_steps={written}", "agent.n_steps=125", "agent.n_minibatches=5")
 
-    assert composed.wanted_steps == 100_000
+    assert composed.wanted_steps == composed.total_steps == 100_000
+
+
+def test_a_run_is_the_whole_rollouts_that_fit_and_one_at_least() -> None:
+    assert config("total_steps=100_000").wanted_steps == 97 * 128 * 8
+    assert config("total_steps=1").wanted_steps == 128 * 8
 
 
 def test_num_episodes_counts_calls_of_train_episode_vectorized() -> None:
@@ -43,6 +48,7 @@ def test_num_episodes_counts_calls_of_train_episode_vectorized() -> None:
     [
         ("agent.gamma=1.5", "agent.gamma must be between 0 and 1, got 1.5"),
         ("agent.learning_rate=0", "agent.learning_rate must be positive, got 0.0"),
+        ("agent.learning_rate=inf", "agent.learning_rate must be finite, got inf"),
         ("agent.n_epochs=0", "agent.n_epochs must be at least 1, got 0"),
         ("agent.clip_range=-1", "agent.clip_range must be positive"),
         ("agent.entropy_coef=-1", "agent.entropy_coef must be at least 0"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import cloudpickle
 import pytest
 
 from ml_pipeline.envs.factory import EnvError, EnvFactory
-from ml_pipeline.extras import MissingExtraError, import_extra
+from ml_pipeline.extras import MissingExtraError, import_extra, missing_extra
 from ml_pipeline.targets import TargetError
 
 
@@ -39,7 +41,14 @@ def test_a_factory_survives_the_way_to_a_worker() -> None:
         (EnvFactory("CartPol-v1"), "CartPol-v1 is not a registered .* did you mean CartPole-v1"),
         (EnvFactory("CartPole-v99"), "did you mean CartPole-v1"),
         (EnvFactory("Zzzzzz"), "env.id=Zzzzzz is not a registered environment"),
-        (EnvFactory("CartPole-v1", kwargs={"size": 3}), "does not take env.kwargs {'size': 3}"),
+        (
+            EnvFactory("CartPole-v1", kwargs={"size": 3}),
+            "with env.kwargs {'size': 3} cannot be made",
+        ),
+        (
+            EnvFactory("FrozenLake-v1", kwargs={"map_name": "9x9"}),
+            "cannot be made: KeyError: '9x9'",
+        ),
     ],
 )
 def test_an_id_or_argument_that_gymnasium_does_not_know_is_named(
@@ -57,6 +66,7 @@ def test_an_id_or_argument_that_gymnasium_does_not_know_is_named(
         ("tiny_envs.MyEnv", {}, "module tiny_envs has no 'MyEnv'"),
         ("tiny_envs.STARTED", {}, "module tiny_envs has no 'STARTED'"),
         ("tiny_envs.CountingEnv", {"size": 3}, "env.kwargs.size is unknown; CountingEnv takes"),
+        ("tiny_envs.FaultyEnv", {}, "FaultyEnv cannot be called: missing a required argument"),
         ("pathlib.Path", {}, "made PosixPath, no gymnasium.Env"),
     ],
 )
@@ -74,11 +84,35 @@ def test_a_wrapper_with_an_unknown_argument_is_named_by_its_key() -> None:
         EnvFactory(None, "tiny_envs.CountingEnv", {}, wrappers)()
 
 
+def test_a_wrapper_that_lacks_an_argument_is_named_by_its_key() -> None:
+    wrappers = {"limit": {"_target_": "gymnasium.wrappers.TimeLimit"}}
+
+    with pytest.raises(TargetError, match=r"env.wrappers.limit: .*'max_episode_steps'"):
+        EnvFactory("CartPole-v1", wrappers=wrappers)()
+
+
 def test_a_wrapper_without_a_target_is_named_by_its_key() -> None:
     with pytest.raises(TargetError, match=r"env.wrappers.scale needs a _target_"):
         EnvFactory("CartPole-v1", wrappers={"scale": {"factor": 2.0}})()
 
 
-def test_a_missing_extra_comes_with_the_line_that_installs_it() -> None:
-    with pytest.raises(MissingExtraError, match=r"plots needs a package.*no_such_package"):
-        import_extra("no_such_package", needed_by="plots")
+@pytest.mark.parametrize(
+    ("message", "command"),
+    [
+        ("Box2D is not installed, you can install it by run `pip install swig`", "make box2d"),
+        ('MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`', "make mujoco"),
+        ("Namespace ALE not found.", r'pip install -e "\.\[atari\]"'),
+        ("No module named 'ale_py'", r'pip install -e "\.\[atari\]"'),
+        ("No module named 'matplotlib'", r'pip install -e "\.\[plots\]"'),
+        ("pygame is not installed", r'pip install "gymnasium\[classic-control\]"'),
+    ],
+)
+def test_a_missing_extra_comes_with_the_line_that_installs_it(message: str, command: str) -> None:
+    error = missing_extra("env.id=X", ImportError(message))
+
+    assert re.search(f"env.id=X needs .* which is not installed: {command}", str(error))
+
+
+def test_a_missing_package_that_only_sounds_alike_gets_no_wrong_line() -> None:
+    with pytest.raises(MissingExtraError, match=r"needs a package .*: No module named 'scalene_x'"):
+        import_extra("scalene_x", needed_by="plots")

@@ -166,14 +166,60 @@ def test_a_key_is_found_in_the_environment_and_in_netrc(
     assert has_wandb_key()
 
 
-def test_the_users_wandb_mode_is_respected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
     run = RunFolder.unused(tmp_path, "env")
     run.make()
+    return run
 
-    logger = WandbLogger(run, {"env_name": "env", "agent_name": "ppo"}, None)
+
+CONFIG = {"env_name": "CartPole-v1", "agent_name": "ppo", "agent": {"gamma": 0.9}}
+
+
+@pytest.mark.parametrize(
+    ("sweep", "group", "expected"),
+    [(None, None, "CartPole-v1-ppo"), ("morning", None, "morning"), ("morning", "mine", "mine")],
+)
+def test_a_wandb_run_carries_what_comparison_needs(
+    run: RunFolder, sweep: str | None, group: str | None, expected: str
+) -> None:
+    logger = WandbLogger(run, CONFIG, sweep, mode="offline", group=group, tags=["try"])
+    described = logger.wandb_run
+    logger.close()
+
+    assert described.group == expected
+    assert described.tags == ("CartPole-v1", "ppo", "try")
+    assert described.job_type == "train"
+    assert described.id == described.name == run.name
+    assert described.config["agent"] == {"gamma": 0.9}
+
+
+def test_a_second_wandb_run_is_never_the_first_one_again(run: RunFolder, tmp_path: Path) -> None:
+    other = RunFolder.unused(tmp_path, "other")
+    other.make()
+
+    first = WandbLogger(run, CONFIG, None, mode="offline")
+    second = WandbLogger(other, CONFIG, None, mode="offline")
+
+    assert (first.wandb_run.id, second.wandb_run.id) == (run.name, other.name)
+    first.close()
+    second.close()
+
+
+def test_the_users_wandb_mode_is_respected(monkeypatch: pytest.MonkeyPatch, run: RunFolder) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+    logger = WandbLogger(run, CONFIG, None)
     logger.log({"a": 1.0}, env_steps=1)
     logger.close()
 
     assert logger.mode == "disabled"
     assert not (run.path / "wandb").exists()
+
+
+def test_a_wandb_that_refuses_its_settings_does_not_stop_the_run(run: RunFolder) -> None:
+    logger = WandbLogger(run, CONFIG, None, mode="offline", project="a/b?c")
+    logger.log({"a": 1.0}, env_steps=1)
+    logger.close()
+
+    assert logger.status.startswith("W&B off, offline failed: ")

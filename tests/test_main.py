@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import small
-from tiny_envs import CountingEnv
+from tiny_envs import CountingEnv, EndlessEnv
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.build import load_agent, train
@@ -47,7 +47,7 @@ def test_each_episode_of_an_evaluation_has_a_seed_of_its_own(run: str) -> None:
     seeds = []
 
     class Spy(CountingEnv):
-        def reset(self, *, seed=None, options=None):  # type: ignore[no-untyped-def]
+        def reset(self, *, seed=None, options=None):
             seeds.append(seed)
             return super().reset(seed=seed, options=options)
 
@@ -78,7 +78,6 @@ def test_keys_that_differ_are_found_even_where_one_lacks_them() -> None:
     ("arguments", "words"),
     [
         (["evaluate", "nowhere"], "nowhere is no run folder: there is no such folder"),
-        (["compare", "nowhere"], "nowhere is no run folder"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_1(
@@ -89,6 +88,36 @@ def test_a_users_mistake_is_one_line_and_exit_code_1(
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_compare_leaves_out_what_is_no_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/half").mkdir()
+    capsys.readouterr()
+
+    assert main(["compare", run, "runs/half"]) == 0
+
+    told = capsys.readouterr()
+    assert run in told.out
+    assert told.err == "left out: runs/half is no run folder: it has no config.yaml\n"
+
+
+@pytest.mark.parametrize("name", ["nowhere/curves.png", "curves.nonsense"])
+def test_a_picture_that_cannot_be_written_is_one_line(
+    run: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", run, "--plot", name]) == 1
+    assert f"--plot {name} cannot be written" in capsys.readouterr().err
+
+
+def test_an_episode_that_never_ends_is_cut(run: str) -> None:
+    agent = load_agent(run).agent
+
+    result = evaluate(
+        agent, EndlessEnv(), n_episodes=2, seed=1, deterministic=True, max_episode_steps=50
+    )
+
+    assert result.n_cut == 2
+    assert result.mean_length == 50
 
 
 def test_a_run_without_a_checkpoint_says_so(run: str, capsys: pytest.CaptureFixture[str]) -> None:

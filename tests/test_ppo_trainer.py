@@ -132,12 +132,27 @@ def test_an_interrupted_iteration_that_changed_the_weights_is_logged_once() -> N
             raise KeyboardInterrupt
 
     listener = Listener()
-    trainer = trainer_of(callbacks={"impatient": Impatient()}, loggers=[listener])
+    callbacks = {"impatient": Impatient(), "listener": listener}
+    trainer = trainer_of(callbacks=callbacks, loggers=[listener])
 
     with pytest.raises(KeyboardInterrupt):
         trainer.train(1_000)
 
-    assert listener.heard == ["log 12"]
+    assert listener.heard == ["start", "log 12", "logged 1"]
+
+
+def test_a_rollout_that_was_cut_short_leaves_no_trace_in_the_state() -> None:
+    trainer = trainer_of()
+    trainer.train_episode_vectorized()
+    before = trainer.state_dict()
+    trainer.collector.env.close()
+
+    with pytest.raises(Exception, match="closed"):
+        trainer.train_episode_vectorized()
+
+    after = trainer.state_dict()
+    assert torch.equal(before["collector"]["generator"], after["collector"]["generator"])
+    assert (before["iteration"], before["env_steps"]) == (after["iteration"], after["env_steps"])
 
 
 def test_a_loaded_trainer_goes_on_with_the_same_draws() -> None:

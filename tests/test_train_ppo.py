@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from conftest import (
     TESTS,
     Door,
     door_command,
+    old_python,
     only_run,
     read_rows,
     small,
+    wait_until,
     wait_until_gone,
 )
 
@@ -29,13 +32,45 @@ from ml_pipeline.build import ConfigError, train
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
+from ml_pipeline.training.ppo_trainer import TrainingError
+
+
+@pytest.fixture
+def started(here: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """``started("n_envs=2")`` runs train_ppo.py in the background; ended with the test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(door_command(*arguments), cwd=here, text=True, **pipes))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def await_progress(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("env steps"):
+            return
+    raise AssertionError("no progress was shown")
 
 
 def children_of(pid: int) -> list[int]:
-    result = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
-    )
-    return [int(word) for word in result.stdout.split()]
+    if not Path("/proc").exists():
+        pytest.skip("finds processes in /proc")
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended in the meantime
+            continue
+        if fields[1] == str(pid):
+            children.append(int(stat.parent.name))
+    return children
 
 
 def test_a_run_leaves_the_record_it_promises_and_nothing_else(here: Path) -> None:
@@ -61,7 +96,11 @@ def test_a_run_leaves_the_record_it_promises_and_nothing_else(here: Path) -> Non
     assert summary["status"] == "finished"
     assert summary["mean_reward"] == result.mean_reward == result.objective
     assert summary["versions"]["torch"]
-    assert summary["command"]
+    assert summary["commands"] == [f"train({small(logger='none')})"]
+    head = subprocess.run(
+        ["git", "-C", REPOSITORY, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    assert (summary["git_commit"] or "").rstrip("+") == head.stdout.strip()
 
 
 def test_the_start_says_what_runs_where_and_the_end_how_to_go_on(door: Door, here: Path) -> None:
@@ -83,11 +122,14 @@ def test_the_start_says_what_runs_where_and_the_end_how_to_go_on(door: Door, her
         assert after.returncode == 0, after.stderr
 
 
-def test_one_env_starts_no_process(door: Door) -> None:
-    result = door(*small(n_envs=1, agent__n_steps=32))
+def test_one_env_starts_no_process(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    count = "+callbacks.count={_target_: own_parts.CountChildren}"
 
-    assert result.returncode == 0
-    assert result.stdout.startswith("CartPole-v1: 1 env in this process, cpu\n")
+    train([*small(n_envs=1, agent__n_steps=32), count])
+    train([*small(), "vec_env=parallel", "vec_env.n_workers=2", count])
+
+    assert (here / "children").read_text().split() == ["0", "0", "2", "2"]
+    assert capsys.readouterr().out.startswith("CartPole-v1: 1 env in this process")
 
 
 @pytest.mark.parametrize("override", ["env=pendulum", "env=acrobot", "env=mountain_car_continuous"])
@@ -185,9 +227,13 @@ def test_networks_and_callbacks_of_the_users_own_by_dotted_path(door: Door, here
         (["agent.n_minibatches=7"], "agent.n_minibatches=7"),
         (["resume=nowhere"], "nowhere is no run folder"),
         (["env.id=Blackjack-v1"], "PPO needs a Box observation space"),
-        (["callbacks.evaluation.n_episodes=0"], "callbacks.evaluation: n_episodes must be"),
-        (["logger=wandb", "logger.wandb.mode=loud"], "logger.wandb: mode must be auto"),
-        (["network.hidden_sizes=[]"], "network: hidden_sizes must be"),
+        (["callbacks.evaluation.n_episodes=0"], "callbacks.evaluation.n_episodes must be"),
+        (["logger=wandb", "logger.wandb.mode=loud"], "logger.wandb.mode must be auto"),
+        (["network.hidden_sizes=[]"], "network.hidden_sizes must be"),
+        (["network.hidden_sizes=64"], "network.hidden_sizes must be"),
+        (["callbacks.checkpoints.every_steps=often"], "callbacks.checkpoints.every_steps must be"),
+        (["env.id=ALE/Pong-v5"], 'pip install -e ".[atari]"'),
+        (["+env.kwargs.speed=9"], "env.id=CartPole-v1 with env.kwargs {'speed': 9} cannot be"),
     ],
 )
 def test_bad_input_gets_a_clear_answer_before_anything_is_made(
@@ -214,20 +260,11 @@ def test_mps_is_refused_where_there_is_none(door: Door) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stop_signal_saves_ends_every_process_and_the_run_goes_on(
-    door: Door, here: Path, number: int, code: int
+    door: Door, started: Any, here: Path, number: int, code: int
 ) -> None:
     settings = small(total_steps=10_000_000)
-    process = subprocess.Popen(
-        door_command(*settings, "vec_env=parallel", "vec_env.n_workers=2"),
-        cwd=here,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("env steps"):
-            break
+    process = started(*settings, "vec_env=parallel", "vec_env.n_workers=2")
+    await_progress(process)
     children = children_of(process.pid)
     assert len(children) >= 2
 
@@ -253,14 +290,38 @@ def test_a_stop_signal_saves_ends_every_process_and_the_run_goes_on(
     assert steps == list(range(32, env_steps + 65, 32))
 
 
-def test_after_a_kill_the_run_goes_on_from_its_last_checkpoint(door: Door, here: Path) -> None:
+def test_a_stop_signal_while_a_checkpoint_is_saved_waits_for_it(started: Any, here: Path) -> None:
+    wide = ["network.hidden_sizes=[1024,1024]", "callbacks.checkpoints.every_steps=1"]
+    for _ in range(3):
+        process = started(*small(total_steps=10_000_000), *wide)
+        await_progress(process)
+        wait_until(lambda: bool(list(here.glob("runs/*/*/checkpoints/.latest.pt.*.tmp"))), 30)
+
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+
+        assert process.returncode == 130, stderr
+        assert "stopped by SIGINT" in stdout
+        assert not list(here.glob("runs/*/*/checkpoints/.*"))
+
+
+def test_ctrl_c_ends_a_whole_sweep(started: Any, here: Path) -> None:
+    process = started("-m", "seed=1,2", *small(total_steps=10_000_000))
+    await_progress(process)
+
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+
+    assert process.returncode == 130
+    assert len(list(here.glob("runs/CartPole-v1/*"))) == 1
+
+
+def test_after_a_kill_the_run_goes_on_from_its_last_checkpoint(
+    door: Door, started: Any, here: Path
+) -> None:
     settings = small(total_steps=10_000_000, callbacks__checkpoints__every_steps=96)
-    process = subprocess.Popen(
-        door_command(*settings, "~callbacks.evaluation"), cwd=here, stdout=subprocess.DEVNULL
-    )
-    while not list(here.glob("runs/*/*/checkpoints/latest.pt")):
-        time.sleep(0.05)
-        assert process.poll() is None
+    process = started(*settings, "~callbacks.evaluation")
+    wait_until(lambda: bool(list(here.glob("runs/*/*/checkpoints/latest.pt"))), 30)
     time.sleep(0.5)
     process.kill()
     process.wait()
@@ -321,6 +382,34 @@ def test_a_resume_that_makes_no_sense_is_refused(
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
 
 
+def test_a_run_counted_in_episodes_can_be_resumed_by_steps(here: Path) -> None:
+    run = train([*small(), "num_episodes=1"]).run_dir
+
+    assert train([f"resume={run}", "total_steps=96"]).env_steps == 96
+
+
+def test_a_run_without_wandb_can_be_resumed_with_it(here: Path) -> None:
+    run = train(small(logger="none")).run_dir
+
+    train([f"resume={run}", "total_steps=96", "logger.wandb.mode=disabled"])
+
+    assert "_target_: ml_pipeline.runs.loggers.WandbLogger" in (run / "config.yaml").read_text()
+
+
+def test_a_resumed_run_that_is_stopped_at_once_keeps_its_figures(here: Path) -> None:
+    run = train(small()).run_dir
+    before = json.loads((run / "summary.json").read_text())
+    stop = "+callbacks.stop={_target_: own_parts.InterruptAtStart}"
+
+    with pytest.raises(KeyboardInterrupt):
+        train([f"resume={run}", "total_steps=96", stop])
+
+    after = json.loads((run / "summary.json").read_text())
+    assert after["env_steps"] == before["env_steps"] == 64
+    assert after["metrics"] == before["metrics"]
+    assert len(after["commands"]) == 2
+
+
 def test_a_folder_that_is_no_run_cannot_be_resumed(here: Path) -> None:
     (here / "folder").mkdir()
 
@@ -361,6 +450,32 @@ def test_an_env_that_crashes_ends_the_run_with_its_traceback_and_its_state(here:
     assert summary["status"] == "failed"
 
 
+def test_weights_that_are_no_numbers_never_reach_a_checkpoint(here: Path) -> None:
+    settings = [*small(), "env.target=tiny_envs.NanEnv", "~callbacks.evaluation"]
+
+    with pytest.raises(TrainingError, match=r"iteration 2 broke down: .*loss/value"):
+        train([*settings, "callbacks.checkpoints.every_steps=1"])
+
+    state = load_checkpoint(RunFolder.open(only_run(here)), "latest")
+    assert state["iteration"] == 1
+    assert all(value.isfinite().all() for value in state["agent"]["model"].values())
+
+
+def test_a_logger_of_the_users_own_hears_the_run_and_its_sweep(door: Door, here: Path) -> None:
+    (here / "my_conf" / "logger").mkdir(parents=True)
+    (here / "my_conf" / "logger" / "mine.yaml").write_text("mine: {_target_: own_parts.FileLogger}")
+
+    settings = ["--config-dir", "my_conf", "-m", "seed=1,2", *small(logger="mine")]
+    result = door(*settings, PYTHONPATH=str(TESTS))
+
+    assert result.returncode == 0, result.stderr
+    heard = [json.loads(line) for line in (here / "heard").read_text().splitlines()]
+    (sweep,) = [path.name for path in here.glob("runs/sweeps/*")]
+    assert [(each["seed"], each["sweep"], each["env_steps"]) for each in heard] == [
+        (seed, sweep, env_steps) for seed in (1, 2) for env_steps in (32, 64)
+    ]
+
+
 def test_help_is_worth_reading(door: Door) -> None:
     result = door("--help")
 
@@ -371,6 +486,8 @@ def test_help_is_worth_reading(door: Door) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 def test_on_a_terminal_there_is_a_live_display_and_no_prompt(here: Path) -> None:
+    import pty  # not on Windows
+
     parent, child = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"}
     arguments = small(total_steps=640, logger="wandb")
@@ -393,27 +510,16 @@ def test_on_a_terminal_there_is_a_live_display_and_no_prompt(here: Path) -> None
 
 
 def test_old_pythons_are_told_in_one_line() -> None:
-    found = [old for old in map(old_python, ("3.9", "3.8", "3.7")) if old]
-    if not found:
+    old = old_python()
+    if old is None:
         pytest.skip("no Python older than 3.10 on this machine")
 
     result = subprocess.run(
-        [found[0], REPOSITORY / "train_ppo.py"], capture_output=True, text=True, check=False
+        [old, REPOSITORY / "train_ppo.py"], capture_output=True, text=True, check=False
     )
 
     assert result.returncode == 1
     assert re.fullmatch(r"ml_pipeline needs Python 3.10 or newer, this is 3.\d\n", result.stderr)
-
-
-def old_python(version: str) -> str | None:
-    """An interpreter that really runs: a version manager leaves stubs that do not."""
-    for name in (f"python{version}", *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")):
-        try:
-            subprocess.run([name, "-c", ""], check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        return str(name)
-    return None
 
 
 def test_train_in_python_gives_back_the_agent(here: Path) -> None:

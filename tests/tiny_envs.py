@@ -132,6 +132,22 @@ class OddError(Exception):
         super().__init__(f"{first}{second}")
 
 
+class NanEnv(CountingEnv):
+    """Its 20th reward is no number."""
+
+    n_steps = 0
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = super().step(action)
+        self.n_steps += 1
+        return obs, float("nan") if self.n_steps == 20 else reward, terminated, truncated, info
+
+
+class EndlessEnv(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__(length=10**9)
+
+
 class SlowEnv(CountingEnv):
     """A step takes ``seconds``."""
 

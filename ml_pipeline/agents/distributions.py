@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -26,24 +26,6 @@ class ActionSpaceError(UserError):
     """An action space that no distribution here covers."""
 
 
-class ActionDistribution(Protocol):
-    """How the outputs of a policy head become actions and their probabilities."""
-
-    n_outputs: int
-
-    def draw_noise(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Noise on the CPU for ``shape`` actions, for example [T, n_envs]."""
-
-    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor: ...
-
-    def mode(self, outputs: Tensor) -> Tensor: ...
-
-    def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
-        """The action as the env takes it: clipped to its space, in its dtype."""
-
-
 class Categorical(nn.Module):
     """Discrete actions; ``outputs`` are logits."""
 
@@ -53,6 +35,7 @@ class Categorical(nn.Module):
         self._start = int(space.start)
 
     def draw_noise(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Noise on the CPU for ``shape`` actions, for example [T, n_envs]."""
         return torch.rand(*shape, generator=generator)
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
@@ -70,6 +53,7 @@ class Categorical(nn.Module):
         return log_prob, -(log_probs.exp() * log_probs).sum(dim=-1)
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
+        """The action as the env takes it."""
         return action + self._start
 
 
@@ -98,6 +82,7 @@ class DiagonalGaussian(nn.Module):
         return log_prob, entropy.expand(log_prob.shape)
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
+        """The action as the env takes it: clipped to its space, in its shape and dtype."""
         shaped = action.reshape(len(action), *self._space.shape)
         clipped: NDArray[Any] = np.clip(shaped, self._space.low, self._space.high)
         return clipped.astype(self._space.dtype)

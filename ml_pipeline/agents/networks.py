@@ -37,9 +37,10 @@ class MLP(nn.Module):
         if activation not in _ACTIVATIONS:
             known = " | ".join(_ACTIVATIONS)
             raise ValueError(f"activation must be {known}, got {activation}")
-        if not hidden_sizes or any(int(size) < 1 for size in hidden_sizes):
+        sizes_given = isinstance(hidden_sizes, Sequence) and len(hidden_sizes) > 0
+        if not sizes_given or any(not isinstance(s, int) or s < 1 for s in hidden_sizes):
             raise ValueError(f"hidden_sizes must be positive layer sizes, got {hidden_sizes}")
-        sizes = [math.prod(observation_space.shape or ()), *map(int, hidden_sizes)]
+        sizes = [math.prod(observation_space.shape or ()), *hidden_sizes]
         layers: list[nn.Module] = [nn.Flatten()]
         for n_in, n_out in pairwise(sizes):
             layers += [nn.Linear(n_in, n_out), _ACTIVATIONS[activation]()]

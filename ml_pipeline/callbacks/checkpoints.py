@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ml_pipeline.config import whole_steps
+from ml_pipeline.config import next_multiple, whole_steps
 from ml_pipeline.protocols import Callback, State, Trainer
 from ml_pipeline.runs.checkpoint import BEST, LATEST, save_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
@@ -20,22 +20,20 @@ class Checkpoints(Callback):
         self.best_return = -math.inf
         self._next = self.every_steps
 
+    def on_train_start(self, trainer: Trainer) -> None:
+        self._next = next_multiple(self.every_steps, trainer.env_steps)
+
     def on_iteration_logged(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        score = metrics.get("eval/episode_return")
-        is_best = score is not None and score > self.best_return
-        is_due = trainer.env_steps >= self._next or trainer.is_last_iteration()
-        if is_best:
-            self.best_return = float(metrics["eval/episode_return"])
-        if is_due:
-            self._next = (trainer.env_steps // self.every_steps + 1) * self.every_steps
-        if is_best:
+        score = metrics.get("eval/episode_return", -math.inf)
+        if score > self.best_return:
+            self.best_return = score
             save_checkpoint(self.run, BEST, trainer.state_dict())
-        if is_due:
+        if trainer.env_steps >= self._next or trainer.is_last_iteration():
+            self._next = next_multiple(self.every_steps, trainer.env_steps)
             save_checkpoint(self.run, LATEST, trainer.state_dict())
 
     def state_dict(self) -> State:
-        return {"best_return": self.best_return, "next": self._next}
+        return {"best_return": self.best_return}
 
     def load_state_dict(self, state: State) -> None:
         self.best_return = state["best_return"]
-        self._next = state["next"]

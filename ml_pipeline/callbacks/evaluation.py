@@ -6,9 +6,9 @@ from typing import Any
 
 import gymnasium as gym
 
-from ml_pipeline.config import whole_steps
+from ml_pipeline.config import next_multiple, whole_steps
 from ml_pipeline.envs.factory import EnvFactory
-from ml_pipeline.protocols import Callback, Metrics, State, Trainer
+from ml_pipeline.protocols import Callback, Metrics, Trainer
 from ml_pipeline.runs.evaluate import evaluate
 from ml_pipeline.seeding import stream_seed
 
@@ -33,10 +33,13 @@ class PeriodicEvaluation(Callback):
         self._next = self.eval_every_steps
         self._env: gym.Env[Any, Any] | None = None
 
+    def on_train_start(self, trainer: Trainer) -> None:
+        self._next = next_multiple(self.eval_every_steps, trainer.env_steps)
+
     def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
         if trainer.env_steps < self._next and not trainer.is_last_iteration():
             return
-        self._next = (trainer.env_steps // self.eval_every_steps + 1) * self.eval_every_steps
+        self._next = next_multiple(self.eval_every_steps, trainer.env_steps)
         if self._env is None:
             self._env = self._make_env()
         result = evaluate(
@@ -49,14 +52,9 @@ class PeriodicEvaluation(Callback):
         metrics["eval/episode_return"] = result.mean
         metrics["eval/episode_return_std"] = result.std
         metrics["eval/episode_length"] = result.mean_length
+        metrics["eval/n_cut_episodes"] = result.n_cut
 
     def on_train_end(self, trainer: Trainer) -> None:
         if self._env is not None:
             self._env.close()
             self._env = None
-
-    def state_dict(self) -> State:
-        return {"next": self._next}
-
-    def load_state_dict(self, state: State) -> None:
-        self._next = state["next"]

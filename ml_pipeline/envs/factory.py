@@ -6,7 +6,8 @@ Calling it gives the env by id or dotted path with its wrappers around it, the f
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,45 +31,54 @@ class EnvFactory:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrappers: Mapping[str, Any] = field(default_factory=dict)  # name -> _target_ entry, in order
 
-    def __call__(self, **extra_kwargs: Any) -> gym.Env[Any, Any]:
-        kwargs = {**self.kwargs, **extra_kwargs}
-        env = self._make_target(kwargs) if self.target else self._make_id(kwargs)
+    def __call__(self) -> gym.Env[Any, Any]:
+        env = self._make_target() if self.target else self._make_id()
         for name, entry in self.wrappers.items():
             key = f"env.wrappers.{name}"
             wrapper, arguments = import_entry(entry, key=key)
-            check_arguments(wrapper, arguments, key=key)
-            env = wrapper(env, **arguments)
+            check_arguments(wrapper, arguments, key=key, given=1)
+            with _blamed_on(key):
+                env = wrapper(env, **arguments)
         return env
 
-    def _make_target(self, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
+    def _make_target(self) -> gym.Env[Any, Any]:
         maker = import_dotted(str(self.target), key="env.target")
         if not callable(maker):
             raise TargetError(f"env.target={self.target} is no class or function that makes an env")
-        check_arguments(maker, kwargs, key="env.kwargs")
-        env = maker(**kwargs)
+        check_arguments(maker, self.kwargs, key="env.kwargs")
+        with _blamed_on(f"env.target={self.target}"):
+            env = maker(**self.kwargs)
         if not isinstance(env, gym.Env):
             raise TargetError(
                 f"env.target={self.target} made {type(env).__name__}, no gymnasium.Env"
             )
         return env
 
-    def _make_id(self, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
+    def _make_id(self) -> gym.Env[Any, Any]:
         check_env_id(str(self.id))
-        try:
-            return gym.make(str(self.id), **kwargs)
-        except (gym.error.DependencyNotInstalled, ImportError) as error:
-            raise missing_extra(f"env.id={self.id}", error) from error
-        except TypeError as error:
-            # gym.make passes kwargs on to the env's own __init__.
-            raise EnvError(
-                f"env.id={self.id} does not take env.kwargs {kwargs}: {error}"
-            ) from error
+        given = f" with env.kwargs {dict(self.kwargs)}" if self.kwargs else ""
+        with _blamed_on(f"env.id={self.id}{given}"):
+            return gym.make(str(self.id), **self.kwargs)
+
+
+@contextmanager
+def _blamed_on(what: str) -> Iterator[None]:
+    """Tell an env that cannot be made by what the config says, not by where it failed."""
+    try:
+        yield
+    except (gym.error.DependencyNotInstalled, ImportError) as error:
+        raise missing_extra(what, error) from error
+    except Exception as error:  # envs raise what they like
+        raise EnvError(f"{what} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def check_env_id(env_id: str) -> None:
     """Refuse an id that Gymnasium does not know, with the ids that look like it."""
     try:
         gym.spec(env_id)
+    except gym.error.NamespaceNotFound as error:
+        # A namespace is brought by a package of its own: ALE/Pong-v5 by ale_py.
+        raise missing_extra(f"env.id={env_id}", error) from error
     except (gym.error.Error, ImportError) as error:
         near = difflib.get_close_matches(env_id, list(gym.registry), n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else f" ({error})"

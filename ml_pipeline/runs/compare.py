@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from ml_pipeline.errors import UserError
 from ml_pipeline.extras import import_extra
 from ml_pipeline.runs.loggers import read_metrics
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
@@ -88,7 +89,10 @@ def draw_curves(runs: Sequence[RunData], path: Path) -> None:
     axes.legend(fontsize="small")
     names = sorted({str(data.summary.get("env", "")) for data in runs})
     figure.suptitle(", ".join(names))
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plot {path} cannot be written: {error}") from error
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,11 +9,16 @@ import numpy as np
 
 from ml_pipeline.protocols import Agent, Episode
 
+# An env without a time limit may never end the episode of a good policy, or of a stuck one.
+# Longer than any usual limit: Atari's is 27,000 steps of 4 frames.
+MAX_EPISODE_STEPS = 30_000
+
 
 class Evaluation(NamedTuple):
     """Episodes, and the figures people ask of them."""
 
     episodes: list[Episode]
+    n_cut: int  # episodes that the env did not end, and that were cut
 
     @property
     def mean(self) -> float:
@@ -40,18 +45,25 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    agent: Agent, env: gym.Env[Any, Any], *, n_episodes: int, seed: int, deterministic: bool
+    agent: Agent,
+    env: gym.Env[Any, Any],
+    *,
+    n_episodes: int,
+    seed: int,
+    deterministic: bool,
+    max_episode_steps: int = MAX_EPISODE_STEPS,
 ) -> Evaluation:
     """Play ``n_episodes``; episode k starts from seed + k, so any one of them can be replayed."""
-    episodes = []
+    episodes, n_cut = [], 0
     for episode in range(n_episodes):
         obs, _ = env.reset(seed=seed + episode)
         episode_return, length, done = 0.0, 0, False
-        while not done:
+        while not done and length < max_episode_steps:
             action = agent.act_batch(np.asarray(obs)[np.newaxis], deterministic)[0]
             obs, reward, terminated, truncated, _ = env.step(action)
             episode_return += float(reward)
             length += 1
             done = terminated or truncated
+        n_cut += not done
         episodes.append(Episode(episode_return, length))
-    return Evaluation(episodes)
+    return Evaluation(episodes, n_cut)

@@ -12,7 +12,6 @@ import netrc
 import os
 import shlex
 import ssl
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -83,6 +82,12 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def last_values(path: Path) -> dict[str, float]:
+    """The last value of each metric in a metrics.csv; empty for a run that begins."""
+    rows = read_metrics(path)
+    return {name: float(value) for row in rows for name, value in row.items() if value}
+
+
 class WandbLogger:
     """Weights & Biases: online only if a key is there, offline otherwise, and never a prompt."""
 
@@ -101,14 +106,15 @@ class WandbLogger:
         """``group`` None: the name of the sweep, or env and agent for a single run."""
         if mode not in _WANDB_MODES:
             raise ValueError(f"mode must be {' | '.join(_WANDB_MODES)}, got {mode}")
+        for name, value in (("project", project), ("entity", entity), ("group", group)):
+            if not isinstance(value, str | None):
+                raise ValueError(f"{name} must be text, got {value!r}")
         # W&B's own messages ask to log in and name hosts; the console says what matters instead.
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb  # half a second, for those who use it
 
-        self._timeout_seconds = timeout_seconds
         self._sync = f"{python_command()} -m wandb sync {shlex.quote(str(run.path / 'wandb'))}"
-        env_name = str(run_config["env_name"])
-        agent = str(run_config["agent_name"])
+        env_name, agent = str(run_config["env_name"]), str(run_config["agent_name"])
         arguments: dict[str, Any] = {
             "project": project,
             "entity": entity,
@@ -118,36 +124,46 @@ class WandbLogger:
             "name": run.name,
             "id": run.name,  # a resumed run goes on under the same id
             "resume": "allow",
+            "reinit": "create_new",  # never the run of another job of a sweep
             "config": dict(run_config),
             "dir": str(run.path),
             "settings": wandb.Settings(
-                silent=True, console="off", init_timeout=timeout_seconds, login_timeout=5
+                silent=True,
+                console="off",
+                login_timeout=5,
+                init_timeout=timeout_seconds,
+                finish_timeout=timeout_seconds,
             ),
         }
-        self._start(wandb, self._resolved(mode), arguments)
-        self._run.define_metric("*", step_metric="env_steps")
+        self.wandb_run: Any = None  # None: W&B could not be started at all
+        self.mode = self._resolved(mode)
+        self.status = f"W&B {self.mode}"
+        self._start(wandb, arguments, timeout_seconds)
 
-    def _start(self, wandb: Any, mode: str, arguments: Mapping[str, Any]) -> None:
-        """Begin a run in ``mode``, or offline where that fails, or not at all: never raise."""
-        modes, trouble = [mode, "offline", "disabled"], ""
-        if mode == "online":
+    def _start(self, wandb: Any, arguments: Mapping[str, Any], timeout_seconds: float) -> None:
+        """Begin a run in the mode chosen, or offline where that fails, or not at all."""
+        modes, trouble = [self.mode, "offline"], ""
+        if self.mode == "online":
             # Asked before W&B is: once it has tried in vain, it also delays the program's exit.
             url = wandb.setup().settings.base_url
-            if not server_answers(url, seconds=min(5.0, self._timeout_seconds)):
+            if not server_answers(url, seconds=min(5.0, timeout_seconds)):
                 modes.remove("online")
                 trouble = ", its server does not answer"
-        for self.mode in dict.fromkeys(modes):
+        for mode in dict.fromkeys(modes):
             try:
-                self._settle(wandb, self.mode)
-                self._run = wandb.init(mode=self.mode, **arguments)
-                break
+                self._settle(wandb, mode)
+                self.wandb_run = wandb.init(mode=mode, **arguments)
+                self.wandb_run.define_metric("*", step_metric="env_steps")
             except Exception as error:  # whatever W&B raises, the training goes on
-                reason = str(error).strip().splitlines()[0]
-                trouble = trouble or f", {mode} failed: {reason}"
+                trouble = trouble or f", {mode} failed: {_first_line(error)}"
                 wandb.teardown()  # the failed run still holds the id
-        self.status = f"W&B {self.mode}{trouble}"
-        if self.mode == "offline":
-            self.status += f"; upload later with: {self._sync}/offline-*"
+                continue
+            self.status = f"W&B {mode}{trouble}"
+            if mode == "offline":
+                self.status += f"; upload later with: {self._sync}/offline-*"
+            self.mode = mode
+            return
+        self.status = f"W&B off{trouble}"
 
     @staticmethod
     def _settle(wandb: Any, mode: str) -> None:
@@ -161,25 +177,22 @@ class WandbLogger:
             wandb.setup(wandb.Settings(mode=mode))
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
+        if self.wandb_run is None:
+            return
         try:
-            self._run.log({**metrics, "env_steps": env_steps})
+            self.wandb_run.log({**metrics, "env_steps": env_steps})
         except Exception as error:  # its own process may have died; the local record goes on
-            self.status = f"W&B lost the run at env step {env_steps:,}: {error}"
+            self.status = f"W&B lost the run at env step {env_steps:,}: {_first_line(error)}"
+            self.wandb_run = None
 
     def close(self) -> None:
         """Finish the upload within ``timeout_seconds``; what is left stays on the disk."""
-        # finish() waits for the network without a limit, so it waits in a thread of its own.
-        finishing = threading.Thread(target=self._finish, daemon=True)
-        finishing.start()
-        finishing.join(self._timeout_seconds)
-        if finishing.is_alive():
-            self.status = f"W&B did not finish its upload; do it with: {self._sync}/*"
-
-    def _finish(self) -> None:
+        if self.wandb_run is None:
+            return
         try:
-            self._run.finish()
+            self.wandb_run.finish()
         except Exception as error:  # as in log
-            self.status = f"W&B did not finish the run: {error}"
+            self.status = f"W&B did not finish ({_first_line(error)}); sync with: {self._sync}/*"
 
     @staticmethod
     def _resolved(mode: str) -> str:
@@ -188,6 +201,10 @@ class WandbLogger:
         if os.environ.get("WANDB_MODE") in _WANDB_MODES[1:]:
             return os.environ["WANDB_MODE"]
         return "online" if has_wandb_key() else "offline"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def server_answers(url: str, *, seconds: float) -> bool:

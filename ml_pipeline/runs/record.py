@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 from ml_pipeline.protocols import Logger
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
 from ml_pipeline.runs.console import ConsoleLogger, python_command
-from ml_pipeline.runs.loggers import CsvLogger
+from ml_pipeline.runs.loggers import CsvLogger, last_values
 from ml_pipeline.runs.run_folder import RunFolder
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -32,8 +32,8 @@ _MEAN_RETURN = "rollout/episode_return_mean_100"
 class LastValues:
     """The last value of each metric, whenever it was taken."""
 
-    def __init__(self, values: Mapping[str, float | None]) -> None:
-        self.values = {name: value for name, value in values.items() if value is not None}
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self.values = dict(values)
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
         self.values |= metrics
@@ -50,6 +50,7 @@ class Record:
         run: RunFolder,
         *,
         facts: Mapping[str, Any],
+        overrides: Sequence[str],
         total_steps: int,
         env_steps: int,
         loggers: Mapping[str, Logger],
@@ -59,13 +60,15 @@ class Record:
         self._facts = dict(facts)
         self._total_steps = total_steps
         self._started = time.monotonic()
+        self._overrides = list(overrides)
         before = run.read_summary()  # of a resumed run
         self._seconds_before = float(before.get("seconds", 0.0))
-        self._last = LastValues(before.get("metrics", {}))
+        self._commands_before: list[str] = before.get("commands", [])
         self._console = ConsoleLogger(total_steps, env_steps=env_steps)
         self._others = dict(loggers)
         self._said: set[str] = set()
         csv_logger = CsvLogger(run.metrics, from_env_steps=env_steps)
+        self._last = LastValues(last_values(run.metrics))
         self.loggers: list[Logger] = [
             csv_logger,
             self._last,
@@ -85,7 +88,7 @@ class Record:
                 "status": "running",
                 "what_runs_where": line,
                 "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+                "commands": [*self._commands_before, self._command()],
                 "git_commit": _git_commit(),
                 "host": platform.node(),
                 "versions": {
@@ -112,7 +115,7 @@ class Record:
         )
         mean = "" if math.isnan(self.mean_reward) else f", mean reward {self.mean_reward:.1f}"
         told = f"{line} at env step {env_steps:,} of {self._total_steps:,}{mean}"
-        commands = self._commands(finished=status == "finished")
+        commands = self._commands(complete=env_steps >= self._total_steps)
         if status == "finished":
             print(told)
             print(f"run folder: {self.run.path}")
@@ -140,16 +143,22 @@ class Record:
         """The last value of a metric; nan if it was never taken."""
         return self._last.values.get(metric, math.nan)
 
-    def _commands(self, *, finished: bool) -> dict[str, str]:
+    def _commands(self, *, complete: bool) -> dict[str, str]:
         python, path = python_command(), shlex.quote(str(self.run.path))
         script = shlex.quote(os.path.relpath(_REPOSITORY / "train_ppo.py"))
-        more = f" total_steps={2 * self._total_steps}" if finished else ""
+        more = f" total_steps={2 * self._total_steps}" if complete else ""
         siblings = shlex.quote(str(self.run.path.parent)) + "/*"
         return {
             "evaluate": f"{python} -m ml_pipeline evaluate {path} --deterministic",
             "resume": f"{python} {script} resume={path}{more}",
             "compare": f"{python} -m ml_pipeline compare {siblings}",
         }
+
+    def _command(self) -> str:
+        """What started this leg of the run: a command line, or a call in Python."""
+        if Path(sys.argv[0]).name == "train_ppo.py":
+            return shlex.join(["python", *sys.argv])
+        return f"train({self._overrides})"
 
     def _print_logger_status(self) -> None:
         for logger in self._others.values():

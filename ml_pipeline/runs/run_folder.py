@@ -118,5 +118,5 @@ def _temporary_beside(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
             yield file, temporary
         except BaseException:
             file.close()
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)  # gone if it has taken its place already
             raise

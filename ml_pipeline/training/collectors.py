@@ -32,6 +32,7 @@ class SyncCollector:
         self.n_envs = env.num_envs
         self._env_seed = env_seed
         self._generator = torch.Generator().manual_seed(noise_seed)
+        self._state_before: Tensor | None = None  # the generator's, while a rollout is under way
         self._stats = EpisodeStats(env.num_envs)
         self._obs: NDArray[Any] | None = None
 
@@ -41,6 +42,7 @@ class SyncCollector:
         episodes: list[Episode] = []
         if self._obs is None:
             self._obs, _ = self.env.reset(seed=self._env_seed)
+        self._state_before = self._generator.get_state()
         noise = agent.draw_noise(buffer.n_steps, self.n_envs, self._generator)
         for t in range(buffer.n_steps):
             obs = agent.to_tensor(self._obs)
@@ -59,6 +61,7 @@ class SyncCollector:
             )
             buffer.write(t, obs, sample, outcome)
             episodes += self._stats.step(reward, terminated | truncated)
+        self._state_before = None
         return RolloutStats(episodes, time.perf_counter() - start)
 
     def last_value(self, agent: PPOAgent) -> Tensor:
@@ -79,7 +82,9 @@ class SyncCollector:
         return value
 
     def state_dict(self) -> State:
-        return {"generator": self._generator.get_state()}
+        """The draws of a rollout that was cut short do not count."""
+        state = self._generator.get_state() if self._state_before is None else self._state_before
+        return {"generator": state}
 
     def load_state_dict(self, state: State) -> None:
         self._generator.set_state(state["generator"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +14,16 @@ import torch
 from torch import Tensor
 
 from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Callback, Episode, Logger, Metrics, State
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.collectors import SyncCollector
 from ml_pipeline.training.returns import explained_variance
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
+
+
+class TrainingError(UserError):
+    """Training cannot go on."""
 
 
 class PPOTrainer:
@@ -66,12 +72,10 @@ class PPOTrainer:
                 metrics = self.train_episode_vectorized()
                 for callback in callbacks:
                     callback.on_iteration_end(self, metrics)
-                self._log_once()
-                for callback in callbacks:
-                    callback.on_iteration_logged(self, metrics)
+                self._tell()
         except KeyboardInterrupt:
             # The weights have changed: a record without this iteration would not be theirs.
-            self._log_once()
+            self._tell()
             raise
         for callback in callbacks:
             callback.on_train_end(self)
@@ -89,6 +93,7 @@ class PPOTrainer:
         with self._shield():
             self.agent.set_learning_rate(learning_rate)
             means = self._improve()
+            _check_finite(means, self.iteration + 1)
             self._recent.extend(stats.episodes)
             self.n_episodes += len(stats.episodes)
             self.iteration += 1
@@ -111,12 +116,16 @@ class PPOTrainer:
             }
         return self._unlogged
 
-    def _log_once(self) -> None:
+    def _tell(self) -> None:
+        """Log the last iteration, once, and let the callbacks save what belongs to it."""
         with self._shield():
-            if self._unlogged is not None:
-                for logger in self.loggers:
-                    logger.log(self._unlogged, env_steps=self.env_steps)
-                self._unlogged = None
+            if self._unlogged is None:
+                return
+            metrics, self._unlogged = self._unlogged, None
+            for logger in self.loggers:
+                logger.log(metrics, env_steps=self.env_steps)
+            for callback in self.callbacks.values():
+                callback.on_iteration_logged(self, metrics)
 
     def _improve(self) -> Metrics:
         """All epochs over the rollout; the metrics come to the host once, at the end."""
@@ -167,6 +176,17 @@ class PPOTrainer:
         for name, callback_state in state["callbacks"].items():
             if name in self.callbacks:  # a resumed run may have dropped or added some
                 self.callbacks[name].load_state_dict(callback_state)
+
+
+def _check_finite(means: Metrics, iteration: int) -> None:
+    """Stop before weights that are no numbers reach a checkpoint."""
+    broken = [name for name, value in means.items() if not math.isfinite(value)]
+    if broken:
+        raise TrainingError(
+            f"iteration {iteration} broke down: {', '.join(broken)} not finite; the last "
+            "checkpoint is from before. A smaller agent.learning_rate often helps; so does "
+            "looking for nan or huge values in the env's observations and rewards"
+        )
 
 
 def _episode_means(prefix: str, suffix: str, episodes: Sequence[Episode]) -> Metrics:

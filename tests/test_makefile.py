@@ -1,0 +1,46 @@
+"""The make targets: arguments pass on, and a second call has nothing to install."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, old_python
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["make", "-C", str(REPOSITORY), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_arguments_pass_on_to_the_training(tmp_path: Path) -> None:
+    result = make("-n", "train", f"VENV={tmp_path}", "ARGS=n_envs=8 seed=3")
+
+    assert f"{tmp_path}/bin/python train_ppo.py n_envs=8 seed=3" in result.stdout
+    assert "-m pip install" in result.stdout
+
+
+def test_a_stamp_newer_than_the_project_file_keeps_pip_away(tmp_path: Path) -> None:
+    for stamp in (".installed", ".installed-dev"):
+        (tmp_path / stamp).touch()
+
+    result = make("-n", "train", "test", f"VENV={tmp_path}")
+
+    assert "pip install" not in result.stdout
+    assert "train_ppo.py" in result.stdout
+
+
+def test_an_old_python_is_told_in_one_line_and_makes_nothing(tmp_path: Path) -> None:
+    old = old_python()
+    if old is None:
+        pytest.skip("no Python older than 3.10 on this machine")
+
+    result = make("setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={old}")
+
+    assert result.returncode != 0
+    assert "ml_pipeline needs Python 3.10 or newer, this is 3." in result.stderr
+    assert not (tmp_path / "venv").exists()
