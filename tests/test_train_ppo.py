@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -30,6 +31,7 @@ from conftest import (
 
 from ml_pipeline.build import ConfigError, train
 from ml_pipeline.envs.vec_env import WorkerError
+from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 from ml_pipeline.training.ppo_trainer import TrainingError
@@ -217,35 +219,50 @@ def test_networks_and_callbacks_of_the_users_own_by_dotted_path(door: Door, here
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("argument", "words"),
     [
-        (["agent.gamme=0.9"], "agent.gamme"),
-        (["n_envs=many"], "n_envs"),
-        (["agent.gamma=2"], "agent.gamma must be between 0 and 1, got 2.0"),
-        (["env.id=CartPol-v1"], "did you mean CartPole-v1"),
-        (["device=cuda:9"], "device=cuda:9 asked for, but"),
-        (["agent.n_minibatches=7"], "agent.n_minibatches=7"),
-        (["resume=nowhere"], "nowhere is no run folder"),
-        (["env.id=Blackjack-v1"], "PPO needs a Box observation space"),
-        (["callbacks.evaluation.n_episodes=0"], "callbacks.evaluation.n_episodes must be"),
-        (["logger=wandb", "logger.wandb.mode=loud"], "logger.wandb.mode must be auto"),
-        (["network.hidden_sizes=[]"], "network.hidden_sizes must be"),
-        (["network.hidden_sizes=64"], "network.hidden_sizes must be"),
-        (["callbacks.checkpoints.every_steps=often"], "callbacks.checkpoints.every_steps must be"),
-        (["env.id=ALE/Pong-v5"], 'pip install -e ".[atari]"'),
-        (["+env.kwargs.speed=9"], "env.id=CartPole-v1 with env.kwargs {'speed': 9} cannot be"),
+        ("agent.gamme=0.9", "full_key: agent.gamme"),
+        ("n_envs=many", "full_key: n_envs"),
+        ("agent.gamma=2", "agent.gamma must be between 0 and 1, got 2.0"),
+        ("env.id=CartPol-v1", "did you mean CartPole-v1"),
+        ("resume=nowhere", "nowhere is no run folder"),
     ],
 )
-def test_bad_input_gets_a_clear_answer_before_anything_is_made(
-    door: Door, here: Path, arguments: list[str], words: str
+def test_bad_input_gets_a_clear_answer_and_exit_code_1(
+    door: Door, here: Path, argument: str, words: str
 ) -> None:
-    result = door("vec_env=parallel", "logger=none", *arguments)
+    result = door("vec_env=parallel", argument)
 
     assert result.returncode == 1
     assert words in result.stderr
     assert "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()) < 12
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["device=cuda:9"], "device=cuda:9 asked for, but"),
+        (["agent.n_minibatches=7"], "agent.n_minibatches=7"),
+        (["env.id=Blackjack-v1"], "PPO needs a Box observation space"),
+        (["env.id=ALE/Pong-v5"], 'pip install -e ".[atari]"'),
+        (["+env.kwargs.speed=9"], "env.id=CartPole-v1 with env.kwargs {'speed': 9} cannot be"),
+        (["callbacks.evaluation.n_episodes=0"], "callbacks.evaluation.n_episodes must be"),
+        (["callbacks.checkpoints.every_steps=often"], "callbacks.checkpoints.every_steps must be"),
+        (["logger=wandb", "logger.wandb.mode=loud"], "logger.wandb.mode must be auto"),
+        (["network.hidden_sizes=[]"], "network.hidden_sizes must be"),
+        (["network.hidden_sizes=64"], "network.hidden_sizes must be"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_made(
+    here: Path, arguments: list[str], words: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        train(["vec_env=parallel", "logger=none", *arguments])
+
     assert not list(here.glob("runs/*/*"))
+    assert not multiprocessing.active_children()
 
 
 def test_mps_is_refused_where_there_is_none(door: Door) -> None:
