@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from ml_pipeline.errors import UserError
@@ -31,7 +32,9 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = commands.add_parser("evaluate", help="play episodes with a trained agent")
     evaluate.add_argument("run", help="a run folder, runs/<env>/<date>_<time>_<hex>")
-    evaluate.add_argument("--episodes", type=_positive, default=20, help="default: 20")
+    evaluate.add_argument(
+        "--episodes", type=partial(_whole_number, least=1), default=20, help="default: 20"
+    )
     evaluate.add_argument(
         "--deterministic", action="store_true", help="the likeliest action, not a sampled one"
     )
@@ -39,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoint", choices=("best", "latest"), help="default: best where there is one"
     )
     evaluate.add_argument(
-        "--seed", type=_seed, help="of the first episode; default: from the run's"
+        "--seed",
+        type=partial(_whole_number, least=0),
+        help="of the first episode; default: from the run's",
     )
     evaluate.set_defaults(command=_evaluate)
 
@@ -50,18 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
-def _seed(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
-    return number
+def _whole_number(text: str, *, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text}")
+    return int(text)
 
 
 def _evaluate(options: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium as gym
+import numpy as np
 import torch
+import yaml
 from gymnasium.vector import VectorEnv
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -27,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.config import TrainConfig
 from ml_pipeline.device import resolve_device
-from ml_pipeline.envs.factory import EnvFactory
+from ml_pipeline.envs.factory import EnvFactory, close_env, try_env
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, available_cores, choose
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Callback, Logger, State
@@ -38,6 +42,7 @@ from ml_pipeline.runs.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from ml_pipeline.runs.console import say
 from ml_pipeline.runs.record import Record
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.runs.stop_signals import Interrupted, StopSignals
@@ -106,20 +111,33 @@ def train(overrides: Sequence[str] = ()) -> RunResult:
 def compose_config(overrides: Sequence[str]) -> DictConfig:
     """What Hydra makes of conf/ and ``overrides``; a wrong key or type is refused here."""
     ConfigStore.instance().store(name="train_schema", node=TrainConfig)
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        return compose("train_ppo", overrides=list(overrides))
+    # The caller may be a Hydra program itself, and Hydra is one per process.
+    callers = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+            return compose("train_ppo", overrides=list(overrides))
+    finally:
+        GlobalHydra.instance().hydra = callers
 
 
 def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) -> RunResult:
     """One run from a composed config; ``overrides`` is what the command line named."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UserError(
+            "a worker has imported the script that starts it, which would start another run; put "
+            "the call of train under: if __name__ == '__main__':"
+        )
     find_modules_in_cwd()
     if cfg.resume is not None:
         cfg = resumed_config(cfg, overrides)
     plan = make_plan(checked_config(cfg))
     with ExitStack() as stack:
-        stack.callback(plan.first_env.close)
+        stack.callback(close_env, plan.first_env)
         stack.enter_context(torch_threads(plan.device))
         signals = stack.enter_context(StopSignals())
+        plan.run.make()
+        stack.enter_context(plan.run.locked())
         record = build_record(plan, overrides, sweep)
         stack.callback(record.close)
         try:
@@ -129,15 +147,17 @@ def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) 
             record.begin(f"{plan.config.env.name}: {how}, {plan.device}")
             _train(trainer, plan, signals)
         except Interrupted as stop:
-            record.end("interrupted", f"stopped by {stop.signal_name}")
+            with signals.shielded():
+                record.end("interrupted", f"stopped by {stop.signal_name}")
             raise
-        except Exception as error:
-            record.end("failed", f"failed with {type(error).__name__}")
+        except BaseException as error:
+            with signals.shielded():
+                record.end("failed", f"failed with {type(error).__name__}")
             raise
         record.end("finished", trainer.stop_reason or "finished")
         objective = record.value(plan.config.objective)
         if math.isnan(objective):
-            print(f"objective={plan.config.objective} was never measured; see {plan.run.metrics}")
+            say(f"objective={plan.config.objective} was never measured; see {plan.run.metrics}")
         return RunResult(
             plan.run.path, trainer.env_steps, record.mean_reward, plan.agent, objective
         )
@@ -159,7 +179,7 @@ def _misfit_explained(run_folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, KeyError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise CheckpointError(
             f"the checkpoint in {run_folder.path} does not fit its env, agent and network: {reason}"
         ) from error
@@ -176,7 +196,8 @@ def load_agent(path: Path | str, checkpoint: str | None = None) -> TrainedAgent:
     agent = build_agent(config, env, torch.device("cpu"))
     with _misfit_explained(run_folder):
         agent.load_state_dict(state["agent"])
-    return TrainedAgent(agent, env, config.env.name, config.seed, checkpoint, state["env_steps"])
+        env_steps = int(state["env_steps"])
+    return TrainedAgent(agent, env, config.env.name, config.seed, checkpoint, env_steps)
 
 
 def plain_config(path: Path | str) -> dict[str, Any]:
@@ -232,10 +253,10 @@ def stored_config(run_folder: RunFolder) -> DictConfig:
     try:
         stored = OmegaConf.load(run_folder.config)
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), stored)
-    except (OmegaConfBaseException, OSError, ValueError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         raise ConfigError(f"{run_folder.config} is no config of a run: {error}") from error
-    if not isinstance(merged, DictConfig):
-        raise ConfigError(f"{run_folder.config} is no config of a run")
+    if not isinstance(merged, DictConfig) or not merged.network:
+        raise ConfigError(f"{run_folder.config} is no config of a run: it names no network")
     return merged
 
 
@@ -245,21 +266,36 @@ def make_plan(config: TrainConfig) -> RunPlan:
     if config.resume is not None:
         run_folder = RunFolder.open(config.resume)
         state = load_checkpoint(run_folder, LATEST)
-        done, wanted = state["env_steps"], config.wanted_steps
+        with _misfit_explained(run_folder):
+            done, wanted = int(state["env_steps"]), config.wanted_steps
         if done >= wanted:
             raise ConfigError(
                 f"{run_folder.path} is complete: {done:,} of {wanted:,} env steps; "
-                f"to go on, raise the goal: total_steps={2 * wanted}"
+                f"to go on, raise the goal: total_steps={2 * max(done, wanted)}"
             )
     device = resolve_device(config.device)
     make_env = build_env_factory(config)
     callbacks = build_callbacks(config, run_folder, make_env)
     first_env = make_env()
+    obs = try_env(first_env, config.env.name)
     agent = build_agent(config, first_env, device)
+    _try_agent(agent, obs)
     if state is not None:
         with _misfit_explained(run_folder):
             agent.load_state_dict(state["agent"])
     return RunPlan(config, device, make_env, first_env, agent, run_folder, callbacks, state)
+
+
+def _try_agent(agent: PPOAgent, obs: Any) -> None:
+    """One forward pass, so that a network of the wrong shape is found out."""
+    try:
+        agent.act_batch(np.asarray(obs)[np.newaxis], deterministic=True)
+    except Exception as error:  # a user's network may do anything
+        shape = np.shape(obs)
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"network cannot take an observation of shape {shape}: {reason}"
+        ) from error
 
 
 def find_modules_in_cwd() -> None:
@@ -336,14 +372,14 @@ def build_trainer(
         shield=signals.shielded,
     )
     if plan.state is not None:
-        trainer.load_state_dict(plan.state)
+        with _misfit_explained(plan.run):
+            trainer.load_state_dict(plan.state)
     return trainer
 
 
 def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> Record:
     """The run's folder on the disk, and all that is written into it."""
     config = plan.config
-    plan.run.make()
     with ExitStack() as on_failure:
         on_failure.callback(plan.run.discard_unstarted)
         loggers = build_loggers(config, plan.run, sweep, on_failure)
@@ -373,6 +409,8 @@ def build_loggers(
     loggers: dict[str, Logger] = {}
     for name, entry in config.logger.items():
         loggers[name] = instantiate(entry, key=f"logger.{name}", offers=offers)
+        if not all(hasattr(loggers[name], method) for method in ("log", "close")):
+            raise ConfigError(f"logger.{name} made an object without log and close, no Logger")
         on_failure.callback(loggers[name].close)
     return loggers
 
@@ -381,10 +419,12 @@ def build_callbacks(
     config: TrainConfig, run_folder: RunFolder, make_env: EnvFactory
 ) -> dict[str, Callback]:
     offers = {"run": run_folder, "make_env": make_env, "seed": config.seed}
-    return {
-        name: instantiate(entry, key=f"callbacks.{name}", offers=offers)
-        for name, entry in config.callbacks.items()
-    }
+    callbacks: dict[str, Callback] = {}
+    for name, entry in config.callbacks.items():
+        callbacks[name] = instantiate(entry, key=f"callbacks.{name}", offers=offers)
+        if not isinstance(callbacks[name], Callback):
+            raise ConfigError(f"callbacks.{name} made no ml_pipeline.protocols.Callback")
+    return callbacks
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from ml_pipeline.errors import UserError
@@ -22,16 +23,25 @@ def import_dotted(path: str, *, key: str) -> Any:
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise TargetError(f"{key}={path} is no dotted path; write package.module.Name")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise TargetError(
-            f"{key}={path}: no module named {error.name!r}; "
-            "run from the folder that holds it, or put that folder on PYTHONPATH"
-        ) from error
+    module = import_module(module_name, key=key, path=path)
     if not hasattr(module, name):
         raise TargetError(f"{key}={path}: module {module_name} has no {name!r}")
     return getattr(module, name)
+
+
+def import_module(name: str, *, key: str, path: str) -> ModuleType:
+    """A module of the user's; what goes wrong in it is told with the config key it came by."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise TargetError(
+                f"{key}={path}: no module named {error.name!r}; "
+                "run from the folder that holds it, or put that folder on PYTHONPATH"
+            ) from error
+        raise TargetError(f"{key}={path}: {name} needs {error.name}, which is missing") from error
+    except Exception as error:  # a module may do anything as it is imported
+        raise TargetError(f"{key}={path}: {type(error).__name__} in {name}: {error}") from error
 
 
 def import_entry(entry: Mapping[str, Any], *, key: str) -> tuple[Any, dict[str, Any]]:

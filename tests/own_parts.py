@@ -56,3 +56,28 @@ class FileLogger:
             file.write(json.dumps({**self.facts, "env_steps": env_steps}) + "\n")
 
     def close(self) -> None: ...
+
+
+class Anything:
+    """Neither a callback nor a logger."""
+
+
+class WrongSize(Wide):
+    """Says that it has more outputs than it has."""
+
+    def __init__(self, observation_space: gym.Space[Any]) -> None:
+        super().__init__(observation_space, width=8)
+        self.out_features = 9
+
+
+class OldApi(gym.Env[Any, Any]):
+    """Four values from step, as Gym had it before 0.26."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, {}

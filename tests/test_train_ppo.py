@@ -309,7 +309,7 @@ def test_a_stop_signal_saves_ends_every_process_and_the_run_goes_on(
 
 def test_a_stop_signal_while_a_checkpoint_is_saved_waits_for_it(started: Any, here: Path) -> None:
     wide = ["network.hidden_sizes=[1024,1024]", "callbacks.checkpoints.every_steps=1"]
-    for _ in range(3):
+    for _ in range(2):
         process = started(*small(total_steps=10_000_000), *wide)
         await_progress(process)
         wait_until(lambda: bool(list(here.glob("runs/*/*/checkpoints/.latest.pt.*.tmp"))), 30)

@@ -116,6 +116,8 @@ class FaultyEnv(CountingEnv):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.fault == "exit":
                 os._exit(7)
+            if self.fault == "sys.exit":
+                raise SystemExit(3)
             if self.fault == "hang":
                 time.sleep(1000)
             if self.fault == "wrong shape":

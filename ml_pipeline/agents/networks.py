@@ -41,14 +41,14 @@ class MLP(nn.Module):
         if not sizes_given or any(not isinstance(s, int) or s < 1 for s in hidden_sizes):
             raise ValueError(f"hidden_sizes must be positive layer sizes, got {hidden_sizes}")
         sizes = [math.prod(observation_space.shape or ()), *hidden_sizes]
-        layers: list[nn.Module] = [nn.Flatten()]
+        layers: list[nn.Module] = []
         for n_in, n_out in pairwise(sizes):
             layers += [nn.Linear(n_in, n_out), _ACTIVATIONS[activation]()]
         self.layers = nn.Sequential(*layers)
         self.out_features = sizes[-1]
 
     def forward(self, obs: Tensor) -> Tensor:
-        features: Tensor = self.layers(obs)
+        features: Tensor = self.layers(obs.reshape(len(obs), -1))
         return features
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium as gym
 
 from ml_pipeline.config import next_multiple, whole_steps
-from ml_pipeline.envs.factory import EnvFactory
+from ml_pipeline.envs.factory import EnvFactory, close_env
 from ml_pipeline.protocols import Callback, Metrics, Trainer
 from ml_pipeline.runs.evaluate import evaluate
 from ml_pipeline.seeding import stream_seed
@@ -56,5 +56,5 @@ class PeriodicEvaluation(Callback):
 
     def on_train_end(self, trainer: Trainer) -> None:
         if self._env is not None:
-            self._env.close()
+            close_env(self._env)
             self._env = None

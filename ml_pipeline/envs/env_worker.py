@@ -88,7 +88,7 @@ class EnvSlice:
         for offset, env_fn in enumerate(env_fns):
             try:
                 self.envs.append(env_fn())
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise self._blame(offset, error) from error
 
     def describe(self) -> list[Description]:
@@ -120,7 +120,7 @@ class EnvSlice:
             try:
                 obs, info = env.reset(seed=seeds[offset], options=options)
                 write_row(self._arrays.obs, row, obs)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise self._blame(offset, error) from error
             self._ended[offset] = False
             self._arrays.reward[row] = 0.0
@@ -136,7 +136,7 @@ class EnvSlice:
         for offset in range(len(self.envs)):
             try:
                 step_info = self._step_env(offset)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise self._blame(offset, error) from error
             if step_info.final_info is not None or step_info.info:
                 infos.append(step_info)
@@ -176,7 +176,7 @@ class EnvSlice:
             try:
                 attribute = env.get_wrapper_attr(name)
                 results.append(attribute(*args, **kwargs) if callable(attribute) else attribute)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise self._blame(offset, error) from error
         return results
 
@@ -184,7 +184,7 @@ class EnvSlice:
         for offset, (env, value) in enumerate(zip(self.envs, values, strict=True)):
             try:
                 env.set_wrapper_attr(name, value)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise self._blame(offset, error) from error
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class EnvSlice:
             except Exception as error:
                 warnings.warn(str(self._blame(offset, error)), RuntimeWarning, stacklevel=2)
 
-    def _blame(self, offset: int, error: Exception) -> WorkerError:
+    def _blame(self, offset: int, error: BaseException) -> WorkerError:
         trace = "".join(traceback.format_exception(error)).rstrip()
         who = f"env {self.first + offset} (seed {self.seeds[offset]})"
         return WorkerError(f"{who} raised:\n{trace}")

@@ -6,6 +6,7 @@ Calling it gives the env by id or dotted path with its wrappers around it, the f
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,13 @@ import gymnasium as gym
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import missing_extra
-from ml_pipeline.targets import TargetError, check_arguments, import_dotted, import_entry
+from ml_pipeline.targets import (
+    TargetError,
+    check_arguments,
+    import_dotted,
+    import_entry,
+    import_module,
+)
 
 
 class EnvError(UserError):
@@ -37,7 +44,7 @@ class EnvFactory:
             key = f"env.wrappers.{name}"
             wrapper, arguments = import_entry(entry, key=key)
             check_arguments(wrapper, arguments, key=key, given=1)
-            with _blamed_on(key):
+            with _blamed_on(f"{key} cannot be made"):
                 env = wrapper(env, **arguments)
         return env
 
@@ -46,7 +53,7 @@ class EnvFactory:
         if not callable(maker):
             raise TargetError(f"env.target={self.target} is no class or function that makes an env")
         check_arguments(maker, self.kwargs, key="env.kwargs")
-        with _blamed_on(f"env.target={self.target}"):
+        with _blamed_on(f"env.target={self.target} cannot be made"):
             env = maker(**self.kwargs)
         if not isinstance(env, gym.Env):
             raise TargetError(
@@ -57,25 +64,49 @@ class EnvFactory:
     def _make_id(self) -> gym.Env[Any, Any]:
         check_env_id(str(self.id))
         given = f" with env.kwargs {dict(self.kwargs)}" if self.kwargs else ""
-        with _blamed_on(f"env.id={self.id}{given}"):
+        with _blamed_on(f"env.id={self.id}{given} cannot be made"):
             return gym.make(str(self.id), **self.kwargs)
 
 
 @contextmanager
 def _blamed_on(what: str) -> Iterator[None]:
-    """Tell an env that cannot be made by what the config says, not by where it failed."""
+    """Tell a failure by what the config says, not by where it happened."""
     try:
         yield
     except (gym.error.DependencyNotInstalled, ImportError) as error:
-        raise missing_extra(what, error) from error
+        raise missing_extra(what.removesuffix(" cannot be made"), error) from error
+    except (Exception, SystemExit) as error:  # envs raise what they like
+        raise EnvError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def try_env(env: gym.Env[Any, Any], name: str) -> Any:
+    """One reset and one step, so that an env of another API is found out; gives the observation."""
+    with _blamed_on(f"env {name} cannot be reset with a seed and stepped as Gymnasium 1.x asks"):
+        obs, _ = env.reset(seed=0)
+        env.action_space.seed(0)
+        _, _, _, _, _ = env.step(env.action_space.sample())
+    return obs
+
+
+def close_env(env: gym.Env[Any, Any]) -> None:
+    """Close an env; what it raises is told, but does not spoil a run that is over."""
+    try:
+        env.close()
     except Exception as error:  # envs raise what they like
-        raise EnvError(f"{what} cannot be made: {type(error).__name__}: {error}") from error
+        message = f"an env raised as it was closed: {type(error).__name__}: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def check_env_id(env_id: str) -> None:
-    """Refuse an id that Gymnasium does not know, with the ids that look like it."""
+    """Refuse an id that Gymnasium does not know, with the ids that look like it.
+
+    As in ``gym.make``, ``my_module:MyEnv-v0`` imports the module that registers the env.
+    """
+    module, _, registered = env_id.rpartition(":")
+    if module:
+        import_module(module, key="env.id", path=env_id)
     try:
-        gym.spec(env_id)
+        gym.spec(registered)
     except gym.error.NamespaceNotFound as error:
         # A namespace is brought by a package of its own: ALE/Pong-v5 by ale_py.
         raise missing_extra(f"env.id={env_id}", error) from error

@@ -414,7 +414,7 @@ class ParallelEnv(_SliceVectorEnv):
         self._processes[worker].kill()
         return WorkerError(
             f"the worker of {self._names(worker)} has not answered within {timeout} s and was "
-            "ended; raise step_timeout if its envs may need longer"
+            "ended; raise step_timeout (vec_env.step_timeout_seconds) if its envs may need longer"
         )
 
     def _names(self, worker: int) -> str:

@@ -34,8 +34,9 @@ def save_checkpoint(run: RunFolder, name: str, state: State) -> None:
     path = checkpoint_path(run, name)
     try:
         write_atomically(path, lambda file: torch.save({"format": FORMAT, **state}, file))
-    except OSError as error:
-        raise CheckpointError(f"could not save {path}: {error}; the one before is kept") from error
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"could not save {path}: {reason}; the one before is kept") from error
 
 
 def load_checkpoint(run: RunFolder, name: str) -> State:
@@ -45,9 +46,11 @@ def load_checkpoint(run: RunFolder, name: str) -> State:
         raise CheckpointError(f"{run.path} has no checkpoint {path.name}")
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path} cannot be read: {reason}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        # torch's own words advise to load it with code allowed: never that.
+        raise CheckpointError(f"{path} cannot be read: damaged, or more than plain data") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no checkpoint of format {FORMAT}")
     return state

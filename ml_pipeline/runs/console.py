@@ -35,11 +35,32 @@ _FIGURES = (
 )
 
 
+class _PatientConsole(Console):
+    """A reader that goes away (``| head``, a closed pager) ends the display, not the training."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        _silence_stdout()
+
+
+def say(line: str) -> None:
+    """Print a line now; nobody listening is no reason to stop a run."""
+    try:
+        print(line, flush=True)
+    except (OSError, ValueError):  # a broken pipe, a full disk, a closed file
+        _silence_stdout()
+
+
+def _silence_stdout() -> None:
+    """Send what else is printed nowhere; without it the interpreter fails again as it exits."""
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open to the end
+
+
 class ConsoleLogger:
     """Shows the progress of one run, between ``start`` and ``close``."""
 
     def __init__(self, total_steps: int, *, env_steps: int = 0, console: Console | None = None):
-        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._console = console or _PatientConsole(soft_wrap=True, highlight=False)
         self._total_steps = total_steps
         self._first_steps = env_steps
         self._start = time.monotonic()
@@ -61,7 +82,7 @@ class ConsoleLogger:
     def start(self) -> None:
         """Begin the live display; nothing else may be printed from here to ``close``."""
         self._start = time.monotonic()
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(self._display(), console=self._console, refresh_per_second=4)
             self._live.start()
 
@@ -88,7 +109,7 @@ class ConsoleLogger:
 
     def _print_line(self) -> None:
         if self._unprinted is not None:
-            self._console.print(self._unprinted)
+            say(self._unprinted)
             self._unprinted = None
 
     def _line(self, metrics: Mapping[str, float], env_steps: int) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from ml_pipeline.runs.console import python_command
-from ml_pipeline.runs.run_folder import RunFolder, write_text
+from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 
 _WANDB_MODES = ("auto", "online", "offline", "disabled")
 
@@ -36,16 +36,10 @@ class CsvLogger:
         self._path = path
         self._columns: list[str] = []
         if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
-                # A row that was cut off by a kill has None for its missing cells.
-                rows = [
-                    row
-                    for row in reader
-                    if None not in row.values() and int(row["env_steps"]) <= from_env_steps
-                ]
-                self._columns = list(reader.fieldnames or [])
-            write_text(path, self._text(rows, header=True))
+            rows = read_metrics(path)
+            self._columns = list(rows[0]) if rows else []
+            kept = [row for row in rows if int(row["env_steps"]) <= from_env_steps]
+            write_text(path, self._text(kept, header=bool(rows)))
         self._file = path.open("a", newline="", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
@@ -54,8 +48,11 @@ class CsvLogger:
         if new:
             self._add_columns(new)
         # One write per row, so that a kill cuts at most the last one.
-        self._file.write(self._text([row], header=False))
-        self._file.flush()
+        try:
+            self._file.write(self._text([row], header=False))
+            self._file.flush()
+        except OSError as error:
+            raise RunFolderError(f"could not write {self._path}: {error}") from error
 
     def close(self) -> None:
         self._file.close()
@@ -77,9 +74,21 @@ class CsvLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
-    """The rows of a metrics.csv as they stand there; an empty cell is a metric not taken."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    """The rows of a metrics.csv as they stand there; an empty cell is a metric not taken.
+
+    A last row that a kill has cut off is left out; any other damage is an error.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        rows = list(csv.DictReader(io.StringIO(whole)))
+        for row in rows:
+            int(row["env_steps"])
+            for value in row.values():
+                float(value or 0.0)
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        raise RunFolderError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    return rows
 
 
 def last_values(path: Path) -> dict[str, float]:
@@ -136,12 +145,15 @@ class WandbLogger:
             ),
         }
         self.wandb_run: Any = None  # None: W&B could not be started at all
-        self.mode = self._resolved(mode)
-        self.status = f"W&B {self.mode}"
-        self._start(wandb, arguments, timeout_seconds)
+        self.mode = mode
+        try:
+            self._start(wandb, arguments, timeout_seconds)
+        except Exception as error:  # settings of its own that W&B itself refuses
+            self.status = f"W&B off: {_first_line(error)}"
 
     def _start(self, wandb: Any, arguments: Mapping[str, Any], timeout_seconds: float) -> None:
-        """Begin a run in the mode chosen, or offline where that fails, or not at all."""
+        """Begin a run in the mode asked for, or offline where that fails, or not at all."""
+        self.mode = self._resolved(self.mode)
         modes, trouble = [self.mode, "offline"], ""
         if self.mode == "online":
             # Asked before W&B is: once it has tried in vain, it also delays the program's exit.
@@ -200,6 +212,8 @@ class WandbLogger:
             return mode
         if os.environ.get("WANDB_MODE") in _WANDB_MODES[1:]:
             return os.environ["WANDB_MODE"]
+        if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes"):
+            return "disabled"
         return "online" if has_wandb_key() else "offline"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 
 from ml_pipeline.protocols import Logger
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
-from ml_pipeline.runs.console import ConsoleLogger, python_command
+from ml_pipeline.runs.console import ConsoleLogger, python_command, say
 from ml_pipeline.runs.loggers import CsvLogger, last_values
 from ml_pipeline.runs.run_folder import RunFolder
 
@@ -62,8 +63,8 @@ class Record:
         self._started = time.monotonic()
         self._overrides = list(overrides)
         before = run.read_summary()  # of a resumed run
-        self._seconds_before = float(before.get("seconds", 0.0))
-        self._commands_before: list[str] = before.get("commands", [])
+        self._seconds_before = float(before.get("seconds") or 0.0)
+        self._commands_before: list[str] = before.get("commands") or []
         self._console = ConsoleLogger(total_steps, env_steps=env_steps)
         self._others = dict(loggers)
         self._said: set[str] = set()
@@ -78,10 +79,9 @@ class Record:
 
     def begin(self, line: str) -> None:
         """Say what runs where, and note that it does."""
-        print(line)
-        print(f"run folder: {self.run.path}")
-        self._print_logger_status()
-        sys.stdout.flush()
+        say(line)
+        say(f"run folder: {self.run.path}")
+        self._say_logger_status()
         self.run.update_summary(
             {
                 **self._facts,
@@ -103,36 +103,41 @@ class Record:
         """Write the summary, then say how it ended and how to go on."""
         self._console.close()
         env_steps = int(self._last.values.get("env_steps", 0))
-        self.run.update_summary(
-            {
-                "status": status,
-                "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "seconds": round(self._seconds_before + time.monotonic() - self._started, 1),
-                "env_steps": env_steps,
-                "mean_reward": _finite(self.mean_reward),
-                "metrics": {name: _finite(value) for name, value in self._last.values.items()},
-            }
-        )
+        facts = {
+            "status": status,
+            "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "seconds": round(self._seconds_before + time.monotonic() - self._started, 1),
+            "env_steps": env_steps,
+            "mean_reward": _finite(self.mean_reward),
+            "metrics": {name: _finite(value) for name, value in self._last.values.items()},
+        }
+        try:
+            self.run.update_summary(facts)
+        except OSError as error:  # a full disk must not hide how the run ended
+            say(f"could not write {self.run.summary}: {error}")
         mean = "" if math.isnan(self.mean_reward) else f", mean reward {self.mean_reward:.1f}"
         told = f"{line} at env step {env_steps:,} of {self._total_steps:,}{mean}"
         commands = self._commands(complete=env_steps >= self._total_steps)
+        saved = checkpoint_path(self.run, LATEST).is_file()
         if status == "finished":
-            print(told)
-            print(f"run folder: {self.run.path}")
+            say(told)
+            say(f"run folder: {self.run.path}")
             for title, command in commands.items():
-                print(f"{title + ':':<11} {command}")
-        elif checkpoint_path(self.run, LATEST).is_file():
-            print(f"{told}; go on with: {commands['resume']}")
+                if saved or title == "compare":
+                    say(f"{title + ':':<11} {command}")
+        elif saved:
+            say(f"{told}; go on with: {commands['resume']}")
         else:
-            print(f"{told}; nothing was saved yet in {self.run.path}")
-        sys.stdout.flush()
+            say(f"{told}; no checkpoint was saved in {self.run.path}")
 
     def close(self) -> None:
         """Close every logger; those that send something somewhere may have a last word."""
         for logger in reversed(self.loggers):
-            logger.close()
-        self._print_logger_status()
-        sys.stdout.flush()
+            try:
+                logger.close()
+            except Exception as error:  # a user's logger, or a full disk: the others close too
+                say(f"{type(logger).__name__} did not close: {type(error).__name__}: {error}")
+        self._say_logger_status()
 
     @property
     def mean_reward(self) -> float:
@@ -146,11 +151,13 @@ class Record:
     def _commands(self, *, complete: bool) -> dict[str, str]:
         python, path = python_command(), shlex.quote(str(self.run.path))
         script = shlex.quote(os.path.relpath(_REPOSITORY / "train_ppo.py"))
+        # Hydra reads some signs as its own, unless they stand in quotes.
+        value = path if re.fullmatch(r"[\w./ '-]+", path) else shlex.quote(f'"{self.run.path}"')
         more = f" total_steps={2 * self._total_steps}" if complete else ""
         siblings = shlex.quote(str(self.run.path.parent)) + "/*"
         return {
             "evaluate": f"{python} -m ml_pipeline evaluate {path} --deterministic",
-            "resume": f"{python} {script} resume={path}{more}",
+            "resume": f"{python} {script} resume={value}{more}",
             "compare": f"{python} -m ml_pipeline compare {siblings}",
         }
 
@@ -160,11 +167,11 @@ class Record:
             return shlex.join(["python", *sys.argv])
         return f"train({self._overrides})"
 
-    def _print_logger_status(self) -> None:
+    def _say_logger_status(self) -> None:
         for logger in self._others.values():
             status = getattr(logger, "status", None)
             if status and status not in self._said:
-                print(status)
+                say(status)
                 self._said.add(status)
 
 

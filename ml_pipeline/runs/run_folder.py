@@ -10,8 +10,9 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -46,7 +47,11 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
         """An existing run, or one line on why ``path`` is none."""
+        if not str(path):
+            raise RunFolderError("a run folder is needed, and the path given is empty")
         run = cls(Path(path))
+        if run.name in ("", ".."):  # ".", from inside the folder
+            run = cls(Path(path).resolve())
         if not run.path.is_dir():
             raise RunFolderError(f"{path} is no run folder: there is no such folder")
         if not run.config.is_file():
@@ -59,7 +64,33 @@ class RunFolder:
 
     def make(self) -> None:
         """Put a new run's folder on the disk; of a resumed run it is there."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"cannot make the run folder {self.path}: {error}") from error
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second process from training in the same folder; a kill releases it."""
+        if sys.platform == "win32":
+            yield  # a folder cannot be locked there
+            return
+        import fcntl
+
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunFolderError(
+                    f"{self.path} is being trained by another process; wait for it or stop it"
+                ) from error
+            except OSError:
+                # Some network file systems have no locks: better unguarded than not at all.
+                print(f"{self.path} cannot be locked; do not train in it twice at once")
+            yield
+        finally:
+            os.close(descriptor)
 
     def discard_unstarted(self) -> None:
         """Remove what was made for a run that has not begun; a folder with a config stays."""
@@ -117,6 +148,7 @@ def _temporary_beside(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
         try:
             yield file, temporary
         except BaseException:
-            file.close()
+            with suppress(OSError):  # a full disk fails here once more
+                file.close()
             temporary.unlink(missing_ok=True)  # gone if it has taken its place already
             raise

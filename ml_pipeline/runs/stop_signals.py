@@ -1,4 +1,4 @@
-"""StopSignals: Ctrl-C and SIGTERM end a run in order, and never in the middle of an update."""
+"""StopSignals: Ctrl-C, SIGTERM and a closed terminal end a run in order, never amid an update."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Interrupted(KeyboardInterrupt):
-    """A stop signal came; ``exit_code`` is what the shell expects: 130 or 143."""
+    """A stop signal came; ``exit_code`` is what the shell expects: 130, 143 or 129."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
@@ -26,7 +26,7 @@ class StopSignals:
     Python delivers no signals, this does nothing.
     """
 
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -35,7 +35,10 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in self._SIGNALS}
+            numbers = [getattr(signal, name) for name in self._NAMES if hasattr(signal, name)]
+            # One that is ignored stays so: nohup means it.
+            numbers = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(

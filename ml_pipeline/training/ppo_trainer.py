@@ -183,8 +183,8 @@ def _check_finite(means: Metrics, iteration: int) -> None:
     broken = [name for name, value in means.items() if not math.isfinite(value)]
     if broken:
         raise TrainingError(
-            f"iteration {iteration} broke down: {', '.join(broken)} not finite; the last "
-            "checkpoint is from before. A smaller agent.learning_rate often helps; so does "
+            f"iteration {iteration} broke down: {', '.join(broken)} not finite, and not "
+            "saved. A smaller agent.learning_rate often helps; so does "
             "looking for nan or huge values in the env's observations and rewards"
         )
 

@@ -1,0 +1,252 @@
+"""What goes wrong around a run: full disks, closed pipes, damaged files, parts that do not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, TESTS, Door, door_command, only_run, read_rows, small
+
+from ml_pipeline.__main__ import main
+from ml_pipeline.build import train
+from ml_pipeline.envs.vec_env import WorkerError
+from ml_pipeline.errors import UserError
+from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
+
+
+def status_of(run: Path) -> str:
+    return str(json.loads((run / "summary.json").read_text())["status"])
+
+
+def test_a_reader_that_goes_away_does_not_end_the_training(here: Path) -> None:
+    command = subprocess.list2cmdline(door_command(*small(total_steps=640)))
+
+    result = subprocess.run(
+        ["bash", "-c", f"{command} | head -n 1; exit ${{PIPESTATUS[0]}}"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert status_of(only_run(here)) == "finished"
+    assert len(read_rows(only_run(here))) == 20
+
+
+def test_an_env_that_exits_is_a_failed_run_and_not_the_end_of_the_program(here: Path) -> None:
+    settings = [*small(), "env.target=tiny_envs.FaultyEnv", "+env.kwargs.fault=sys.exit"]
+
+    with pytest.raises(WorkerError, match=r"env 0 \(seed 1\) raised:[\s\S]*SystemExit: 3"):
+        train([*settings, "+env.kwargs.culprit=1", "vec_env=serial"])
+
+    assert status_of(only_run(here)) == "failed"
+
+
+def test_two_processes_never_train_in_one_folder(here: Path) -> None:
+    run = train(small()).run_dir
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    with (
+        RunFolder.open(run).locked(),
+        pytest.raises(RunFolderError, match="is being trained by another process"),
+    ):
+        train([f"resume={run}", "total_steps=128"])
+
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+    assert train([f"resume={run}", "total_steps=128"]).env_steps == 128
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files by ulimit")
+def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_kept(here: Path) -> None:
+    run = train([*small(), "network.hidden_sizes=[8]"]).run_dir
+    kept = (run / "checkpoints" / "latest.pt").read_bytes()
+    blocks = len(kept) // 1024 - 4
+    command = subprocess.list2cmdline(door_command(f"resume={run}", "total_steps=640"))
+
+    result = subprocess.run(
+        ["bash", "-c", f"ulimit -f {blocks}; {command}"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert result.returncode == 1
+    assert re.search(
+        r"could not save .*(best|latest)\.pt: .*; the one before is kept", result.stderr
+    )
+    assert "Traceback" not in result.stderr
+    assert "go on with: " in result.stdout
+    assert (run / "checkpoints" / "latest.pt").read_bytes() == kept
+    assert not list(run.rglob("*.tmp"))
+
+
+def test_an_env_that_raises_in_close_does_not_spoil_a_finished_run(here: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="the door is stuck"):
+        run = train([*small(), "env.target=tiny_envs.UncloseableEnv"]).run_dir
+
+    assert status_of(run) == "finished"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.yaml", b"a: [", r"config\.yaml is no config of a run"),
+        ("config.yaml", b"", r"config\.yaml is no config of a run: it names no network"),
+        ("metrics.csv", b"steps,a\n1,2\n", r"metrics\.csv is damaged: KeyError"),
+        ("metrics.csv", b"\xff\xfe\x00\n", r"metrics\.csv is damaged: UnicodeDecodeError"),
+        ("metrics.csv", b"env_steps,a\n32,much\n", r"metrics\.csv is damaged: ValueError"),
+        ("summary.json", b"{", r"summary\.json is not valid JSON"),
+        ("checkpoints/latest.pt", b"hello", r"latest\.pt cannot be read: damaged"),
+    ],
+)
+def test_damaged_files_of_a_run_are_named_in_one_line(
+    here: Path, name: str, content: bytes, words: str
+) -> None:
+    run = train(small()).run_dir
+    (run / name).write_bytes(content)
+
+    with pytest.raises(UserError, match=words):
+        train([f"resume={run}", "total_steps=128"])
+
+
+def test_one_damaged_run_does_not_stop_a_comparison(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = (train(small()).run_dir for _ in range(2))
+    (bad / "metrics.csv").write_text("env_steps,a\n32,much\n")
+    capsys.readouterr()
+
+    assert main(["compare", str(good), str(bad)]) == 0
+
+    told = capsys.readouterr()
+    assert str(good) in told.out
+    assert "left out:" in told.err
+
+
+def test_a_summary_with_holes_is_no_reason_to_refuse_a_resume(here: Path) -> None:
+    run = train(small()).run_dir
+    (run / "summary.json").write_text('{"seconds": null}')
+
+    assert train([f"resume={run}", "total_steps=128"]).env_steps == 128
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line(here: Path) -> None:
+    (here / "runs").touch()
+
+    with pytest.raises(RunFolderError, match="cannot make the run folder"):
+        train(small())
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"WANDB_MODE": "foo"}, {"WANDB_BASE_URL": "notaurl"}, {"WANDB_DISABLED": "true"}],
+)
+def test_settings_that_wandb_refuses_do_not_stop_a_run(
+    door: Door, here: Path, environment: dict[str, str]
+) -> None:
+    result = door(*small(logger="wandb"), **environment)
+
+    assert result.returncode == 0, result.stderr
+    assert "W&B off: " in result.stdout or "W&B disabled" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["env.target=own_parts.OldApi"], "cannot be reset with a seed and stepped as Gymnasium"),
+        (["+callbacks.x={_target_: own_parts.Anything}"], "callbacks.x made no ml_pipeline"),
+        (["+logger.x={_target_: own_parts.Anything}"], "logger.x made an object without log"),
+        (
+            [
+                "network._target_=own_parts.WrongSize",
+                "~network.hidden_sizes",
+                "~network.activation",
+            ],
+            "network cannot take an observation of shape (4,)",
+        ),
+        (
+            ["env.target=own_broken.Env"],
+            "env.target=own_broken.Env: ZeroDivisionError in own_broken",
+        ),
+        (["env.target=own_lacking.Env"], "own_lacking needs no_such_package, which is missing"),
+    ],
+)
+def test_own_parts_that_do_not_fit_are_found_before_the_run_begins(
+    here: Path, arguments: list[str], words: str
+) -> None:
+    (here / "own_broken.py").write_text("1 / 0\n")
+    (here / "own_lacking.py").write_text("import no_such_package\n")
+
+    with pytest.raises(UserError, match=re.escape(words)):
+        train([*small(), *arguments])
+
+    assert not list(here.glob("runs/*/*"))
+
+
+def test_an_env_that_a_module_registers_goes_by_its_id(door: Door, here: Path) -> None:
+    (here / "my_module.py").write_text(
+        "import gymnasium as gym\ngym.register('Mine-v0', entry_point='tiny_envs:CountingEnv')\n"
+    )
+
+    result = door(*small(), "env.id=my_module:Mine-v0", "vec_env=parallel", PYTHONPATH=str(TESTS))
+
+    assert result.returncode == 0, result.stderr
+    assert only_run(here).parent.name == "my_module-Mine-v0"
+
+
+def test_without_checkpoints_no_command_is_printed_that_needs_one(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train([*small(), "~callbacks.checkpoints"])
+
+    out = capsys.readouterr().out
+    assert "compare: " in out
+    assert "resume: " not in out
+    assert "evaluate: " not in out
+
+
+def test_a_script_without_a_main_guard_is_told_to_get_one(here: Path) -> None:
+    arguments = [*small(), "vec_env=parallel"]
+    (here / "unguarded.py").write_text(
+        f"from ml_pipeline.build import train\ntrain({arguments!r})\n"
+    )
+
+    result = subprocess.run(
+        [sys.executable, "unguarded.py"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+
+    assert result.returncode == 1
+    assert "put the call of train under: if __name__ == '__main__':" in result.stderr
+    assert len(list(here.glob("runs/*/*"))) == 1
+
+
+def test_train_works_inside_another_hydra_program(here: Path) -> None:
+    from hydra import initialize
+    from hydra.core.global_hydra import GlobalHydra
+
+    with initialize(config_path=None, version_base="1.3"):
+        before = GlobalHydra.instance().hydra
+        train(small())
+        assert GlobalHydra.instance().hydra is before
+
+
+def test_from_inside_the_folder_a_run_is_resumed_by_a_dot(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = here / train(small()).run_dir
+    monkeypatch.chdir(run)
+
+    assert train(["resume=.", "total_steps=128"]).run_dir == run
