@@ -26,8 +26,6 @@ class StopSignals:
     Python delivers no signals, this does nothing.
     """
 
-    _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
-
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._shields = 0
@@ -35,9 +33,10 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            numbers = [getattr(signal, name) for name in self._NAMES if hasattr(signal, name)]
-            # One that is ignored stays so: nohup means it.
-            numbers = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            # Under nohup it is ignored: the terminal may close, and Windows has none of it.
+            if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                numbers.append(signal.SIGHUP)
             self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
