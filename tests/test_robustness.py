@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, TESTS, Door, door_command, only_run, read_rows, small
+from conftest import REPOSITORY, TESTS, Door, door_command, only_run, read_rows, small, wait_until
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.build import train
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.errors import UserError
+from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
 
@@ -38,6 +39,29 @@ def test_a_reader_that_goes_away_does_not_end_the_training(here: Path) -> None:
     assert result.stderr == ""
     assert status_of(only_run(here)) == "finished"
     assert len(read_rows(only_run(here))) == 20
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no terminals that hang up")
+def test_a_terminal_that_closes_leaves_a_saved_and_true_record(here: Path) -> None:
+    import pty
+
+    command = door_command(*small(total_steps=10_000_000), "vec_env=parallel")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["TERM"] = "xterm"
+        os.execv(command[0], command)
+    screen = b""
+    while b"iteration" not in screen or not list(here.glob("runs/*/*/metrics.csv")):
+        screen += os.read(terminal, 65536)
+    wait_until(lambda: len(read_rows(only_run(here))) > 2)
+
+    os.close(terminal)
+
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 129
+    assert status_of(only_run(here)) == "interrupted"
+    saved = load_checkpoint(RunFolder.open(only_run(here)), "latest")["env_steps"]
+    assert saved == int(read_rows(only_run(here))[-1]["env_steps"])
 
 
 def test_an_env_that_exits_is_a_failed_run_and_not_the_end_of_the_program(here: Path) -> None:

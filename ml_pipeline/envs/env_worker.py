@@ -212,6 +212,8 @@ def worker_main(requests: Connection, inherited: Sequence[Connection]) -> None:
         # The parent blocked it while this process started, so that none came too early.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # A terminal that closes tells everyone in it; this worker ends when its parent says so.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for end in inherited:
         end.close()
     threading.Thread(target=_exit_with_parent, daemon=True).start()

@@ -8,6 +8,8 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import IO, Any, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -35,32 +37,40 @@ _FIGURES = (
 )
 
 
-class _PatientConsole(Console):
-    """A reader that goes away (``| head``, a closed pager) ends the display, not the training."""
+class _PatientFile:
+    """Standard output, whose reader may go away (``| head``, a closed terminal) unnoticed."""
 
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        _silence_stdout()
+    def __init__(self) -> None:
+        self._file: Any = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, open to the end
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def say(line: str) -> None:
     """Print a line now; nobody listening is no reason to stop a run."""
     try:
         print(line, flush=True)
-    except (OSError, ValueError):  # a broken pipe, a full disk, a closed file
-        _silence_stdout()
-
-
-def _silence_stdout() -> None:
-    """Send what else is printed nowhere; without it the interpreter fails again as it exits."""
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open to the end
+    except (OSError, ValueError):  # a broken pipe, a full disk, a closed terminal
+        # Else the interpreter fails once more as it flushes at exit.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open to the end
 
 
 class ConsoleLogger:
     """Shows the progress of one run, between ``start`` and ``close``."""
 
     def __init__(self, total_steps: int, *, env_steps: int = 0, console: Console | None = None):
-        self._console = console or _PatientConsole(soft_wrap=True, highlight=False)
+        patient = cast("IO[str]", _PatientFile())
+        self._console = console or Console(file=patient, soft_wrap=True, highlight=False)
         self._total_steps = total_steps
         self._first_steps = env_steps
         self._start = time.monotonic()
