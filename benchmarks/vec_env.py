@@ -20,8 +20,9 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from ml_pipeline.envs.cores import available_cores
 from ml_pipeline.envs.factory import EnvFactory
-from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, available_cores
+from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 
 AnyVectorEnv = VectorEnv[Any, Any, Any]
 

@@ -31,8 +31,10 @@ from omegaconf.errors import OmegaConfBaseException
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.config import TrainConfig
 from ml_pipeline.device import resolve_device
+from ml_pipeline.envs.cores import available_cores
 from ml_pipeline.envs.factory import EnvFactory, close_env, try_env
-from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, available_cores, choose
+from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
+from ml_pipeline.envs.vec_env_choice import choose_mode, choose_n_envs
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Callback, Logger, State
 from ml_pipeline.runs.checkpoint import (
@@ -80,6 +82,7 @@ class RunPlan(NamedTuple):
     run: RunFolder  # of a new run: not yet on the disk
     callbacks: dict[str, Callback]
     state: State | None  # of the checkpoint to resume from
+    remark: str  # on what was chosen while planning; empty where nothing was
 
     @property
     def first_step(self) -> int:
@@ -264,6 +267,8 @@ def make_plan(config: TrainConfig) -> RunPlan:
     """Find every mistake that can be found before a run folder or a worker exists."""
     run_folder, state = RunFolder.unused(RUN_ROOT, config.env.name), None
     if config.resume is not None:
+        if config.n_envs == "auto":
+            raise ConfigError("n_envs=auto cannot be combined with resume=; give a number")
         run_folder = RunFolder.open(config.resume)
         state = load_checkpoint(run_folder, LATEST)
         with _misfit_explained(run_folder):
@@ -283,7 +288,23 @@ def make_plan(config: TrainConfig) -> RunPlan:
     if state is not None:
         with _misfit_explained(run_folder):
             agent.load_state_dict(state["agent"])
-    return RunPlan(config, device, make_env, first_env, agent, run_folder, callbacks, state)
+    remark = ""
+    if config.n_envs == "auto":
+        config, remark = with_n_envs(config, first_env, agent)
+    return RunPlan(config, device, make_env, first_env, agent, run_folder, callbacks, state, remark)
+
+
+def with_n_envs(
+    config: TrainConfig, env: gym.Env[Any, Any], agent: PPOAgent
+) -> tuple[TrainConfig, str]:
+    """The config with a number of envs that was found by measuring, and why it is this one."""
+    act = partial(agent.act_batch, deterministic=True)
+    n_slices = config.vec_env.n_workers or available_cores()
+    if config.vec_env.mode == "serial":
+        n_slices = 1
+    with torch_threads(agent.device):
+        n_envs, reason = choose_n_envs(env, act, n_slices=n_slices, allowed=config.suits)
+    return dataclasses.replace(config, n_envs=n_envs), reason
 
 
 def _try_agent(agent: PPOAgent, obs: Any) -> None:
@@ -332,25 +353,46 @@ def build_network(config: TrainConfig, observation_space: gym.Space[Any]) -> tor
 
 def build_vec_env(plan: RunPlan) -> tuple[VectorEnv[Any, Any, Any], str]:
     """The envs, and the words that say how they run."""
-    config, vec_env = plan.config, plan.config.vec_env
-    n_envs, mode, reason = config.n_envs, vec_env.mode, ""
-    n_workers = min(vec_env.n_workers or available_cores(), n_envs)
+    config, mode, reason = plan.config, plan.config.vec_env.mode, plan.remark
+    n_slices = min(config.vec_env.n_workers or available_cores(), config.n_envs)
     if mode == "auto":
-        mode, reason = choose(plan.first_env, n_envs=n_envs, n_workers=n_workers)
-        reason = f" ({reason})"
-    env_fns = [plan.make_env] * n_envs
-    envs = "1 env" if n_envs == 1 else f"{n_envs} envs"
+        mode, why = choose_mode(
+            partial(make_vec_env, plan),
+            plan.first_env,
+            partial(plan.agent.act_batch, deterministic=True),
+            n_envs=config.n_envs,
+            n_slices=n_slices,
+        )
+        reason = f"{reason}; {why}" if reason else why
+    env = make_vec_env(plan, mode)
+    how = "1 env" if config.n_envs == 1 else f"{config.n_envs} envs"
+    if isinstance(env, ParallelEnv):
+        workers = f"{env.n_workers} {env.start_method} worker{'s' if env.n_workers > 1 else ''}"
+        how += f", {workers}" + (" and this process" if mode == "shared" else "")
+    else:
+        how += " in this process"
+    return env, how + (f" ({reason})" if reason else "")
+
+
+def make_vec_env(plan: RunPlan, mode: str) -> ParallelEnv | SerialEnv:
+    vec_env, env_fns = plan.config.vec_env, [plan.make_env] * plan.config.n_envs
+    same: dict[str, Any] = {
+        "seed": plan.env_seed,
+        "infos": vec_env.infos,
+        "check_finite": vec_env.check_finite,
+    }
     if mode == "serial":
-        return SerialEnv(env_fns, seed=plan.env_seed), f"{envs} in this process{reason}"
-    env = ParallelEnv(
+        return SerialEnv(env_fns, **same)
+    return ParallelEnv(
         env_fns,
-        seed=plan.env_seed,
-        n_workers=n_workers,
+        **same,
+        n_workers=vec_env.n_workers,
         start_method=vec_env.start_method,  # type: ignore[arg-type]  # checked by VecEnvConfig
+        main_slice=mode == "shared",
         step_timeout=vec_env.step_timeout_seconds,
+        on_worker_death=vec_env.on_worker_death,  # type: ignore[arg-type]  # as above
+        max_restarts=vec_env.max_restarts,
     )
-    workers = "1 worker" if n_workers == 1 else f"{n_workers} {env.start_method} workers"
-    return env, f"{envs}, {workers}{reason}"
 
 
 def build_trainer(

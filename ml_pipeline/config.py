@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-VEC_ENV_MODES = ("auto", "serial", "parallel")
+VEC_ENV_MODES = ("auto", "serial", "parallel", "shared")
 START_METHODS = ("spawn", "fork", "forkserver")
 
 
@@ -86,12 +86,16 @@ class PPOConfig:
 
 @dataclass
 class VecEnvConfig:
-    """How the envs run: in this process, or in workers."""
+    """How the envs run: in this process, in workers, or in both; the keys are ParallelEnv's."""
 
     mode: str = "auto"
     n_workers: Optional[int] = None  # None: one per core that this process may use
     start_method: Optional[str] = None  # None: spawn, which is safe beside torch's threads
     step_timeout_seconds: Optional[float] = 300.0  # None waits for ever, but sees a death
+    infos: str = "final"  # PPO reads those of ended episodes only
+    check_finite: bool = False
+    on_worker_death: str = "raise"
+    max_restarts: int = 10
 
     def __post_init__(self) -> None:
         modes, methods = " | ".join(VEC_ENV_MODES), " | ".join(START_METHODS)
@@ -104,13 +108,17 @@ class VecEnvConfig:
         if self.step_timeout_seconds is not None:
             timeout = self.step_timeout_seconds
             check(timeout > 0, "vec_env.step_timeout_seconds", "positive", timeout)
+        check(self.infos in ("all", "final"), "vec_env.infos", "all | final", self.infos)
+        known = self.on_worker_death in ("raise", "restart")
+        check(known, "vec_env.on_worker_death", "raise | restart", self.on_worker_death)
+        check(self.max_restarts >= 0, "vec_env.max_restarts", "at least 0", self.max_restarts)
 
 
 @dataclass
 class TrainConfig:
     """A whole run; conf/train_ppo.yaml composes it."""
 
-    n_envs: int = 8
+    n_envs: Any = 8  # or "auto", until the door has found a number by measuring
     seed: int = 1
     total_steps: float = 100_000  # env steps over all envs: a budget, see wanted_steps
     num_episodes: Optional[int] = None  # calls of train_episode_vectorized, instead of total_steps
@@ -125,7 +133,7 @@ class TrainConfig:
     callbacks: dict[str, Any] = field(default_factory=dict)  # name -> _target_ entry
 
     def __post_init__(self) -> None:
-        check(self.n_envs >= 1, "n_envs", "at least 1", self.n_envs)
+        self.n_envs = self._checked_n_envs()
         check(0 <= self.seed < 2**31, "seed", "between 0 and 2147483647", self.seed)
         self.total_steps = whole_steps("total_steps", self.total_steps)
         if self.num_episodes is not None:
@@ -133,17 +141,33 @@ class TrainConfig:
         named = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None
         check(named, "device", "auto | cpu | cuda | cuda:N | mps", self.device)
         n_steps, n_minibatches = self.agent.n_steps, self.agent.n_minibatches
-        if (n_steps * self.n_envs) % n_minibatches:
+        if self.n_envs != "auto" and not self.fits(self.n_envs):
             raise ValueError(
                 f"a rollout of agent.n_steps {n_steps} x n_envs {self.n_envs} = "
                 f"{n_steps * self.n_envs} transitions cannot be cut into agent.n_minibatches="
                 f"{n_minibatches} equal minibatches; choose one of its divisors"
             )
 
+    def _checked_n_envs(self) -> Any:
+        if self.n_envs == "auto":
+            return self.n_envs
+        whole = isinstance(self.n_envs, int) and not isinstance(self.n_envs, bool)
+        check(whole and self.n_envs >= 1, "n_envs", "auto, or at least 1", self.n_envs)
+        return self.n_envs
+
+    def fits(self, n_envs: int) -> bool:
+        """Whether a rollout of so many envs can be cut into equal minibatches."""
+        return (self.agent.n_steps * n_envs) % self.agent.n_minibatches == 0
+
+    def suits(self, n_envs: int) -> bool:
+        """Whether so many envs fit, and leave a run time to learn: ten iterations at least."""
+        budget = math.inf if self.num_episodes is not None else self.total_steps
+        return self.fits(n_envs) and 10 * self.agent.n_steps * n_envs <= budget
+
     @property
     def rollout_steps(self) -> int:
         """Env steps of one iteration."""
-        return self.agent.n_steps * self.n_envs
+        return self.agent.n_steps * int(self.n_envs)
 
     @property
     def wanted_steps(self) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
+    from gymnasium.vector import VectorEnv
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -65,6 +66,13 @@ class Trainer(Protocol):
 
     @property
     def agent(self) -> Agent: ...
+
+    @property
+    def env(self) -> VectorEnv[Any, Any, Any]:
+        """The envs that are trained in."""
+
+    def resize(self, n_envs: int) -> int:
+        """Train in about so many envs from the next rollout on; gives the number it will be."""
 
     def request_stop(self, reason: str) -> None: ...
 

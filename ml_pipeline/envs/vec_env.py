@@ -1,4 +1,4 @@
-"""ParallelEnv and SerialEnv: many envs behind one gymnasium ``VectorEnv``, and the choice.
+"""ParallelEnv and SerialEnv: many envs behind one gymnasium ``VectorEnv``.
 
 Both step ``EnvSlice``s over the same arrays, so trajectories are bit for bit the same whatever
 the number of workers and however they were started. Env i is seeded ``seed + i``.
@@ -6,20 +6,13 @@ the number of workers and however they were started. Env i is seeded ``seed + i`
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import pickle
-import signal
-import sys
-import threading
-import time
-import weakref
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Sequence
 from itertools import pairwise
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from operator import itemgetter
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import cloudpickle
@@ -30,84 +23,123 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.channel import BUSY, Spin
+from ml_pipeline.envs.cores import available_cores
 from ml_pipeline.envs.env_worker import (
-    CALL,
-    CLOSE,
-    FAULT,
-    RESULT,
     STEP,
     Description,
     EnvFn,
     EnvSlice,
+    InfoMode,
+    Outcome,
+    SliceOptions,
     StepInfo,
     WorkerError,
-    worker_main,
 )
 from ml_pipeline.envs.shared_arrays import (
     EnvArrays,
+    Layout,
     SharedBlock,
-    block_size,
-    copy_tree,
-    env_arrays,
+    choices_of,
+    copy_rows,
+    hand_out,
+    is_finite,
+    objects_of,
+    put_objects,
     read_row,
-    shared_env_arrays,
+    take_objects,
     write_all,
 )
+from ml_pipeline.envs.worker_pool import (
+    StartMethod,
+    Worker,
+    WorkerPool,
+    WorkerStartError,
+    WorkerTimeoutError,
+    end_workers,
+    env_names,
+)
 
-__all__ = ["ParallelEnv", "SerialEnv", "VecEnvChoice", "WorkerError", "available_cores", "choose"]
+__all__ = ["ParallelEnv", "SerialEnv", "WorkerError", "WorkerStartError", "WorkerTimeoutError"]
 
-StartMethod = Literal["spawn", "fork", "forkserver"]
+Seeds = list[int | None]
 StepResult = tuple[
     Any, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", dict[str, Any]
 ]
 
-_CLOSE_SECONDS = 2.0  # a worker that has not closed its envs by then is ended by force
-# What one exchange with the workers costs beside the envs' own work; on 2 cores
-# benchmarks/vec_env.py measured about 150 us.
-_TURN_OVERHEAD_SECONDS = 150e-6
+_RESERVED = ("reset", "step", "close")  # not to be had by ``call``: the arrays would not know
+
+
+class WorkerLoad(NamedTuple):
+    """What one worker has done and holds."""
+
+    rows: list[int]  # the envs that it runs
+    pid: int
+    busy_seconds: float  # spent in its envs so far
+    rss_mb: float | None  # resident memory; None where the system does not tell
 
 
 class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
-    """What SerialEnv and ParallelEnv share: seeds, arrays and infos; not how slices are run."""
+    """A slice of the envs in this process, the others in workers; either may be absent."""
 
-    def __init__(self, seed: int | None, autoreset_mode: AutoresetMode, copy: bool) -> None:
-        self._seed = seed  # used up by the first reset that brings no seed of its own
-        self.autoreset_mode = AutoresetMode(autoreset_mode)
+    def __init__(
+        self,
+        env_fns: Sequence[EnvFn],
+        seed: int | None,
+        options: SliceOptions,
+        *,
+        copy: bool,
+        pool: WorkerPool | None,
+    ) -> None:
+        self.env_fns = list(env_fns)
+        if not self.env_fns:
+            raise ValueError("env_fns is empty; give at least one env factory")
+        self.autoreset_mode = options.autoreset_mode
         self.copy = copy
+        self._options = options
+        self._seed = seed  # used up by the first reset that brings no seed of its own
+        self._seeds = _spread_seed(seed, len(self.env_fns))
+        self._first_seed = seed  # of env 0, where env i has this + i
+        self._main: EnvSlice | None = None
+        self._pool = pool
+        self._workers: list[Worker] = pool.workers if pool is not None else []
+        self._block: SharedBlock | None = None
         self._arrays: EnvArrays
-        self._stepping = False
-
-    def _request(self, method: str, arguments_of_slices: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call ``method`` of every slice with its own arguments; results in slice order."""
-        raise NotImplementedError
-
-    def _begin_step(self) -> None:
-        raise NotImplementedError
-
-    def _end_step(self, timeout: float | None) -> list[list[StepInfo] | None]:
-        raise NotImplementedError
-
-    def _slices(self) -> list[slice]:
-        raise NotImplementedError
+        self._pending: str | None = None  # reset, step or call, between its async and its wait
+        self._main_result: list[Any] | None = None  # what the slice here has done of it
+        self._main_request: tuple[str, tuple[Any, ...]] = ("step", ())
+        self._cut_short = False
+        self._reset_request: tuple[Seeds, dict[str, Any] | None, list[bool]]
+        self._casts_told: set[str] = set()
+        self._last_obs: Any = None  # where workers are restarted: what was last handed out
 
     def _adopt(self, descriptions: Sequence[Description]) -> None:
         """Take over spaces and metadata; all envs must agree on the spaces."""
         first = descriptions[0]
-        for index, other in enumerate(descriptions):
-            for name in ("observation_space", "action_space"):
-                if getattr(other, name) != getattr(first, name):
-                    raise WorkerError(
-                        f"env {index} has {name} {getattr(other, name)}, "
-                        f"but env 0 has {getattr(first, name)}; all envs must share one"
-                    )
         self.num_envs = len(descriptions)
         self.single_observation_space = first.observation_space
         self.single_action_space = first.action_space
+        for index, description in enumerate(descriptions):
+            self._check_spaces(description, index)
         self.observation_space = batch_space(first.observation_space, self.num_envs)
         self.action_space = batch_space(first.action_space, self.num_envs)
+        self._choices = choices_of(first.action_space)
+        self._sends_objects = any(objects_of(Layout(*self._spaces(), 1, 0).arrays().action))
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
         self.spec = first.spec
+
+    def _spaces(self) -> tuple[gym.Space[Any], gym.Space[Any]]:
+        return self.single_observation_space, self.single_action_space
+
+    def _check_spaces(self, description: Description, index: int) -> None:
+        for name in ("observation_space", "action_space"):
+            theirs, ours = getattr(description, name), getattr(self, f"single_{name}")
+            if theirs != ours:
+                raise WorkerError(
+                    f"env {index} has {name} {theirs}, "
+                    f"but env 0 has {ours}; all envs must share one"
+                )
 
     def reset(
         self,
@@ -116,6 +148,14 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all envs, or those in ``options["reset_mask"]``; an int seeds env i seed + i."""
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
+
+    def reset_async(
+        self,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
         self._check_idle("reset")
         if seed is None:
             seed, self._seed = self._seed, None
@@ -124,10 +164,24 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
         mask = np.ones(self.num_envs, dtype=np.bool_)
         if options is not None and "reset_mask" in options:
             mask = _checked_mask(options.pop("reset_mask"), self.num_envs)
-        replies = self._request(
-            "reset", [(seeds[rows], options, mask[rows].tolist()) for rows in self._slices()]
+        self._seeds = [
+            old if new is None or not chosen else new
+            for old, new, chosen in zip(self._seeds, seeds, mask.tolist(), strict=True)
+        ]
+        if isinstance(seed, (int, np.integer)):
+            self._first_seed = int(seed)
+        chosen = mask.tolist()
+        self._reset_request = (seeds, options, chosen)
+        self._begin(
+            "reset",
+            "reset",
+            lambda rows: (_picked(seeds, rows), options, _picked(chosen, rows)),
         )
-        return self._hand_out(self._arrays.obs), self._merge_infos(replies)
+        self._cut_short = self._cut_short and not mask.all()
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        infos = self._merge(self._finish("reset", timeout))
+        return self._hand_out(), infos
 
     def step(self, actions: Any) -> StepResult:
         self.step_async(actions)
@@ -136,19 +190,33 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
     def step_async(self, actions: Any) -> None:
         """Let the envs start on ``actions``; they are checked before anything is sent."""
         self._check_idle("step_async")
-        write_all(self._arrays.action, actions)
-        self._begin_step()
-        self._stepping = True
+        if self._cut_short:
+            raise WorkerError(
+                "the last step was interrupted and what it brought is lost; reset all envs first"
+            )
+        if self._pool is not None:
+            self._pool.settle(self._workers)
+        action = self._arrays.action
+        write_all(action, actions, self._choices)
+        if self._options.check_finite and not is_finite(action):
+            raise ValueError(f"the actions are not finite: {actions}")
+        if self._pool is not None:
+            self._cut_short = True  # by whatever comes before all are asked
+            number, seconds = self._pool.next_number(), self._pool.answer_seconds
+            for worker in self._workers:
+                objects = take_objects(action, worker.rows) if self._sends_objects else None
+                payload = b"" if objects is None else pickle.dumps(objects)
+                worker.send(STEP, number, payload, seconds)
+            self._cut_short = False
+        self._main_request = ("step", ())
+        self._pending = "step"
 
     def step_wait(self, timeout: float | None = None) -> StepResult:
-        self._check_open()
-        if not self._stepping:
-            raise NoAsyncCallError("step_wait without a step_async before it", "step")
-        self._stepping = False
-        infos = self._merge_infos(self._end_step(timeout))
+        """``WorkerTimeoutError`` after ``timeout`` seconds; the step can still be waited for."""
+        infos = self._merge(self._finish("step", timeout))
         arrays = self._arrays
         return (
-            self._hand_out(arrays.obs),
+            self._hand_out(),
             arrays.reward.copy(),
             arrays.terminated.copy(),
             arrays.truncated.copy(),
@@ -157,9 +225,17 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Each env's attribute ``name``, called with the arguments if it is a method."""
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         self._check_idle("call")
-        replies = self._request("call", [(name, args, kwargs)] * len(self._slices()))
-        return tuple(result for reply in replies for result in reply)
+        if name in _RESERVED:
+            raise ValueError(f"call({name!r}) would pass by the vector env; use its own {name}")
+        self._begin("call", "call", lambda rows: (name, args, kwargs))
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        return tuple(self._per_env(self._finish("call", timeout)))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         return self.call(name)
@@ -171,7 +247,8 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
             values = [values] * self.num_envs
         if len(values) != self.num_envs:
             raise ValueError(f"{len(values)} values given for {self.num_envs} envs")
-        self._request("set_attr", [(name, values[rows]) for rows in self._slices()])
+        self._begin("call", "set_attr", lambda rows: (name, [values[i] for i in rows]))
+        self._finish("call", None)
 
     def render(self) -> tuple[Any, ...]:
         return self.call("render")
@@ -184,19 +261,118 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
     def np_random_seed(self) -> Any:
         return self.get_attr("np_random_seed")
 
-    def _hand_out(self, tree: Any) -> Any:
-        return copy_tree(tree) if self.copy else tree
+    def close_extras(self, *, timeout: float | None = None, terminate: bool = False) -> None:
+        """Close the envs; a worker that takes longer than ``timeout`` (2 s) is ended.
 
-    def _merge_infos(self, replies: Sequence[list[StepInfo] | None]) -> dict[str, Any]:
-        infos: dict[str, Any] = {}
-        for reply in replies:
-            for index, final_info, info in reply or ():
-                if final_info is not None:
-                    final_obs = read_row(self._arrays.final_obs, index)
-                    final = {"final_obs": final_obs, "final_info": final_info}
-                    infos = self._add_info(infos, final, index)
+        With ``terminate`` the workers are ended at once.
+        """
+        if self._pool is not None:
+            seconds = {} if timeout is None else {"seconds": timeout}
+            self._pool.end(**({"seconds": 0.0} if terminate else seconds))
+        if self._main is not None:
+            self._main.close()
+        if self._block is not None:
+            self._block.close()
+
+    # How requests are run: by the workers, and meanwhile by the slice of this process.
+
+    def _begin(self, pending: str, method: str, arguments_of: Any) -> None:
+        """Ask every slice for ``method``, with the arguments for its rows."""
+        if self._pool is not None:
+            arguments = [arguments_of(worker.rows) for worker in self._workers]
+            self._pool.request(self._workers, method, arguments)
+        if self._main is not None:
+            self._main_request = (method, arguments_of(self._main.rows))
+        self._pending = pending
+
+    def _finish(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
+        """What the slices have brought, each with its rows."""
+        self._check_open()
+        if self._pending != pending:
+            raise NoAsyncCallError(f"{pending}_wait without a {pending}_async before it", pending)
+        try:
+            results: list[tuple[list[int], Any]] = []
+            if self._main is not None:
+                if self._main_result is None:
+                    method, arguments = self._main_request
+                    self._main_result = [getattr(self._main, method)(*arguments)]
+                results.append((self._main.rows, self._main_result[0]))
+            results += self._workers_results(pending, timeout)
+        except WorkerTimeoutError:
+            if timeout is not None and not any(worker.lost for worker in self._workers):
+                raise  # the answer is still under way, and can be waited for again
+            self._pending = self._main_result = None
+            raise
+        except BaseException as error:
+            self._pending = self._main_result = None
+            self._cut_short = not isinstance(error, WorkerError) and pending != "call"
+            raise
+        self._pending = self._main_result = None
+        return results
+
+    def _workers_results(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
+        if self._pool is None:
+            return []
+        results = self._pool.results(self._workers, patience=timeout)
+        return [
+            (worker.rows, result) for worker, result in zip(self._workers, results, strict=True)
+        ]
+
+    def _per_env(self, results: list[tuple[list[int], Any]]) -> list[Any]:
+        """One item per env, in the order of the envs."""
+        found: list[Any] = [None] * sum(len(rows) for rows, _ in results)
+        for rows, items in results:
+            for row, item in zip(rows, items, strict=True):
+                found[row] = item
+        return found
+
+    def _merge(self, outcomes: list[tuple[list[int], Outcome | None]]) -> dict[str, Any]:
+        """The infos of all envs as Gymnasium gives them."""
+        arrays = self._arrays
+        told: list[StepInfo] = []
+        for rows, outcome in outcomes:
+            if outcome is None:
+                continue
+            step_infos, obs_objects, final_obs_objects, casts = outcome
+            told += step_infos
+            if obs_objects:
+                put_objects(arrays.obs, rows, obs_objects)
+                put_objects(arrays.final_obs, rows, final_obs_objects)
+            for cast in set(casts) - self._casts_told:
+                self._casts_told.add(cast)
+                warnings.warn(cast, UserWarning, stacklevel=4)
+        if not told:
+            return {}
+        told.sort(key=itemgetter(0))
+        infos = self._final_infos([each for each in told if each[1] is not None])
+        for index, _, info in told:
+            if info:
                 infos = self._add_info(infos, info, index)
         return infos
+
+    def _final_infos(self, ended: list[StepInfo]) -> dict[str, Any]:
+        """What ``_add_info`` makes of final_obs and final_info, in one go: it is often needed."""
+        if not ended:
+            return {}
+        final_obs = np.empty(self.num_envs, dtype=object)  # of None
+        mask = np.zeros(self.num_envs, dtype=np.bool_)
+        final_info: dict[str, Any] = {}
+        for index, info, _ in ended:
+            mask[index] = True
+            final_obs[index] = read_row(self._arrays.final_obs, index)
+            if info:
+                final_info = self._add_info(final_info, info, index)
+        return {
+            "final_obs": final_obs,
+            "_final_obs": mask,
+            "final_info": final_info,
+            "_final_info": mask.copy(),
+        }
+
+    def _hand_out(self) -> Any:
+        if self._last_obs is not None:
+            copy_rows(self._arrays.obs, self._last_obs, range(self.num_envs))
+        return hand_out(self._arrays.obs, copy=self.copy)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -204,9 +380,10 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _check_idle(self, name: str) -> None:
         self._check_open()
-        if self._stepping:
+        if self._pending is not None:
             raise AlreadyPendingCallError(
-                f"{name} while a step is pending; step_wait first", "step"
+                f"{name} while a {self._pending} is pending; {self._pending}_wait first",
+                self._pending,
             )
 
 
@@ -219,34 +396,17 @@ class SerialEnv(_SliceVectorEnv):
         *,
         seed: int | None = None,
         autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
+        infos: InfoMode = "all",
         copy: bool = True,
+        check_finite: bool = False,
     ) -> None:
-        super().__init__(seed, autoreset_mode, copy)
-        self._slice = EnvSlice(
-            _checked_env_fns(env_fns),
-            first=0,
-            seeds=_spread_seed(seed, len(env_fns)),
-            autoreset_mode=self.autoreset_mode,
-        )
-        self._adopt(self._slice.describe())
-        spaces = self.single_observation_space, self.single_action_space
-        self._arrays = env_arrays(*spaces, self.num_envs)
-        self._slice.bind(self._arrays)
-
-    def _slices(self) -> list[slice]:
-        return [slice(0, self.num_envs)]
-
-    def _request(self, method: str, arguments_of_slices: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return [getattr(self._slice, method)(*arguments_of_slices[0])]
-
-    def _begin_step(self) -> None:
-        """Nothing to start: the work is done by ``_end_step``."""
-
-    def _end_step(self, timeout: float | None) -> list[list[StepInfo] | None]:
-        return [self._slice.step()]
-
-    def close_extras(self, **kwargs: Any) -> None:
-        self._slice.close()
+        """The keywords are those of ``ParallelEnv``."""
+        options = _slice_options(autoreset_mode, infos, check_finite)
+        super().__init__(env_fns, seed, options, copy=copy, pool=None)
+        self._main = EnvSlice(options)
+        self._adopt(self._main.build(self.env_fns, range(len(self.env_fns)), self._seeds))
+        self._arrays = Layout(*self._spaces(), self.num_envs, 0).arrays()
+        self._main.bind(self._arrays)
 
 
 class ParallelEnv(_SliceVectorEnv):
@@ -260,230 +420,294 @@ class ParallelEnv(_SliceVectorEnv):
         n_workers: int | None = None,
         start_method: StartMethod | None = None,
         autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
+        infos: InfoMode = "all",
+        main_slice: bool = False,
         copy: bool = True,
+        check_finite: bool = False,
         step_timeout: float | None = 300.0,
+        on_worker_death: Literal["raise", "restart"] = "raise",
+        max_restarts: int = 10,
     ) -> None:
-        """``n_workers`` None: one per core that this process may use; at most one per env.
+        """``env_fns`` are sent to the workers by cloudpickle; env i is seeded ``seed + i``.
 
-        ``step_timeout``: seconds after which a silent worker is a ``WorkerError``, also while it
-        starts; None waits, but still sees a death.
+        ``n_workers``: processes that step envs; None: one per core that this process may use,
+        at most one per env. With ``main_slice`` this process is one of them, beside one worker
+        at least: it steps a slice of its own while it waits.
+        ``start_method``: None is spawn, which is safe beside threads.
+        ``infos``: "final" sends those of resets and of ended episodes only, which is faster.
+        ``copy``: False hands out views that are valid until the next step.
+        ``check_finite``: refuse observations, rewards and actions that are nan or infinite.
+        ``step_timeout``: seconds after which a silent worker is ended and a ``WorkerError``,
+        also while it builds its envs; None waits, but still sees a death.
+        ``on_worker_death``: "restart" replaces a dead or stuck worker, at most ``max_restarts``
+        times; its envs are reset, and truncated in that step with ``infos["worker_restarted"]``.
         """
-        super().__init__(seed, autoreset_mode, copy)
-        env_fns = _checked_env_fns(env_fns)
         if n_workers is not None and n_workers < 1:
             raise ValueError(f"n_workers must be at least 1, got {n_workers}")
-        self.n_workers = min(n_workers or available_cores(), len(env_fns))
-        self.start_method: StartMethod = start_method or "spawn"
-        self.step_timeout = step_timeout
-        bounds = np.linspace(0, len(env_fns), self.n_workers + 1).astype(int).tolist()
-        self._rows = [slice(a, b) for a, b in pairwise(bounds)]
-        self._processes: list[BaseProcess] = []
-        self._connections: list[Connection] = []
-        self._replies_under_way = False
-        self._finalizer = weakref.finalize(self, _end_workers, self._processes, self._connections)
+        if on_worker_death not in ("raise", "restart"):
+            raise ValueError(f"on_worker_death is raise or restart, got {on_worker_death!r}")
+        options = _slice_options(autoreset_mode, infos, check_finite)
+        pool = WorkerPool(start_method or "spawn", step_timeout)
+        super().__init__(env_fns, seed, options, copy=copy, pool=pool)
+        self.start_method: StartMethod = pool.start_method
+        self.on_worker_death = on_worker_death
+        self.max_restarts = max_restarts
+        self.n_restarts = 0
+        self._pool: WorkerPool = pool
         try:
-            self._start_workers(env_fns, _spread_seed(seed, len(env_fns)))
+            self._start(n_workers or available_cores(), main_slice)
         except BaseException:
-            self.close()
+            self.close(terminate=True)
             raise
 
-    def _start_workers(self, env_fns: Sequence[EnvFn], seeds: Sequence[int | None]) -> None:
-        payloads = [_pickled(env_fns, rows) for rows in self._rows]
-        # Named always: a launcher may have left another start method behind as the default.
-        context: Any = multiprocessing.get_context(self.start_method)
-        if self.start_method != "fork" and sys.platform != "win32":
-            # The first spawn would start it, and it would lift the block of SIGINT on its way.
-            resource_tracker.ensure_running()
-        for rows in self._rows:
-            ours, theirs = context.Pipe()
-            # A forked child holds a copy of every pipe end that is open here now.
-            inherited = [*_parent_ends, ours] if self.start_method == "fork" else []
-            process = context.Process(
-                target=worker_main,
-                args=(theirs, inherited),
-                name=f"env worker {rows.start}-{rows.stop - 1}",
-                daemon=True,
-            )
-            with _sigint_blocked():
-                process.start()
-            theirs.close()
-            _parent_ends.add(ours)
-            self._processes.append(process)
-            self._connections.append(ours)
-        # Not among the arguments of the process: a child that dies while it imports would leave
-        # its parent writing a large factory into a pipe that nobody reads.
-        replies = self._request(
-            "build",
-            [
-                (payload, rows.start, seeds[rows], self.autoreset_mode)
-                for payload, rows in zip(payloads, self._rows, strict=True)
-            ],
-        )
-        self._adopt([description for reply in replies for description in reply])
+    def _start(self, n_slices: int, main_slice: bool) -> None:
+        n_envs = len(self.env_fns)
+        self._n_slices = max(n_slices, 2) if main_slice else n_slices
+        bounds = np.linspace(0, n_envs, min(self._n_slices, n_envs) + 1).astype(int).tolist()
+        homes: list[EnvSlice | Worker | None] = [None] * (len(bounds) - 1)
+        if main_slice:
+            homes[0] = self._main = EnvSlice(self._options)
+        shares = [list(range(a, b)) for a, b in pairwise(bounds)]
+        self._adopt(self._build(homes, shares))
+        self._lay_out()
 
-        spaces = self.single_observation_space, self.single_action_space
-        block = SharedBlock.create(block_size(*spaces, self.num_envs))
+    def _build(
+        self, homes: Sequence[EnvSlice | Worker | None], shares: Sequence[list[int]]
+    ) -> list[Description]:
+        """Make the envs of each share at home: here, in a worker, or (None) in a new worker."""
+        payloads = [self._pickled(rows) for rows in shares]
+        new = iter(self._pool.start([r for home, r in zip(homes, shares, strict=True) if not home]))
+        workers: list[Worker] = []
+        arguments = []
+        for home, rows, payload in zip(homes, shares, payloads, strict=True):
+            if isinstance(home, EnvSlice):
+                continue
+            if home is None:
+                home = next(new)
+                self._workers.append(home)
+            else:
+                home.rows = home.rows + rows
+            workers.append(home)
+            arguments.append((payload, rows, [self._seeds[row] for row in rows], self._options))
+        self._pool.request(workers, "build", arguments)
+        descriptions: dict[int, Description] = {}
+        for home, rows in zip(homes, shares, strict=True):
+            if isinstance(home, EnvSlice):
+                env_fns, seeds = _picked(self.env_fns, rows), _picked(self._seeds, rows)
+                descriptions.update(zip(rows, home.build(env_fns, rows, seeds), strict=True))
+        for (_, rows, _, _), built in zip(arguments, self._pool.results(workers), strict=True):
+            descriptions.update(zip(rows, built, strict=True))
+        return [descriptions[row] for row in sorted(descriptions)]
+
+    def _pickled(self, rows: list[int]) -> bytes:
         try:
-            self._arrays = shared_env_arrays(*spaces, self.num_envs, block)
-            self._request("bind", [(*spaces, self.num_envs)] * self.n_workers, block)
-        finally:
-            block.close()
+            return bytes(cloudpickle.dumps([self.env_fns[row] for row in rows]))
+        except Exception as error:  # whatever a user's __reduce__ or __getstate__ raises
+            raise WorkerError(
+                f"the factories of {env_names(rows)} cannot be sent to a worker: "
+                f"{type(error).__name__}: {error}; create what cannot be pickled inside the factory"
+            ) from error
+
+    def _lay_out(self) -> None:
+        """Arrays for all envs and workers; the rows of envs that were there before are kept."""
+        layout = Layout(*self._spaces(), self.num_envs, len(self._workers))
+        block = SharedBlock.create(layout.n_bytes())
+        arrays = layout.arrays_in(block)
+        if self._block is not None:
+            kept = range(min(len(self._arrays.reward), self.num_envs))
+            copy_rows(self._arrays.obs, arrays.obs, kept)
+            self._block.close()
+        self._layout, self._block, self._arrays = layout, block, arrays
+        if self.on_worker_death == "restart":
+            self._last_obs = layout.arrays().obs
+            copy_rows(arrays.obs, self._last_obs, range(self.num_envs))
+        # With more processes than cores a spinning one would keep a working one waiting.
+        self._pool.spin = Spin(allowed=len(self._workers) <= available_cores())
+        self._may_spin = len(self._workers) <= available_cores()
+        self._bind(self._workers)
+        if self._main is not None:
+            self._main.bind(arrays)
+
+    def _bind(self, workers: Sequence[Worker]) -> None:
+        block = self._block
+        if block is None:
+            raise RuntimeError("bound before laid out")
+        lines = [self._workers.index(worker) for worker in workers]
+        self._pool.request(
+            workers, "bind", [(self._layout, i, block.name, self._may_spin) for i in lines], block
+        )
+        for worker, line in zip(workers, lines, strict=True):
+            worker.channel.use_hints(self._arrays.hints, line)  # where it will answer
+        self._pool.results(workers)
+
+    @property
+    def n_workers(self) -> int:
+        return len(self._workers)
 
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the workers, in the order of their envs."""
-        return [process.pid or 0 for process in self._processes]
+        return [worker.process.pid or 0 for worker in self._workers]
 
-    def _slices(self) -> list[slice]:
-        return self._rows
-
-    def _request(
-        self,
-        method: str,
-        arguments_of_slices: Sequence[tuple[Any, ...]],
-        block: SharedBlock | None = None,
-    ) -> list[Any]:
-        messages = [CALL + cloudpickle.dumps((method, each)) for each in arguments_of_slices]
-        self._open_exchange()
-        for worker, message in enumerate(messages):
-            self._send(worker, message, block)
-        return self._gather(self.step_timeout)
-
-    def _begin_step(self) -> None:
-        self._open_exchange()
-        for worker in range(self.n_workers):
-            self._send(worker, STEP)
-
-    def _end_step(self, timeout: float | None) -> list[list[StepInfo] | None]:
-        return self._gather(self.step_timeout if timeout is None else timeout)
-
-    def _open_exchange(self) -> None:
-        """From here on replies are under way, until ``_gather`` has read the last of them."""
-        if self._replies_under_way:
-            raise WorkerError(
-                "an earlier call was cut short by an interrupt, a death or a deadline, and its "
-                "replies are lost; close this env and make a new one"
+    def worker_loads(self) -> list[WorkerLoad]:
+        """What each worker has done and holds, in the order of their envs."""
+        return [
+            WorkerLoad(list(worker.rows), pid, float(busy) * 1e-9, _resident_mb(pid))
+            for worker, pid, busy in zip(
+                self._workers, self.worker_pids, self._arrays.hints[:, BUSY], strict=True
             )
-        self._replies_under_way = True
+        ]
 
-    def _send(self, worker: int, message: bytes, block: SharedBlock | None = None) -> None:
-        try:
-            self._connections[worker].send_bytes(message)
-            if block is not None:
-                block.send(self._connections[worker], self.worker_pids[worker])
-        except OSError:  # BrokenPipeError, ConnectionResetError
-            raise self._death(worker) from None
+    def resize(self, n_envs: int) -> tuple[Any, dict[str, Any]]:
+        """Grow or shrink at the end; the envs that stay are not touched.
 
-    def _gather(self, timeout: float | None) -> list[Any]:
-        """One reply of every worker, in their order.
-
-        All replies are read before the first fault is raised, so that none is taken for the
-        answer to a later request.
+        New envs come from the factories in turn, are seeded ``seed + i`` and reset; workers
+        without envs end, and new ones start where fewer run than asked for. Gives the
+        observations of all envs, and the infos of the resets.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        replies, faults = [], []
-        for worker, connection in enumerate(self._connections):
+        self._check_idle("resize")
+        if n_envs < 1:
+            raise ValueError(f"n_envs must be at least 1, got {n_envs}")
+        before = self.num_envs
+        if n_envs < before:
+            self._drop(n_envs)
+        elif n_envs > before:
+            self._grow(n_envs)
+        self.num_envs = n_envs
+        self.observation_space = batch_space(self.single_observation_space, n_envs)
+        self.action_space = batch_space(self.single_action_space, n_envs)
+        self._lay_out()
+        if n_envs <= before:
+            return self._hand_out(), {}
+        is_new = np.arange(n_envs) >= before
+        seeds = [seed if new else None for seed, new in zip(self._seeds, is_new, strict=True)]
+        kept, self._seed = self._seed, None
+        result = self.reset(seed=seeds, options={"reset_mask": is_new})
+        self._seed = kept
+        return result
+
+    def _drop(self, n_envs: int) -> None:
+        if self._main is not None:
+            self._main.drop(n_envs)
+        changed = [worker for worker in self._workers if worker.rows[-1] >= n_envs]
+        self._pool.ask(changed, "drop", [(n_envs,)] * len(changed))
+        for worker in changed:
+            worker.rows = [row for row in worker.rows if row < n_envs]
+        end_workers([worker for worker in changed if not worker.rows])
+        self._workers[:] = [worker for worker in self._workers if worker.rows]
+        del self.env_fns[n_envs:], self._seeds[n_envs:]
+
+    def _grow(self, n_envs: int) -> None:
+        """Make the new envs in new workers as long as more were asked for, else where few are."""
+        before, first = self.num_envs, self._first_seed
+        rows = range(before, n_envs)
+        self.env_fns += [self.env_fns[row % before] for row in rows]
+        self._seeds += [None if first is None else first + row for row in rows]
+        homes: list[EnvSlice | Worker | None] = [*self._workers]
+        if self._main is not None:
+            homes.insert(0, self._main)
+        loads = [len(home.rows) for home in homes if home is not None]
+        homes += [None] * min(max(self._n_slices - len(homes), 0), len(rows))
+        loads += [0] * (len(homes) - len(loads))
+        shares: list[list[int]] = [[] for _ in homes]
+        for row in rows:
+            fewest = loads.index(min(loads))
+            shares[fewest].append(row)
+            loads[fewest] += 1
+        served = [i for i, share in enumerate(shares) if share]
+        try:
+            built = self._build(_picked(homes, served), _picked(shares, served))
+            for description, row in zip(built, rows, strict=True):
+                self._check_spaces(description, row)
+        except BaseException:
+            self._drop(before)
+            raise
+
+    def _workers_results(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
+        restart = self.on_worker_death == "restart" and pending != "call"
+        results = self._pool.results(self._workers, patience=timeout, raise_losses=not restart)
+        for index, worker in enumerate(self._workers):
+            if worker.lost is not None:
+                results[index] = self._restart(index, pending)
+        return [(worker.rows, each) for worker, each in zip(self._workers, results, strict=True)]
+
+    def _restart(self, index: int, pending: str) -> Outcome:
+        """Replace a lost worker, again and again while the budget lasts."""
+        while True:
+            lost = self._workers[index]
+            if self.n_restarts >= self.max_restarts:
+                raise WorkerError(
+                    f"{lost.lost}; all {self.max_restarts} restarts (max_restarts) are used up"
+                ) from lost.lost
+            self.n_restarts += 1
+            warnings.warn(
+                f"{lost.lost}; restart {self.n_restarts} of {self.max_restarts}",
+                RuntimeWarning,
+                stacklevel=6,
+            )
             try:
-                wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if not connection.poll(wait):
-                    raise self._silence(worker, timeout)
-                reply = connection.recv_bytes()
-            except (EOFError, OSError):
-                raise self._death(worker) from None
-            if reply[:1] == FAULT:
-                faults.append(reply[1:])
-            replies.append(pickle.loads(reply[1:]) if reply[:1] == RESULT else None)
-        self._replies_under_way = False
-        if faults:
-            message, cause = pickle.loads(faults[0])
-            raise WorkerError(message) from (pickle.loads(cause) if cause else None)
-        return replies
+                return self._replace(index, pending)
+            except WorkerError:
+                if self._workers[index].lost is None:
+                    raise  # an env has raised, and that is told as always
 
-    def _death(self, worker: int) -> WorkerError:
-        self._processes[worker].join(1.0)
-        code = self._processes[worker].exitcode
-        how = "ended"
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        elif code is not None:
-            how = f"ended with exit code {code}"
-        return WorkerError(f"the worker of {self._names(worker)} {how}")
-
-    def _silence(self, worker: int, timeout: float | None) -> WorkerError:
-        # Its late answer would be taken for the answer to a later request.
-        self._processes[worker].kill()
-        return WorkerError(
-            f"the worker of {self._names(worker)} has not answered within {timeout} s and was "
-            "ended; raise step_timeout (vec_env.step_timeout_seconds) if its envs may need longer"
-        )
-
-    def _names(self, worker: int) -> str:
-        rows = self._rows[worker]
-        if rows.stop - rows.start == 1:
-            return f"env {rows.start}"
-        return f"envs {rows.start}-{rows.stop - 1}"
-
-    def close_extras(self, *, terminate: bool = False, **kwargs: Any) -> None:
-        """End the workers; with ``terminate`` without giving the envs time to close."""
-        if terminate:
-            for process in self._processes:
-                process.kill()
-        self._finalizer()
+    def _replace(self, index: int, pending: str) -> Outcome:
+        """A new worker with the envs of a lost one, reset; gives what takes its reply's place."""
+        arrays, rows = self._arrays, self._workers[index].rows
+        end_workers([self._workers[index]])
+        arrays.hints[index] = 0
+        (worker,) = self._pool.start([rows])
+        self._workers[index] = worker
+        self._pool.ask([worker], "build", [
+            (self._pickled(rows), rows, _picked(self._seeds, rows), self._options)
+        ])  # fmt: skip
+        self._bind([worker])
+        method, (seeds, options, mask) = "reset", self._reset_request
+        fresh = [_restart_seed(self._seeds[row], self.n_restarts) for row in rows]
+        if pending == "reset":
+            asked = [seeds[row] if mask[row] else new for row, new in zip(rows, fresh, strict=True)]
+        else:
+            asked, options = fresh, None
+        (outcome,) = self._pool.ask([worker], method, [(asked, options, [True] * len(rows))])
+        step_infos, obs_objects, _, casts = outcome or ([], [], [], [])
+        if obs_objects:
+            put_objects(arrays.obs, rows, obs_objects)
+        final_info: dict[str, Any] | None = None
+        if pending == "step":
+            arrays.truncated[rows] = True
+            if self.autoreset_mode is AutoresetMode.SAME_STEP:
+                copy_rows(self._last_obs, arrays.final_obs, rows)
+                final_info = {}
+            else:
+                copy_rows(self._last_obs, arrays.obs, rows)
+                self._pool.ask([worker], "end_episodes", [()])
+        told = {row: info for row, _, info in step_infos}
+        infos: list[StepInfo] = [
+            (row, final_info, {**told.get(row, {}), "worker_restarted": True}) for row in rows
+        ]
+        return infos, [], [], casts
 
 
-# The parent's end of every pipe to a worker that is open in this process.
-_parent_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
+def _picked(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    return [items[index] for index in indices]
 
 
-def _end_workers(processes: list[BaseProcess], connections: list[Connection]) -> None:
-    """Ask politely, wait a moment, then kill; never raises over a worker that is gone."""
-    for connection in connections:
-        with contextlib.suppress(OSError):  # the worker is dead already
-            connection.send_bytes(CLOSE)
-    deadline = time.monotonic() + _CLOSE_SECONDS
-    for process, connection in zip(processes, connections, strict=True):
-        # A worker that still has a large reply to give cannot hear before it is taken.
-        with contextlib.suppress(EOFError, OSError):
-            while connection.poll(max(0.0, deadline - time.monotonic())):
-                connection.recv_bytes()
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join(1.0)
-        connection.close()
+def _restart_seed(seed: int | None, n_restarts: int) -> int | None:
+    """Not the seed of before: the same episode might end the same way."""
+    if seed is None:
+        return None
+    return int(np.random.SeedSequence([seed, n_restarts]).generate_state(1)[0])
 
 
-@contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Children started inside inherit the block, so Ctrl-C cannot hit them half started."""
-    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _slice_options(
+    autoreset_mode: AutoresetMode | str, infos: InfoMode, check_finite: bool
+) -> SliceOptions:
+    if infos not in ("all", "final"):
+        raise ValueError(f"infos is all or final, got {infos!r}")
+    return SliceOptions(AutoresetMode(autoreset_mode), infos, check_finite)
 
 
-def _pickled(env_fns: Sequence[EnvFn], rows: slice) -> bytes:
-    try:
-        return bytes(cloudpickle.dumps(env_fns[rows]))
-    except Exception as error:  # whatever a user's __reduce__ or __getstate__ raises
-        raise WorkerError(
-            f"the factories of envs {rows.start}-{rows.stop - 1} cannot be sent to a worker: "
-            f"{type(error).__name__}: {error}; create what cannot be pickled inside the factory"
-        ) from error
-
-
-def _checked_env_fns(env_fns: Sequence[EnvFn]) -> list[EnvFn]:
-    env_fns = list(env_fns)
-    if not env_fns:
-        raise ValueError("env_fns is empty; give at least one env factory")
-    return env_fns
-
-
-def _spread_seed(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int | None]:
+def _spread_seed(seed: int | Sequence[int | None] | None, n_envs: int) -> Seeds:
     if seed is None:
         return [None] * n_envs
     if isinstance(seed, (int, np.integer)):
@@ -503,44 +727,9 @@ def _checked_mask(mask: Any, n_envs: int) -> NDArray[np.bool_]:
     return mask
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-class VecEnvChoice(NamedTuple):
-    """What ``vec_env=auto`` picked, and the sentence that says why."""
-
-    mode: Literal["serial", "parallel"]
-    reason: str
-
-
-def choose(env: gym.Env[Any, Any], *, n_envs: int, n_workers: int) -> VecEnvChoice:
-    """Measure one env for a moment and pick what should step ``n_envs`` of them faster."""
-    if n_envs == 1:
-        return VecEnvChoice("serial", "one env needs no worker")
-    if n_workers == 1:
-        return VecEnvChoice("serial", "one worker would only add a detour")
-    step_seconds = _measure_step(env)
-    serial = n_envs * step_seconds
-    parallel = -(-n_envs // n_workers) * step_seconds + _TURN_OVERHEAD_SECONDS
-    figures = f"a turn would take {serial * 1e3:.2f} ms serial, {parallel * 1e3:.2f} ms in workers"
-    return VecEnvChoice("parallel" if parallel < serial else "serial", figures)
-
-
-def _measure_step(env: gym.Env[Any, Any], *, n_steps: int = 500, seconds: float = 0.1) -> float:
-    """Median seconds of a step with random actions, after a few to warm up."""
-    env.action_space.seed(0)
-    env.reset(seed=0)
-    durations: list[float] = []
-    deadline = time.perf_counter() + seconds
-    while len(durations) < 5 or (len(durations) < n_steps and time.perf_counter() < deadline):
-        action = env.action_space.sample()
-        start = time.perf_counter()
-        _, _, terminated, truncated, _ = env.step(action)
-        durations.append(time.perf_counter() - start)
-        if terminated or truncated:
-            env.reset()
-    return float(np.median(durations))
+def _resident_mb(pid: int) -> float | None:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, ValueError):  # no /proc, or the worker has just died
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.envs.episode_stats import EpisodeStats
+from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.protocols import Episode, RolloutStats, State
 from ml_pipeline.training.rollout_buffer import Outcome, RolloutBuffer
 
@@ -63,6 +64,15 @@ class SyncCollector:
             episodes += self._stats.step(reward, terminated | truncated)
         self._state_before = None
         return RolloutStats(episodes, time.perf_counter() - start)
+
+    def resize(self, n_envs: int) -> None:
+        """Between two rollouts; episodes in envs that stay go on."""
+        if not isinstance(self.env, ParallelEnv):
+            raise TypeError(f"{type(self.env).__name__} cannot change its number of envs")
+        obs, _ = self.env.resize(n_envs)
+        self._obs = obs if self._obs is not None else None
+        self._stats.resize(n_envs)
+        self.n_envs = n_envs
 
     def last_value(self, agent: PPOAgent) -> Tensor:
         """Value of the observations that follow the last row, [n_envs]."""

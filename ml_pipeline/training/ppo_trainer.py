@@ -8,9 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from ml_pipeline.agents.ppo import PPOAgent
@@ -45,12 +47,7 @@ class PPOTrainer:
         self.config = agent.config
         self.callbacks = dict(callbacks or {})
         self.loggers = list(loggers)
-        self.buffer = RolloutBuffer(
-            self.config.n_steps,
-            collector.n_envs,
-            obs_shape=collector.env.single_observation_space.shape or (),
-            device=agent.device,
-        )
+        self.buffer = self._new_buffer()
         self.iteration = 0
         self.env_steps = 0
         self.n_episodes = 0
@@ -147,6 +144,28 @@ class PPOTrainer:
             return self.config.learning_rate
         left = 1.0 - self.env_steps / self._total_steps
         return self.config.learning_rate * max(left, 0.0)
+
+    @property
+    def env(self) -> VectorEnv[Any, Any, Any]:
+        return self.collector.env
+
+    def _new_buffer(self) -> RolloutBuffer:
+        return RolloutBuffer(
+            self.config.n_steps,
+            self.collector.n_envs,
+            obs_shape=self.collector.env.single_observation_space.shape or (),
+            device=self.agent.device,
+        )
+
+    def resize(self, n_envs: int) -> int:
+        """At most ``n_envs``: a rollout must still cut into equal minibatches; at least that."""
+        n_steps, n_minibatches = self.config.n_steps, self.config.n_minibatches
+        multiple = n_minibatches // math.gcd(n_steps, n_minibatches)
+        n_envs = max(n_envs // multiple, 1) * multiple
+        if n_envs != self.collector.n_envs:
+            self.collector.resize(n_envs)
+            self.buffer = self._new_buffer()
+        return n_envs
 
     def request_stop(self, reason: str) -> None:
         """End training after this iteration."""

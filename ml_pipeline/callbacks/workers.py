@@ -1,0 +1,64 @@
+"""WorkerReport: how busy the env workers are and what they hold; names a straggler."""
+
+from __future__ import annotations
+
+import statistics
+
+from ml_pipeline.envs.vec_env import ParallelEnv, WorkerLoad
+from ml_pipeline.envs.worker_pool import env_names
+from ml_pipeline.protocols import Callback, Metrics, Trainer
+from ml_pipeline.runs.console import say
+
+_PATIENCE = 3  # iterations: one slow episode makes no straggler
+
+
+class WorkerReport(Callback):
+    """Adds ``workers/busy`` and ``workers/rss_mb`` where envs run in workers.
+
+    ``workers/busy`` is the share of the collecting time that they spent in their envs, the mean
+    over the workers; ``workers/rss_mb`` the memory of the largest. A worker that is busy
+    ``straggler`` times as long as the median of the others, iteration after iteration, is named
+    once: all wait for it.
+    """
+
+    def __init__(self, straggler: float = 1.5) -> None:
+        self.straggler = straggler
+        self._last: dict[int, float] = {}  # pid -> busy seconds
+        self._suspect: tuple[int, int] = (-1, 0)  # pid, iterations in a row
+        self._named: set[int] = set()
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        if isinstance(trainer.env, ParallelEnv):
+            self._last = {load.pid: load.busy_seconds for load in trainer.env.worker_loads()}
+
+    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
+        if not isinstance(trainer.env, ParallelEnv):
+            return
+        loads = trainer.env.worker_loads()
+        if not loads:
+            return
+        busy = [load.busy_seconds - self._last.get(load.pid, 0.0) for load in loads]
+        self._last = {load.pid: load.busy_seconds for load in loads}
+        metrics["workers/busy"] = statistics.mean(busy) / metrics["time/collect_seconds"]
+        memory = [load.rss_mb for load in loads if load.rss_mb is not None]
+        if memory:
+            metrics["workers/rss_mb"] = max(memory)
+        self._name_straggler(loads, busy)
+
+    def _name_straggler(self, loads: list[WorkerLoad], busy: list[float]) -> None:
+        if len(busy) < 2:
+            return
+        slowest = max(range(len(busy)), key=busy.__getitem__)
+        others = statistics.median(busy[:slowest] + busy[slowest + 1 :])
+        pid, times = self._suspect
+        if busy[slowest] < self.straggler * others:
+            self._suspect = (-1, 0)
+            return
+        self._suspect = (loads[slowest].pid, times + 1 if pid == loads[slowest].pid else 1)
+        if self._suspect[1] >= _PATIENCE and self._suspect[0] not in self._named:
+            self._named.add(self._suspect[0])
+            say(
+                f"straggler: the worker of {env_names(loads[slowest].rows)} is busy "
+                f"{busy[slowest] / max(others, 1e-9):.1f} times as long as the others, and all "
+                "wait for it"
+            )

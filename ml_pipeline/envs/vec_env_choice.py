@@ -1,0 +1,154 @@
+"""What ``vec_env=auto`` and ``n_envs=auto`` choose, by measuring env and policy for a moment.
+
+A turn is what a rollout repeats: the policy acts for all envs, then all envs step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import VectorEnv
+
+from ml_pipeline.envs.vec_env import WorkerStartError
+
+Mode = Literal["serial", "parallel", "shared"]
+Act = Callable[[Any], Any]  # a batch of observations -> a batch of actions
+
+_SHARED_GAIN = 1.25  # shared gives up isolation, so it must be so much faster than parallel
+_WORKER_GAIN = 1.1  # and workers cost memory and a start, so they must be so much faster at all
+# The least that an exchange with workers costs beside the work of the envs; 2 cores,
+# benchmarks/vec_env.py.
+_EXCHANGE_SECONDS = 30e-6
+_ENOUGH = 0.9  # n_envs=auto: the smallest number that reaches this share of the best throughput
+
+
+class VecEnvChoice(NamedTuple):
+    """What was picked, and the words that say why."""
+
+    mode: Mode
+    reason: str
+
+
+class NEnvsChoice(NamedTuple):
+    n_envs: int
+    reason: str
+
+
+def choose_mode(
+    make: Callable[[Mode], VectorEnv[Any, Any, Any]],
+    env: gym.Env[Any, Any],
+    act: Act,
+    *,
+    n_envs: int,
+    n_slices: int,
+) -> VecEnvChoice:
+    """The fastest way to run ``n_envs`` envs like ``env`` in ``n_slices`` processes.
+
+    ``make`` makes the vector env of a mode, which is stepped for a moment and closed. None is
+    made where workers could not be faster even if the exchange with them cost next to nothing.
+    """
+    if n_envs == 1:
+        return VecEnvChoice("serial", "one env needs no worker")
+    if n_slices == 1:
+        return VecEnvChoice("serial", "one process has nothing to share")
+    step, acting = _step_seconds(env), _act_seconds(env, act, n_envs)
+    seconds: dict[Mode, float] = {"serial": n_envs * step + acting}
+    at_best = -(-n_envs // n_slices) * step + acting + _EXCHANGE_SECONDS
+    if seconds["serial"] < _WORKER_GAIN * at_best:
+        turn, best = _in_ms(seconds["serial"]), _in_ms(at_best)
+        return VecEnvChoice("serial", f"a turn takes {turn} here, {best} at best with workers")
+    try:
+        for mode in ("parallel", "shared"):
+            seconds[mode] = _turn_seconds(make(mode), act)
+    except WorkerStartError as error:
+        return VecEnvChoice("serial", str(error))
+    return _fastest(seconds)
+
+
+def _fastest(seconds: dict[Mode, float]) -> VecEnvChoice:
+    mode: Mode = "parallel"
+    if seconds["parallel"] >= _SHARED_GAIN * seconds["shared"]:
+        mode = "shared"
+    if seconds["serial"] < _WORKER_GAIN * seconds[mode]:
+        mode = "serial"
+    turns = ", ".join(f"{each} {_in_ms(seconds[each])}" for each in seconds)
+    return VecEnvChoice(mode, f"a turn took: {turns}")
+
+
+def choose_n_envs(
+    env: gym.Env[Any, Any], act: Act, *, n_slices: int, allowed: Callable[[int], bool]
+) -> NEnvsChoice:
+    """The smallest number of envs that comes near the best throughput of up to 32 per process.
+
+    Tried are powers of two times ``n_slices`` that are ``allowed``; 8 where none is.
+    """
+    numbers = [n for n in (n_slices * 2**k for k in range(6)) if allowed(n)]
+    if not numbers:
+        return NEnvsChoice(8, "n_envs=auto: the run is too short to find out")
+    step = _step_seconds(env)
+    rates = {}
+    for n in numbers:
+        work = min(n * step, -(-n // n_slices) * step + _EXCHANGE_SECONDS)
+        rates[n] = n / (work + _act_seconds(env, act, n))
+    best = max(rates.values())
+    n_envs = min(n for n in numbers if rates[n] >= _ENOUGH * best)
+    reason = (
+        f"n_envs=auto: about {rates[n_envs]:,.0f} env steps/s expected, "
+        f"{best:,.0f} at most with up to {numbers[-1]} envs"
+    )
+    return NEnvsChoice(n_envs, reason)
+
+
+def _step_seconds(env: gym.Env[Any, Any], *, n_steps: int = 500, seconds: float = 0.1) -> float:
+    """Mean seconds of a step with random actions, resets included, after a few to warm up."""
+    env.action_space.seed(0)
+    env.reset(seed=0)
+    durations: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(durations) < 20 or (len(durations) < n_steps and time.perf_counter() < deadline):
+        action = env.action_space.sample()
+        start = time.perf_counter()
+        _, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            env.reset()
+        durations.append(time.perf_counter() - start)
+        if len(durations) >= 5 and time.perf_counter() > deadline + 10 * seconds:
+            break  # 20 steps of a very slow env would take too long
+    return float(np.mean(durations[2:]))
+
+
+def _act_seconds(env: gym.Env[Any, Any], act: Act, n_envs: int) -> float:
+    obs, _ = env.reset(seed=0)
+    return _median_seconds(lambda: act(np.stack([np.asarray(obs)] * n_envs)), 20)
+
+
+def _turn_seconds(env: VectorEnv[Any, Any, Any], act: Act, *, seconds: float = 0.3) -> float:
+    try:
+        obs, _ = env.reset(seed=0)
+        durations: list[float] = []
+        deadline = time.perf_counter() + seconds
+        while len(durations) < 5 or time.perf_counter() < deadline:
+            start = time.perf_counter()
+            obs = env.step(act(obs))[0]
+            durations.append(time.perf_counter() - start)
+        # The mean, because resets count; of the later half, because the first turns are cold.
+        return float(np.mean(durations[len(durations) // 2 :]))
+    finally:
+        env.close()
+
+
+def _median_seconds(work: Callable[[], object], n_times: int) -> float:
+    durations: list[float] = []
+    for _ in range(n_times):
+        start = time.perf_counter()
+        work()
+        durations.append(time.perf_counter() - start)
+    return float(np.median(durations))
+
+
+def _in_ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"

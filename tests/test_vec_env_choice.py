@@ -1,0 +1,134 @@
+"""What vec_env=auto and n_envs=auto choose; the modes are those of the config."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import only_run, small
+from tiny_envs import CountingEnv
+
+from ml_pipeline.build import plain_config, train
+from ml_pipeline.envs.cores import available_cores, cgroup_cores
+from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerStartError
+from ml_pipeline.envs.vec_env_choice import choose_mode, choose_n_envs
+
+
+class DearEnv(CountingEnv):
+    """A step is 2 ms of work."""
+
+    def step(self, action: Any) -> Any:
+        end = time.perf_counter() + 2e-3
+        while time.perf_counter() < end:
+            pass
+        return super().step(action)
+
+
+class SleepyEnv(CountingEnv):
+    """A step is 2 ms of waiting, as for a simulator in another process: no core is needed."""
+
+    def step(self, action: Any) -> Any:
+        time.sleep(2e-3)
+        return super().step(action)
+
+
+def act(obs: Any) -> Any:
+    return np.zeros(len(obs), dtype=np.int64)
+
+
+def make(kind: Any, mode: str) -> ParallelEnv | SerialEnv:
+    if mode == "serial":
+        return SerialEnv([kind] * 8)
+    return ParallelEnv([kind] * 8, n_workers=4, start_method="fork", main_slice=mode == "shared")
+
+
+def test_cheap_envs_run_here_and_nothing_is_started_for_them() -> None:
+    def start_nothing(mode: str) -> ParallelEnv:
+        raise AssertionError(f"{mode} was started")
+
+    choice = choose_mode(start_nothing, CountingEnv(), act, n_envs=8, n_slices=2)
+
+    assert choice.mode == "serial"
+    assert "at best with workers" in choice.reason
+    assert choose_mode(start_nothing, SleepyEnv(), act, n_envs=1, n_slices=2).mode == "serial"
+    assert choose_mode(start_nothing, SleepyEnv(), act, n_envs=8, n_slices=1).mode == "serial"
+
+
+def test_envs_that_take_time_run_in_workers_and_isolated_where_that_is_as_fast() -> None:
+    choice = choose_mode(partial(make, SleepyEnv), SleepyEnv(), act, n_envs=8, n_slices=4)
+
+    assert choice.mode == "parallel"
+    assert "a turn took: serial" in choice.reason
+    assert "shared" in choice.reason
+
+
+def test_where_no_worker_can_start_the_envs_run_here_and_the_reason_is_told() -> None:
+    def refuse(mode: str) -> ParallelEnv:
+        raise WorkerStartError("no process left")
+
+    choice = choose_mode(refuse, DearEnv(), act, n_envs=8, n_slices=2)
+
+    assert choice == ("serial", "no process left")
+
+
+def test_n_envs_grows_with_what_the_policy_costs() -> None:
+    def slow_act(obs: Any) -> Any:
+        time.sleep(2e-3)
+        return act(obs)
+
+    few = choose_n_envs(DearEnv(), act, n_slices=2, allowed=lambda n: True)
+    many = choose_n_envs(CountingEnv(), slow_act, n_slices=2, allowed=lambda n: True)
+
+    assert few.n_envs <= 4
+    assert many.n_envs == 64
+    assert "n_envs=auto: about" in many.reason
+    assert choose_n_envs(CountingEnv(), act, n_slices=2, allowed=lambda n: n == 16).n_envs == 16
+
+
+def test_n_envs_auto_is_resolved_in_the_record(here: Path) -> None:
+    train([*small(), "n_envs=auto", "total_steps=4096"])
+
+    assert plain_config(only_run(here))["n_envs"] in (2, 4, 8, 16, 32, 64, 128)
+
+
+def test_every_mode_of_the_config_trains_alike(here: Path) -> None:
+    results = [train([*small(n_envs=4), f"vec_env={mode}"]) for mode in ("serial", "shared")]
+
+    assert results[0].mean_reward == results[1].mean_reward
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "cores"),
+    [
+        ({"box/cpu.max": "150000 100000"}, "0::/box", 1.5),
+        ({"cpu.max": "50000 100000", "box/cpu.max": "max 100000"}, "0::/box", 0.5),
+        ({"cpu.max": "max 100000"}, "0::/", float("inf")),
+        ({"cpu.max": "300000 100000"}, "0::/not/in/this/container", 3.0),
+        (
+            {"cpu/job/cpu.cfs_quota_us": "200000", "cpu/job/cpu.cfs_period_us": "100000"},
+            "4:cpu,cpuacct:/job\n2:memory:/other",
+            2.0,
+        ),
+        (
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+            "1:cpu:/",
+            float("inf"),
+        ),
+        ({"cpu.max": "what is this"}, "0::/", float("inf")),
+    ],
+)
+def test_the_quota_of_a_container_counts(
+    files: dict[str, str], own: str, cores: float, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text + "\n")
+    (tmp_path / "own").write_text(own + "\n")
+
+    assert cgroup_cores(tmp_path / "groups", tmp_path / "own") == cores
+    assert cgroup_cores(tmp_path / "groups", tmp_path / "missing") == float("inf")
+    assert available_cores() >= 1

@@ -1,0 +1,118 @@
+"""ParallelEnv.resize: more or fewer envs, and the ones that stay go on as if nothing happened."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import read_rows, small
+from gymnasium import spaces
+from tiny_envs import CountingEnv, NoisyEnv, SpaceEnv, WorkerModules, faulty_factory
+
+from ml_pipeline.build import train
+from ml_pipeline.envs.vec_env import ParallelEnv, WorkerError
+
+
+def zeros(env: Any) -> Any:
+    return np.zeros(env.num_envs, dtype=np.int64)
+
+
+@pytest.mark.parametrize("main_slice", [False, True])
+def test_the_envs_that_stay_are_bit_for_bit_where_they_would_be(main_slice: bool) -> None:
+    options: dict[str, Any] = {"start_method": "fork", "n_workers": 2, "main_slice": main_slice}
+    resized, plain = (ParallelEnv([NoisyEnv] * 4, seed=3, **options) for _ in range(2))
+    for env in (resized, plain):
+        env.reset()
+    random = np.random.default_rng(1)
+
+    for n_envs in (4, 7, 2, 2, 9, 4):
+        obs, _ = resized.resize(n_envs)
+        assert obs["vector"].shape == (n_envs, 3)
+        assert resized.observation_space["vector"].shape == (n_envs, 3)
+        action = random.uniform(-1, 1, size=(9, 2)).astype(np.float32)
+        ours, theirs = resized.step(action[:n_envs]), plain.step(action[:4])
+        assert ours[0]["vector"][:2].tolist() == theirs[0]["vector"][:2].tolist()
+        assert ours[1][:2].tolist() == theirs[1][:2].tolist()
+    resized.close()
+    plain.close()
+
+
+def test_new_envs_are_seeded_reset_and_dealt_to_the_workers() -> None:
+    env = ParallelEnv([WorkerModules] * 2, seed=3, start_method="fork", n_workers=4)
+    env.reset()
+    env.step(zeros(env))
+    assert env.n_workers == 2
+
+    obs, _ = env.resize(8)
+
+    assert obs[:, 0].tolist() == [1.0, 1.0] + [0.0] * 6
+    assert env.n_workers == 4
+    pids = env.call("pid")
+    assert sorted(pids.count(pid) for pid in env.worker_pids) == [2, 2, 2, 2]
+    assert env.np_random_seed == tuple(range(3, 11))
+    before = pids[:2]
+    env.resize(1)
+    assert env.call("pid") == before[:1]
+    assert env.n_workers == 1
+    assert env.step(zeros(env))[0][:, 0].tolist() == [2.0]
+    env.close()
+
+
+def test_objects_of_envs_that_stay_are_kept() -> None:
+    env_fns = [partial(SpaceEnv, spaces.Text(6), spaces.Discrete(2))] * 2
+    env = ParallelEnv(env_fns, seed=1, start_method="fork", n_workers=2)
+    before, _ = env.reset()
+
+    obs, _ = env.resize(3)
+
+    assert obs[:2] == before
+    assert isinstance(obs[2], str)
+    env.close()
+
+
+def test_an_env_that_cannot_be_made_leaves_everything_as_it_was() -> None:
+    env = ParallelEnv([CountingEnv] * 2, seed=1, start_method="fork", n_workers=2)
+    env.reset()
+    env.step(zeros(env))
+    env.env_fns = [CountingEnv, partial(faulty_factory, "raise", True)]
+
+    with pytest.raises(WorkerError, match="env 3"):
+        env.resize(4)
+
+    assert env.num_envs == 2
+    assert env.step(zeros(env))[0][:, 0].tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="at least 1"):
+        env.resize(0)
+    env.close()
+
+
+def test_training_follows_the_free_cores(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loads = chain([0.0, 0.0, 100.0, 100.0], repeat(0.0))
+    monkeypatch.setattr("os.getloadavg", lambda: (next(loads), 0.0, 0.0))
+    monkeypatch.setattr("ml_pipeline.callbacks.scaling.available_cores", lambda: 2)
+    settings = ["callbacks=scaling", "callbacks.scaling.every=1", "callbacks.scaling.min_envs=2"]
+
+    result = train(
+        [
+            *small(n_envs=4, total_steps=2048),
+            *settings,
+            "callbacks.scaling.envs_per_core=4",
+            "vec_env=parallel",
+            "vec_env.start_method=fork",
+        ]
+    )
+
+    n_envs = [int(row["n_envs"]) for row in read_rows(result.run_dir)]
+    assert n_envs[:5] == [4, 8, 8, 2, 2]
+    assert "0.0 of 2 cores are free: 2 envs, before 8" in capsys.readouterr().out
+
+
+def test_scaling_asks_for_envs_in_workers(here: Path) -> None:
+    with pytest.raises(Exception, match="needs envs in workers"):
+        train([*small(), "callbacks=scaling", "vec_env=serial"])

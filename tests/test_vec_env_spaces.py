@@ -1,0 +1,233 @@
+"""ParallelEnv in the place of Gymnasium's own: every space, every autoreset mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from test_vec_env import flat
+from tiny_envs import Colour, CountingEnv, GivenEnv, SpaceEnv
+
+from ml_pipeline.envs.factory import EnvFactory
+from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
+
+SPACES = {
+    "box": spaces.Box(-1, 1, (3,), np.float32),
+    "box float64": spaces.Box(-1, 1, (2, 2), np.float64),
+    "box float16": spaces.Box(-1, 1, (3,), np.float16),
+    "box bool": spaces.Box(0, 1, (3,), np.bool_),
+    "scalar box": spaces.Box(-1, 1, (), np.float32),
+    "image": spaces.Box(0, 255, (4, 4, 3), np.uint8),
+    "discrete": spaces.Discrete(5, start=-2),
+    "multi discrete": spaces.MultiDiscrete([3, 4], start=[1, -1]),
+    "multi binary": spaces.MultiBinary([2, 3]),
+    "text": spaces.Text(8),
+    "sequence": spaces.Sequence(spaces.Discrete(4)),
+    "stacked sequence": spaces.Sequence(spaces.Box(0, 1, (2,), np.float32), stack=True),
+    "graph": spaces.Graph(spaces.Box(0, 1, (2,), np.float32), spaces.Discrete(3)),
+    "one of": spaces.OneOf((spaces.Discrete(3), spaces.Box(0, 1, (2,), np.float32))),
+    "dict": spaces.Dict(
+        {
+            "vector": spaces.Box(-1, 1, (2,), np.float32),
+            "deeper": spaces.Dict({"image": spaces.Box(0, 255, (2, 2), np.uint8)}),
+            "words": spaces.Text(4),
+        }
+    ),
+    "tuple": spaces.Tuple((spaces.Discrete(3), spaces.Tuple((spaces.MultiBinary(2), Colour())))),
+    "own": Colour(),
+}
+MODES = list(AutoresetMode)
+Make = Callable[..., gym.vector.VectorEnv[Any, Any, Any]]
+
+
+def trajectory(make: Make, observation: str, action: str, mode: AutoresetMode) -> list[Any]:
+    """Everything that a vector env of ``SpaceEnv``s hands out in a while."""
+    env_fns = [
+        partial(SpaceEnv, copy.deepcopy(SPACES[observation]), copy.deepcopy(SPACES[action]))
+        for _ in range(3)
+    ]
+    env = make(env_fns, autoreset_mode=mode)
+    env.action_space.seed(3)
+    told = [*flat(list(env.reset(seed=[4, 5, 6], options={"level": 1})))]
+    for _ in range(25):
+        step = env.step(env.action_space.sample())
+        told += flat(list(step))
+        done = step[2] | step[3]
+        if mode is AutoresetMode.DISABLED and done.any():
+            told += flat(list(env.reset(options={"reset_mask": done, "level": 2})))
+    env.close()
+    return told
+
+
+@pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
+@pytest.mark.parametrize("space", SPACES)
+def test_observations_of_every_space_are_those_of_sync_vector_env(
+    space: str, mode: AutoresetMode
+) -> None:
+    expected = trajectory(SyncVectorEnv, space, "discrete", mode)
+
+    assert trajectory(SerialEnv, space, "discrete", mode) == expected
+    for slices in ({}, {"main_slice": True}):
+        make = partial(ParallelEnv, n_workers=2, start_method="fork", **slices)
+        assert trajectory(make, space, "discrete", mode) == expected
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_actions_of_every_space_arrive_as_from_sync_vector_env(space: str) -> None:
+    expected = trajectory(SyncVectorEnv, "box", space, AutoresetMode.SAME_STEP)
+
+    assert trajectory(SerialEnv, "box", space, AutoresetMode.SAME_STEP) == expected
+    make = partial(ParallelEnv, n_workers=2, start_method="fork")
+    assert trajectory(make, "box", space, AutoresetMode.SAME_STEP) == expected
+
+
+@pytest.mark.parametrize("space", ["dict", "graph", "own", "tuple"])
+def test_spawned_workers_take_every_space(space: str) -> None:
+    mode = AutoresetMode.SAME_STEP
+    expected = trajectory(SyncVectorEnv, space, space, mode)
+
+    assert trajectory(partial(ParallelEnv, n_workers=2), space, space, mode) == expected
+
+
+def test_what_was_handed_out_of_any_space_never_changes_later() -> None:
+    for space in SPACES.values():
+        env_fns = [partial(SpaceEnv, space, spaces.Discrete(2))] * 2
+        env = ParallelEnv(env_fns, n_workers=2, start_method="fork", seed=1)
+        kept = [env.reset()[0], *(env.step(np.zeros(2, dtype=np.int64))[0] for _ in range(3))]
+        before = flat(kept)
+        for _ in range(20):
+            env.step(np.zeros(2, dtype=np.int64))
+
+        assert flat(kept) == before
+        env.close()
+
+
+BAD_OBSERVATIONS = [
+    (spaces.Box(-1, 1, (4,), np.float32), np.zeros(1, np.float32), r"shape \(1,\).*\(4,\)"),
+    (spaces.Box(-1, 1, (2,), np.float32), np.zeros((2, 1), np.float32), r"shape \(2, 1\)"),
+    (spaces.Box(-1, 1, (2,), np.float32), np.zeros((), np.float32), r"shape \(\)"),
+    (spaces.Box(0, 255, (2,), np.uint8), np.zeros(2, np.float32), "float32.*uint8"),
+    (spaces.Box(0, 255, (2,), np.uint8), np.array([0, 300]), "int64.*uint8.*300"),
+    (spaces.Box(-9, 9, (2,), np.float32), np.array([1j, 2j]), "complex128"),
+    (spaces.Box(-9, 9, (1,), np.float32), np.array(["a"]), "no number"),
+    (spaces.Box(-9, 9, (2,), np.float32), None, "shape"),
+    (spaces.Discrete(3), 1.5, "float64.*int64"),
+    (spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Discrete(3)}), {"a": 1}, "keys"),
+    (spaces.Tuple((spaces.Discrete(3), spaces.Discrete(3))), (1,), "2 parts"),
+]
+
+
+@pytest.mark.parametrize(("space", "obs", "words"), BAD_OBSERVATIONS)
+def test_an_observation_that_does_not_fit_its_space_is_an_error(
+    space: Any, obs: Any, words: str
+) -> None:
+    env_fns = [partial(GivenEnv, space, obs)] * 2
+    parallel = ParallelEnv(env_fns, seed=7, start_method="fork", n_workers=1)
+    for env in (SerialEnv(env_fns, seed=7), parallel):
+        with pytest.raises(WorkerError, match=rf"env 0 \(seed 7\)[\s\S]*{words}"):
+            env.reset()
+        env.close()
+
+
+def play(env: Any, n_steps: int) -> Any:
+    """The last observations of a while with action 0."""
+    obs, _ = env.reset()
+    for _ in range(n_steps):
+        obs = env.step(np.zeros(env.num_envs, dtype=np.int64))[0]
+    return obs
+
+
+def test_a_safe_cast_is_done_and_said_once() -> None:
+    env_fns = [partial(GivenEnv, spaces.Box(-1, 1, (2,), np.float32), np.array([0.5, 0.25]))] * 4
+    env = ParallelEnv(env_fns, seed=7, start_method="fork", n_workers=2)
+
+    with pytest.warns(UserWarning, match="float64.*float32") as caught:
+        obs = play(env, 3)
+
+    assert obs.dtype == np.float32
+    assert obs.tolist() == [[0.5, 0.25]] * 4
+    assert len(caught) == 1
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("space", "actions", "words"),
+    [
+        (spaces.Discrete(3), np.array([0, 3]), r"action 3 of env 1 is not in Discrete\(3\)"),
+        (spaces.Discrete(3, start=1), np.array([0, 1]), "action 0 of env 0"),
+        (spaces.Discrete(3), np.array([0.0, 1.0]), "whole numbers"),
+        (spaces.Discrete(3), np.array([0, 1, 2]), r"shape \(3,\) given, \(2,\) expected"),
+        (spaces.MultiDiscrete([2, 3]), np.array([[0, 0], [1, 3]]), "of env 1"),
+        (spaces.MultiBinary(2), np.array([[0, 1], [2, 0]]), "of env 1"),
+        (spaces.Box(-1, 1, (2,), np.float32), np.zeros((2, 3)), "shape"),
+        (spaces.Text(4), ["a"], "actions for 1 envs"),
+    ],
+)
+def test_a_bad_action_is_refused_before_anything_is_sent(
+    space: Any, actions: Any, words: str
+) -> None:
+    env_fns = [partial(SpaceEnv, spaces.Discrete(3), space)] * 2
+    for env in (SerialEnv(env_fns, seed=7), ParallelEnv(env_fns, seed=7, start_method="fork")):
+        env.reset()
+        with pytest.raises((ValueError, TypeError), match=words):
+            env.step(actions)
+
+        env.action_space.seed(1)
+        env.step(env.action_space.sample())  # nothing is pending
+        env.close()
+
+
+def test_only_final_infos_are_sent_where_asked_for() -> None:
+    for make in (SerialEnv, partial(ParallelEnv, start_method="fork")):
+        env = make([CountingEnv] * 2, infos="final", seed=1)
+        env.reset()
+        infos = [env.step(np.zeros(2, dtype=np.int64))[4] for _ in range(3)]
+
+        assert infos[:2] == [{}, {}]
+        assert infos[2]["final_info"]["step"].tolist() == [3, 3]
+        env.close()
+
+
+WRAPPERS = [
+    gym.wrappers.vector.RecordEpisodeStatistics,
+    gym.wrappers.vector.NormalizeObservation,
+    gym.wrappers.vector.NormalizeReward,
+    gym.wrappers.vector.DictInfoToList,
+    gym.wrappers.vector.FlattenObservation,
+    partial(gym.wrappers.vector.ClipReward, min_reward=-0.5, max_reward=0.5),
+    partial(gym.wrappers.vector.RescaleObservation, min_obs=-1.0, max_obs=1.0),
+    partial(gym.wrappers.vector.DtypeObservation, dtype=np.float64),
+]
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_vector_wrappers_do_what_they_do_on_async_vector_env(
+    wrapper: Any, mode: AutoresetMode
+) -> None:
+    def play(make: Make) -> list[Any] | str:
+        env = make([EnvFactory("MountainCar-v0", kwargs={"max_episode_steps": 10})] * 2)
+        try:
+            wrapped = wrapper(env)
+            told = flat(list(wrapped.reset(seed=3)))
+            for _ in range(25):
+                obs, reward, terminated, truncated, infos = wrapped.step(np.array([0, 2]))
+                if isinstance(infos, dict):
+                    infos.pop("episode", None)  # holds the time that went by
+                told += flat([obs, reward, terminated, truncated, infos])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".replace("ParallelEnv", "AsyncVectorEnv")
+        finally:
+            env.close()
+        return told
+
+    expected = play(partial(AsyncVectorEnv, context="fork", autoreset_mode=mode))
+
+    assert play(partial(ParallelEnv, start_method="fork", autoreset_mode=mode)) == expected
