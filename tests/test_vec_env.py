@@ -24,6 +24,7 @@ from tiny_envs import (
     CountingEnv,
     FaultyEnv,
     NoisyEnv,
+    RegularEnv,
     SlowEnv,
     UncloseableEnv,
     WorkerModules,
@@ -61,9 +62,12 @@ def trajectory(env: Any, n_steps: int = 60, seed: int = 5) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.parametrize("kind", [NoisyEnv, RegularEnv])
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
-def test_everything_handed_out_equals_gymnasiums_sync_vector_env(mode: AutoresetMode) -> None:
-    env_fns = [NoisyEnv] * 5
+def test_everything_handed_out_equals_gymnasiums_sync_vector_env(
+    mode: AutoresetMode, kind: Any
+) -> None:
+    env_fns = [kind] * 5
     expected = trajectory(SyncVectorEnv(env_fns, autoreset_mode=mode))
 
     assert trajectory(SerialEnv(env_fns, autoreset_mode=mode)) == expected

@@ -194,6 +194,27 @@ class SpaceEnv(gym.Env[Any, Any]):
         return self.observation_space.sample(), draw, terminated, truncated, info
 
 
+class RegularEnv(NoisyEnv):
+    """The same keys in every info, of every kind that Gymnasium batches; a type may change."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, _ = super().step(action)
+        draw = self.np_random.random()
+        info = {
+            "float": draw,
+            "int": int(10 * draw),
+            "flag": draw > 0.5,
+            "single": np.float32(draw),
+            "array": np.array([draw, reward], dtype=np.float32),
+            "mixed": int(10 * draw) if draw > 0.7 else draw,
+        }
+        if draw > 0.8:
+            info["word"] = "rare"
+        if draw > 0.4:
+            del info["mixed"]
+        return obs, reward, terminated, truncated, info
+
+
 class Colour(spaces.Space[Any]):
     """A space of a user's own."""
 
