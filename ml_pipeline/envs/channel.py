@@ -81,7 +81,8 @@ class Channel:
     ) -> None:
         hints = self._hints
         if hints is not None and _HAS_BARRIER and kind == self._plain_out and not payload:
-            self._barrier()
+            if not _IS_X86:
+                yield_core()
             hints[self._said] = 2 * number
             self._barrier()
             if not hints[self._they_sleep] or not self._must_wake(number):
@@ -104,7 +105,7 @@ class Channel:
         yield_core()
 
     def _must_wake(self, number: int) -> bool:
-        """A parent that waits for all workers is woken by the last of them."""
+        """A parent waits for the plain answers of all workers, so the last of them wakes it."""
         return self._is_parent or min(self._all_hints[:, _WORKER_SAID].tolist()) >= 2 * number
 
     def _send_rest(self, rest: memoryview, seconds: float | None) -> None:
@@ -122,7 +123,8 @@ class Channel:
         """
         said = self._hints[self._theirs] if self._hints is not None else 0
         if said > 2 * self._heard + 1 and not said & 1:
-            self._barrier()
+            if not _IS_X86:
+                yield_core()
             self._heard = said // 2
             return self._plain_in, self._heard, b""
         kind, number, length = _HEADER.unpack(self._read(_HEADER.size, seconds))
@@ -141,12 +143,13 @@ class Channel:
     def next(self, spin: Spin) -> Message:
         """The next message, however long it takes."""
         while True:
-            if not spin.until(self.has_hint):
+            can_receive = spin.until(self.has_hint)
+            if not can_receive:
                 self.sleep(True)
-                if not self.has_hint():
-                    ready([self.sock], None if self._hints is None else _DOZE_SECONDS)
+                longest = None if self._hints is None else _DOZE_SECONDS
+                can_receive = self.has_hint() or bool(ready([self.sock], longest))
                 self.sleep(False)
-            if self.has_hint() or ready([self.sock], 0.0):
+            if can_receive:
                 message = self.receive()
                 if message is not None:
                     return message

@@ -442,7 +442,9 @@ class _SliceServer:
                 # Building and binding are the server's, all else the slice's.
                 owner = self if method in ("build", "bind") else self._slice
                 result = getattr(owner, method)(*arguments)
-            return (DONE, b"") if result is None else (RESULT, _pickled(result))
+            # Only a step is asked of all workers at once, which a plain answer needs: see Channel.
+            is_plain = kind == STEP and result is None
+            return (DONE, b"") if is_plain else (RESULT, _pickled(result))
         except BaseException as error:
             return FAULT, _pack_fault(error)
 

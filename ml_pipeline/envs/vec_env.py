@@ -189,8 +189,8 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step_async(self, actions: Any) -> None:
         """Let the envs start on ``actions``; they are checked before anything is sent."""
-        self._check_idle("step_async")
-        if self._cut_short:
+        if self._pending is not None or self._cut_short or self.closed:
+            self._check_idle("step_async")
             raise WorkerError(
                 "the last step was interrupted and what it brought is lost; reset all envs first"
             )
