@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from ml_pipeline.envs.channel import Channel, Spin
+from ml_pipeline.envs.channel import LONG_SPIN, NO_SPIN, Channel, Spin
 
 PLAIN = (b"s", b"d")
 
@@ -45,7 +45,7 @@ def test_a_plain_message_to_one_who_is_awake_is_only_a_word() -> None:
     parent.send(b"s", 1)
 
     assert worker.has_hint()
-    assert worker.next(Spin(allowed=True)) == (b"s", 1, b"")
+    assert worker.next(Spin(LONG_SPIN)) == (b"s", 1, b"")
     assert not worker.has_hint()
     worker.send(b"d", 1)
     assert parent.receive() == (b"d", 1, b"")
@@ -54,14 +54,14 @@ def test_a_plain_message_to_one_who_is_awake_is_only_a_word() -> None:
 def test_one_who_sleeps_is_woken_by_a_message_and_hears_it_once() -> None:
     parent, worker = two_ends(hints=True)
     heard: list[object] = []
-    listener = threading.Thread(target=lambda: heard.append(worker.next(Spin(allowed=False))))
+    listener = threading.Thread(target=lambda: heard.append(worker.next(Spin(NO_SPIN))))
     listener.start()
     parent.send(b"s", 1)
     listener.join(5)
 
     assert heard == [(b"s", 1, b"")]
     parent.send(b"c", 2, b"more")
-    assert worker.next(Spin(allowed=True)) == (b"c", 2, b"more"), "no echo of the first"
+    assert worker.next(Spin(LONG_SPIN)) == (b"c", 2, b"more"), "no echo of the first"
 
 
 def test_what_does_not_come_or_go_in_time_is_a_timeout() -> None:
@@ -88,7 +88,7 @@ def test_a_spin_is_bounded_and_gives_up_after_waits_in_vain() -> None:
         asked[0] += 1
         return False
 
-    spin = Spin(allowed=True)
+    spin = Spin(LONG_SPIN)
     counts = []
     for _ in range(8):
         asked[0] = 0
@@ -99,5 +99,5 @@ def test_a_spin_is_bounded_and_gives_up_after_waits_in_vain() -> None:
     assert counts[4:] == [1] * 4
     assert spin.until(lambda: True)
     asked[0] = 0
-    Spin(allowed=False).until(never)
+    Spin(NO_SPIN).until(never)
     assert asked[0] <= 2

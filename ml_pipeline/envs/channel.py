@@ -26,7 +26,6 @@ Message = tuple[bytes, int, bytes]  # kind, sequence number, payload; a reply ha
 
 _HEADER = struct.Struct("<cqq")  # kind, sequence number, length of the payload
 _DOZE_SECONDS = 0.05  # a sleeping process looks at the words this often, whatever happens
-_SPIN_SECONDS = 1e-3  # ten times what a wake-up takes, and shorter than anyone minds
 _SPINS_IN_VAIN, _TRY_EVERY = 4, 32  # see Spin
 
 # Words in a worker's line of ``EnvArrays.hints``. A side has said 2 n once its plain message
@@ -189,6 +188,9 @@ def ready(
     return [sock for sock in socks if sock.fileno() in found]
 
 
+NO_SPIN, SHORT_SPIN, LONG_SPIN = 0.0, 1e-4, 1e-3  # seconds; a wake-up takes about SHORT_SPIN
+
+
 class Spin:
     """Waits for a hint by yielding the core, for a bounded time.
 
@@ -196,9 +198,9 @@ class Spin:
     after a few waits in vain, but for a try now and then; one that succeeds sets it going again.
     """
 
-    def __init__(self, *, allowed: bool) -> None:
-        """Not ``allowed`` where more processes could spin than there are cores."""
-        self._longest = _SPIN_SECONDS if allowed else 0.0
+    def __init__(self, seconds: float) -> None:
+        """0 where more processes could spin than there are cores."""
+        self._longest = seconds
         self._in_vain = 0  # waits one after the other
 
     def until(self, came: Callable[[], bool]) -> bool:

@@ -27,7 +27,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from ml_pipeline.envs.channel import BUSY, Channel, Spin
+from ml_pipeline.envs.channel import BUSY, NO_SPIN, Channel, Spin
 from ml_pipeline.envs.shared_arrays import (
     EnvArrays,
     Layout,
@@ -410,7 +410,7 @@ class _SliceServer:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._slice: EnvSlice
-        self._spin = Spin(allowed=False)
+        self._spin = Spin(NO_SPIN)
         self._busy = 0  # nanoseconds
         self._line = memoryview(bytearray(8 * (BUSY + 1))).cast("q")  # of the hints, once bound
 
@@ -459,14 +459,14 @@ class _SliceServer:
             self._slice = EnvSlice(options)
         return self._slice.build(cloudpickle.loads(payload), rows, seeds)
 
-    def bind(self, layout: Layout, worker: int, block: str | None, may_spin: bool) -> None:
+    def bind(self, layout: Layout, worker: int, block: str | None, spin_seconds: float) -> None:
         memory = SharedBlock.receive(self._channel.sock, block, layout.n_bytes())
         arrays = layout.arrays_in(memory)
         memory.close()
         self._slice.bind(arrays)
         self._line = memoryview(arrays.hints[worker])
         self._channel.use_hints(arrays.hints, worker)
-        self._spin = Spin(allowed=may_spin)
+        self._spin = Spin(spin_seconds)
 
 
 def _pickled(result: Any) -> bytes:

@@ -23,7 +23,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from ml_pipeline.envs.channel import BUSY, Spin
+from ml_pipeline.envs.channel import BUSY, LONG_SPIN, NO_SPIN, SHORT_SPIN, Spin
 from ml_pipeline.envs.cores import available_cores
 from ml_pipeline.envs.env_worker import (
     STEP,
@@ -521,9 +521,11 @@ class ParallelEnv(_SliceVectorEnv):
         if self.on_worker_death == "restart":
             self._last_obs = layout.arrays().obs
             copy_rows(arrays.obs, self._last_obs, range(self.num_envs))
-        # With more processes than cores a spinning one would keep a working one waiting.
-        self._pool.spin = Spin(allowed=len(self._workers) <= available_cores())
-        self._may_spin = len(self._workers) <= available_cores()
+        # Never more spinners than cores: somebody always works. Where the workers fill all cores
+        # the parent takes one from them as it spins, so it must not do so for long.
+        n_spare = available_cores() - len(self._workers)
+        self._worker_spin = LONG_SPIN if n_spare >= 0 else NO_SPIN
+        self._pool.spin = Spin(LONG_SPIN if n_spare > 0 else min(SHORT_SPIN, self._worker_spin))
         self._bind(self._workers)
         if self._main is not None:
             self._main.bind(arrays)
@@ -533,9 +535,8 @@ class ParallelEnv(_SliceVectorEnv):
         if block is None:
             raise RuntimeError("bound before laid out")
         lines = [self._workers.index(worker) for worker in workers]
-        self._pool.request(
-            workers, "bind", [(self._layout, i, block.name, self._may_spin) for i in lines], block
-        )
+        arguments = [(self._layout, line, block.name, self._worker_spin) for line in lines]
+        self._pool.request(workers, "bind", arguments, block)
         for worker, line in zip(workers, lines, strict=True):
             worker.channel.use_hints(self._arrays.hints, line)  # where it will answer
         self._pool.results(workers)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from ml_pipeline.envs.channel import Channel, Message, Spin, ready
+from ml_pipeline.envs.channel import NO_SPIN, Channel, Message, Spin, ready
 from ml_pipeline.envs.env_worker import (
     CALL,
     CLOSE,
@@ -171,7 +171,7 @@ class WorkerPool:
         self.start_method = start_method
         self.answer_seconds = answer_seconds
         self.workers: list[Worker] = []
-        self.spin = Spin(allowed=False)
+        self.spin = Spin(NO_SPIN)
         self._number = 0  # of the last request; all who are asked together get the same
         self._finalizer = weakref.finalize(self, _end_own, os.getpid(), self.workers)
 
