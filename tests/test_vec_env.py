@@ -17,7 +17,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from gymnasium.error import (
+    AlreadyPendingCallError,
+    ClosedEnvironmentError,
+    NoAsyncCallError,
+)
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tiny_envs import (
     BulkyEnv,
@@ -103,6 +107,83 @@ def test_env_i_is_seeded_with_seed_plus_i_whatever_worker_it_lives_in() -> None:
         again, _ = env.reset()
         assert again.tolist() != expected, "a reset without a seed must not replay"
         env.close()
+
+
+def test_the_seed_of_the_constructor_waits_for_the_first_reset_of_each_env() -> None:
+    expected = SerialEnv([NoisyEnv] * 2, seed=7).reset()[0]["vector"].tolist()
+    for make in (SerialEnv, partial(ParallelEnv, start_method="fork")):
+        env = make([NoisyEnv] * 2, seed=np.int64(7))
+        with pytest.raises(TypeError, match="reset_mask"):
+            env.reset(options={"reset_mask": [True, False]})
+        first, _ = env.reset(options={"reset_mask": np.array([True, False])})
+        second, _ = env.reset()
+
+        assert first["vector"][0].tolist() == expected[0]
+        assert second["vector"][1].tolist() == expected[1]
+        assert second["vector"][0].tolist() != expected[0]
+        env.close()
+
+
+def test_envs_may_reuse_their_infos_and_change_the_options() -> None:
+    shared: dict[str, Any] = {}
+
+    class ReusingEnv(CountingEnv):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            obs, _ = super().reset(seed=seed)
+            shared["level"] = options.pop("level") if options else -1
+            return obs, shared
+
+        def step(self, action: Any) -> Any:
+            obs, reward, terminated, truncated, _ = super().step(action)
+            shared["level"] = self._step
+            return obs, reward, terminated, truncated, shared
+
+    parallel = [
+        ParallelEnv([ReusingEnv] * 2, n_workers=n_workers, start_method="fork")
+        for n_workers in (1, 2)
+    ]
+    for env in (SerialEnv([ReusingEnv] * 2), *parallel):
+        _, infos = env.reset(seed=1, options={"level": 5})
+        assert infos["level"].tolist() == [5, 5]
+        for step in (1, 2):
+            infos = env.step(np.zeros(2, dtype=np.int64))[4]
+            assert infos["level"].tolist() == [step, step]
+        infos = env.step(np.zeros(2, dtype=np.int64))[4]
+        assert infos["final_info"]["level"].tolist() == [3, 3]
+        assert infos["level"].tolist() == [-1, -1]
+        env.close()
+
+
+def test_actions_of_a_class_of_the_main_script_arrive_as_that_class() -> None:
+    class Move:
+        pass
+
+    class MoveSpace(gym.spaces.Space[Any]):
+        def sample(self, mask: Any = None, probability: Any = None) -> Any:
+            return Move()
+
+        def contains(self, x: Any) -> bool:
+            return isinstance(x, Move)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, MoveSpace)
+
+    class MovingEnv(CountingEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.action_space = MoveSpace()
+
+        def step(self, action: Any) -> Any:
+            obs, _, *rest = super().step(action)
+            return obs, float(isinstance(action, Move)), *rest
+
+    env = ParallelEnv([MovingEnv] * 2, n_workers=2, seed=1)
+    env.reset()
+
+    assert env.step((Move(), Move()))[1].tolist() == [1.0, 1.0]
+    env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        env.worker_loads()
 
 
 def test_final_obs_is_right_although_the_env_reuses_its_buffer() -> None:

@@ -10,11 +10,13 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,18 +25,27 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import wait_until_gone
+from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 from tiny_envs import (
+    BigInfoEnv,
+    BulkyEnv,
+    CodedError,
     CountingEnv,
     FaultyEnv,
     NoisyEnv,
     PrintingEnv,
+    RaisingEnv,
     SlowEnv,
+    SpaceEnv,
+    UnpicklableEnv,
     faulty_factory,
+    make_broken,
 )
 
 from ml_pipeline.envs.vec_env import (
+    AnswerPendingError,
     ParallelEnv,
     SerialEnv,
     WorkerError,
@@ -354,6 +365,8 @@ def held(tmp_path: Path, fault: str, start_method: str) -> tuple[subprocess.Pope
     [
         *((start, fault) for start in ("spawn", "fork") for fault in ("nothing", "hang")),
         ("forkserver", "hang"),
+        pytest.param("forkserver", "hang in C", marks=linux_only),
+        pytest.param("forkserver", "stop", marks=linux_only),
         pytest.param("spawn", "hang in C", marks=linux_only),
         pytest.param("fork", "hang in C", marks=linux_only),
         pytest.param("spawn", "stop", marks=linux_only),
@@ -651,6 +664,241 @@ def test_workers_started_by_a_thread_outlive_it() -> None:
     made[0].reset()
     assert made[0].step(zeros(made[0]))[0][:, 0].tolist() == [1.0, 1.0]
     made.pop().close()
+
+
+def test_every_type_that_an_env_raises_can_be_caught_and_pickled() -> None:
+    for kind, arguments in [
+        (FileNotFoundError, (2, "no such ROM")),
+        (ConnectionError, ("simulator gone",)),
+        (TimeoutError, ("too late",)),
+        (UnicodeDecodeError, ("utf-8", b"x", 0, 1, "bad")),
+        (AssertionError, ("no",)),
+        (StopIteration, ("end",)),
+        (CodedError, (7,)),
+    ]:
+        env = ParallelEnv([partial(RaisingEnv, kind, arguments)], start_method="fork", seed=1)
+        env.reset()
+        with pytest.raises(kind, match=r"env 0 \(seed 1\) raised") as caught:
+            env.step(zeros(env))
+
+        assert isinstance(caught.value, WorkerError)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert isinstance(again, WorkerError)
+        assert str(again) == str(caught.value)
+        if kind is CodedError:
+            assert caught.value.code == 7
+        env.close()
+
+
+def test_what_cannot_be_unpickled_is_told_by_its_env() -> None:
+    env = ParallelEnv([UnpicklableEnv] * 2, start_method="fork", n_workers=2, seed=1)
+    env.reset()
+
+    with pytest.raises(WorkerError, match=r"what env 0 gave cannot be unpickled here: .*one way"):
+        env.call("gift")
+    assert env.step(zeros(env))[0][:, 0].tolist() == [1.0, 1.0]
+    env.close()
+
+
+def test_asking_again_and_again_does_not_put_off_the_deadline() -> None:
+    env = four_envs("hang", start_method="fork", n_workers=2, step_timeout=1.0)
+    env.reset()
+    env.step(zeros(env))
+    env.step_async(zeros(env))
+
+    with answers_within(4), pytest.raises(WorkerTimeoutError, match=r"within 1.0 s and was ended"):
+        ask_until_told(env)
+    env.close()
+
+
+def ask_until_told(env: ParallelEnv) -> None:
+    while True:
+        with contextlib.suppress(AnswerPendingError):
+            env.step_wait(timeout=0.2)
+
+
+def test_patience_loses_nothing_although_a_worker_is_dead() -> None:
+    env_fns = [partial(SlowEnv, 0.6), partial(FaultyEnv, "kill", 8)]
+    env = ParallelEnv(env_fns, seed=7, n_workers=2, start_method="fork", on_worker_death="restart")
+    env.reset()
+    env.step(zeros(env))
+    env.step_async(zeros(env))
+    with pytest.raises(TimeoutError, match="no answer of env 0"):
+        env.step_wait(timeout=0.2)
+
+    with pytest.warns(RuntimeWarning, match="restart 1"):
+        obs, _, _, truncated, _ = env.step_wait()
+    assert obs[:, 0].tolist() == [2.0, 0.0]
+    assert truncated.tolist() == [False, True]
+    env.close()
+
+
+def test_a_restart_that_fails_once_is_tried_again_by_the_next_step() -> None:
+    env = ParallelEnv(
+        [CountingEnv] * 2, start_method="fork", n_workers=2, seed=1, on_worker_death="restart"
+    )
+    env.reset()
+    os.kill(env.worker_pids[1], signal.SIGKILL)
+    env.env_fns[1] = make_broken
+    with pytest.warns(RuntimeWarning), pytest.raises(OSError, match="not installed"):
+        env.step(zeros(env))
+
+    env.env_fns[1] = CountingEnv
+    with pytest.warns(RuntimeWarning, match="restart 2"):
+        obs, _, _, truncated, infos = env.step(zeros(env))
+    assert truncated.tolist() == [False, True]
+    assert infos["worker_restarted"].tolist() == [False, True]
+    assert obs[:, 0].tolist() == [2.0, 0.0]
+    env.close()
+
+
+def test_a_death_before_the_first_reset_is_restarted_by_it() -> None:
+    env = ParallelEnv([NoisyEnv], start_method="fork", seed=3, on_worker_death="restart")
+    os.kill(env.worker_pids[0], signal.SIGKILL)
+    with pytest.warns(RuntimeWarning, match="restart 1"):
+        obs, _ = env.reset()
+
+    assert obs["vector"].tolist() == SerialEnv([NoisyEnv], seed=3).reset()[0]["vector"].tolist()
+    env.close()
+
+
+def test_an_unseeded_reset_that_restarts_a_worker_repeats_with_the_run() -> None:
+    def after_restart() -> list[float]:
+        env = ParallelEnv([NoisyEnv], start_method="fork", seed=5, on_worker_death="restart")
+        env.reset()
+        os.kill(env.worker_pids[0], signal.SIGKILL)
+        with pytest.warns(RuntimeWarning, match="restart"):
+            obs, _ = env.reset()
+        env.close()
+        return list(obs["vector"].ravel())
+
+    assert after_restart() == after_restart()
+
+
+def test_a_stop_of_the_program_is_not_blamed_on_an_env() -> None:
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        for env in (
+            SerialEnv([partial(SlowEnv, 1.0)], seed=1),
+            ParallelEnv(
+                [partial(SlowEnv, 1.0)] * 2,
+                seed=1,
+                n_workers=2,
+                start_method="fork",
+                main_slice=True,
+            ),
+        ):
+            env.reset()
+            timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+            timer.start()
+            with pytest.raises(SystemExit):
+                env.step(zeros(env))
+            env.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_close_never_raises_whatever_the_envs_do(recwarn: pytest.WarningsRecorder) -> None:
+    for fault in ("raise", "sys.exit"):
+        for options in ({}, {"main_slice": True}):
+            env = four_envs(fault, "close", start_method="fork", n_workers=2, **options)
+            env.reset()
+            env.close()
+        serial = SerialEnv([partial(FaultyEnv, fault, 7, "close")] * 2, seed=7)
+        serial.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            serial.close()
+        assert serial.closed
+
+
+def test_a_stuck_worker_does_not_keep_others_from_closing_their_envs(tmp_path: Path) -> None:
+    env_fns = [partial(FaultyEnv, "hang", 7, "step"), partial(BulkyEnv, tmp_path / "closed")]
+    env = ParallelEnv(env_fns, seed=7, n_workers=2, start_method="fork")
+    env.reset()
+    for _ in range(2):
+        env.step_async(zeros(env))
+        with contextlib.suppress(AnswerPendingError):
+            env.step_wait(timeout=0.5)
+
+    env.close()
+
+    assert (tmp_path / "closed").exists()
+
+
+def test_close_in_a_forked_copy_leaves_the_workers_alone() -> None:
+    env = ParallelEnv([CountingEnv] * 2, n_workers=2, start_method="fork", seed=1)
+    env.reset()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            env.close()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert env.step(zeros(env))[0][:, 0].tolist() == [1.0, 1.0]
+    env.close()
+
+
+@pytest.mark.parametrize(
+    "kind", [SerialEnv, partial(ParallelEnv, start_method="fork", n_workers=1)]
+)
+def test_envs_that_were_made_before_one_failed_are_closed(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="not installed"):
+        kind([partial(BulkyEnv, tmp_path / "closed"), make_broken])
+
+    if kind is SerialEnv:
+        assert (tmp_path / "closed").exists()
+
+
+@pytest.mark.parametrize("side", [64, 133, 134, 180])
+def test_spaces_of_any_size_reach_the_workers(side: int) -> None:
+    space = spaces.Box(0, 255, (side, side, 3), np.uint8)
+    env_fns = [partial(SpaceEnv, space, spaces.Discrete(2))] * 4
+    env = ParallelEnv(env_fns, n_workers=4, start_method="fork", seed=1)
+
+    assert env.reset()[0].shape == (4, side, side, 3)
+    env.close()
+
+
+def test_interrupts_at_any_instant_leave_an_env_that_resets_or_says_why() -> None:
+    env = ParallelEnv([BigInfoEnv] * 4, n_workers=2, start_method="fork", seed=1)
+    env.reset()
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        signal.setitimer(signal.ITIMER_REAL, float(random.uniform(1e-4, 4e-3)))
+        with contextlib.suppress(InterruptedByAlarm):
+            while True:
+                env.step(zeros(env))
+        try:
+            env.reset()
+            assert env.step(zeros(env))[0][:, 0].tolist() == [1.0] * 4
+        except WorkerError:
+            env.close()  # a worker was lost in the middle of a message
+            env = ParallelEnv([BigInfoEnv] * 4, n_workers=2, start_method="fork", seed=1)
+            env.reset()
+    env.close()
+
+
+class InterruptedByAlarm(BaseException):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def alarm_interrupts() -> Iterator[None]:
+    def interrupt(number: int, frame: Any) -> None:
+        raise InterruptedByAlarm
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def resident_kb() -> int:

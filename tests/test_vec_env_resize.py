@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
@@ -87,6 +89,45 @@ def test_an_env_that_cannot_be_made_leaves_everything_as_it_was() -> None:
     assert env.step(zeros(env))[0][:, 0].tolist() == [2.0, 2.0]
     with pytest.raises(ValueError, match="at least 1"):
         env.resize(0)
+    env.close()
+
+
+@pytest.mark.parametrize("n_envs", [1, 6])
+@pytest.mark.parametrize("main_slice", [False, True])
+def test_with_a_lost_worker_nothing_changes(n_envs: int, main_slice: bool) -> None:
+    env = ParallelEnv(
+        [CountingEnv] * 4,
+        seed=1,
+        start_method="fork",
+        n_workers=2,
+        main_slice=main_slice,
+        on_worker_death="restart",
+    )
+    env.reset()
+    env.step(zeros(env))
+    os.kill(env.worker_pids[-1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        env.resize(n_envs)
+
+    assert env.num_envs == 4
+    with pytest.warns(RuntimeWarning, match="restart 1"):
+        obs, _, _, truncated, _ = env.step(zeros(env))
+    assert truncated.tolist() == [False, False, True, True]
+    assert obs[:, 0].tolist() == [2.0, 2.0, 0.0, 0.0]
+    assert env.resize(n_envs)[0].shape == (n_envs, 2)
+    env.close()
+
+
+def test_a_new_worker_that_dies_as_it_builds_leaves_everything_as_it_was() -> None:
+    env = ParallelEnv([CountingEnv] * 2, seed=1, start_method="fork", n_workers=3)
+    env.reset()
+    env.step(zeros(env))
+    env.env_fns = [partial(faulty_factory, "exit", True), CountingEnv]
+    with pytest.raises(WorkerError, match="env 2 ended with exit code 7"):
+        env.resize(3)
+
+    assert env.num_envs == 2
+    assert env.step(zeros(env))[0][:, 0].tolist() == [2.0, 2.0]
     env.close()
 
 

@@ -119,6 +119,8 @@ BAD_OBSERVATIONS = [
     (spaces.Box(-9, 9, (1,), np.float32), np.array(["a"]), "no number"),
     (spaces.Box(-9, 9, (2,), np.float32), None, "shape"),
     (spaces.Discrete(3), 1.5, "float64.*int64"),
+    (spaces.Box(-1e9, 1e9, (1,), np.float32), np.array([2**24 + 1]), "cannot hold"),
+    (spaces.Box(-1, 1, (1,), np.float32), np.array([1e300]), "cannot hold"),
     (spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Discrete(3)}), {"a": 1}, "keys"),
     (spaces.Tuple((spaces.Discrete(3), spaces.Discrete(3))), (1,), "2 parts"),
 ]
@@ -167,6 +169,7 @@ def test_a_safe_cast_is_done_and_said_once() -> None:
         (spaces.MultiDiscrete([2, 3]), np.array([[0, 0], [1, 3]]), "of env 1"),
         (spaces.MultiBinary(2), np.array([[0, 1], [2, 0]]), "of env 1"),
         (spaces.Box(-1, 1, (2,), np.float32), np.zeros((2, 3)), "shape"),
+        (spaces.Box(-9, 9, (1,), np.int8), np.array([[300], [0]]), "int8, which cannot hold"),
         (spaces.Text(4), ["a"], "actions for 1 envs"),
     ],
 )

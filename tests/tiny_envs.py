@@ -257,6 +257,54 @@ class OddError(Exception):
         super().__init__(f"{first}{second}")
 
 
+class CodedError(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+    def __reduce__(self) -> Any:
+        return CodedError, (self.code,)
+
+
+class RaisingEnv(CountingEnv):
+    """Raises any kind of exception in its first step."""
+
+    def __init__(self, kind: Any, arguments: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.arguments = arguments
+
+    def step(self, action: Any) -> Any:
+        raise self.kind(*self.arguments)
+
+
+class OneWay:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (_refuse, ())
+
+
+def _refuse() -> None:
+    raise ValueError("one way only")
+
+
+class UnpicklableEnv(CountingEnv):
+    def gift(self) -> OneWay:
+        return OneWay()
+
+
+class BigInfoEnv(CountingEnv):
+    """Infos of half a megabyte in every step."""
+
+    def __init__(self) -> None:
+        super().__init__(length=10**9)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {"bulk": bytes(500_000)}
+
+
 class NanEnv(CountingEnv):
     """Its 20th reward is no number."""
 

@@ -133,6 +133,15 @@ class Channel:
         self._heard = number
         return kind, number, payload
 
+    def discard(self) -> bool:
+        """Drop what has come, unread; False if nothing more will."""
+        try:
+            return bool(self.sock.recv(2**16))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def sleep(self, is_asleep: bool) -> None:
         """Say whether this side must be woken by a message; look for a hint after saying so."""
         if self._hints is not None:

@@ -7,6 +7,7 @@ half a gigabyte.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
@@ -19,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from multiprocessing import connection, parent_process
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -94,21 +96,12 @@ StepInfo = tuple[int, "dict[str, Any] | None", "dict[str, Any]"]
 Outcome = tuple[list[StepInfo], list[list[Any]], list[list[Any]], list[str]]
 
 
-class Fault(NamedTuple):
-    """A ``WorkerError`` on its way between processes."""
-
-    message: str
-    cause: bytes  # the original exception, pickled; empty where it cannot be
-
-    def error(self) -> WorkerError:
-        return blamed(self.message, pickle.loads(self.cause) if self.cause else None)
-
-
 class EnvSlice:
     """Some envs of a vector env; reads and writes their rows of its arrays."""
 
-    def __init__(self, options: SliceOptions) -> None:
+    def __init__(self, options: SliceOptions, *, in_worker: bool = False) -> None:
         self.options = options
+        self._in_worker = in_worker
         self._same_step = options.autoreset_mode is AutoresetMode.SAME_STEP
         self._all_infos = options.infos == "all"
         self._check_finite = options.check_finite
@@ -131,6 +124,7 @@ class EnvSlice:
         self, env_fns: Sequence[EnvFn], rows: Sequence[int], seeds: Sequence[int | None]
     ) -> list[Description]:
         """Add envs; ``bind`` must be called before the next step."""
+        descriptions = []
         for env_fn, row, seed in zip(env_fns, rows, seeds, strict=True):
             self.rows.append(row)
             self.seeds.append(seed)
@@ -140,14 +134,11 @@ class EnvSlice:
                 if not isinstance(env, gym.Env):
                     raise TypeError(f"the factory made {type(env).__name__}, no gymnasium.Env")
                 self.envs.append(env)
+                spaces = env.observation_space, env.action_space
+                descriptions.append(Description(*spaces, env.metadata, env.render_mode, env.spec))
             except BaseException as error:
                 self._raise_named(len(self.rows) - 1, error)
-        return [
-            Description(
-                env.observation_space, env.action_space, env.metadata, env.render_mode, env.spec
-            )
-            for env in self.envs[len(self.envs) - len(env_fns) :]
-        ]
+        return descriptions
 
     def drop(self, n_envs: int) -> None:
         """Close the envs from row ``n_envs`` on."""
@@ -187,7 +178,7 @@ class EnvSlice:
             for offset, seed in enumerate(seeds):
                 if mask[offset]:
                     self.seeds[offset] = self.seeds[offset] if seed is None else seed
-                    self._reset_env(offset, infos, seed=seed, options=options)
+                    self._reset_env(offset, infos, seed=seed, options=deepcopy(options))
         except BaseException as error:
             self._raise_named(offset, error)
         return self._outcome(infos)
@@ -213,7 +204,7 @@ class EnvSlice:
                 if terminated is False and truncated is False:
                     terminated_of[row] = truncated_of[row] = False
                     if info and self._all_infos:
-                        infos.append((row, None, info))
+                        infos.append((row, None, dict(info)))
                 else:
                     obs = self._note_flags(offset, terminated, truncated, obs, info, infos)
                 write_value(obs_rows[offset], obs, self._casts)
@@ -244,16 +235,17 @@ class EnvSlice:
         self._truncated[row] = _flag(truncated, "truncated")
         if not (self._terminated[row] or self._truncated[row]):
             if info and self._all_infos:
-                infos.append((row, None, info))
+                infos.append((row, None, dict(info)))
         elif self._same_step:
-            # Written before the reset: an env may reuse the buffer of its observation.
+            # Kept before the reset: an env may reuse the buffers of observation and info.
             write_value(self._final_obs_rows[offset], obs, self._casts)
-            obs, next_info = self.envs[offset].reset()
-            infos.append((row, info, next_info))
+            final_info = deepcopy(info) if info else {}
+            obs, info = self.envs[offset].reset()
+            infos.append((row, final_info, dict(info)))
         else:
             self._ended[offset] = True
             if info:
-                infos.append((row, None, info))
+                infos.append((row, None, dict(info)))
         return obs
 
     def _begin_episode(self, offset: int, infos: list[StepInfo]) -> None:
@@ -275,7 +267,7 @@ class EnvSlice:
         if self._check_finite:
             self._require_finite(offset)
         if info:
-            infos.append((row, None, info))
+            infos.append((row, None, dict(info)))
 
     def _require_finite(self, offset: int) -> None:
         row = self.rows[offset]
@@ -300,6 +292,9 @@ class EnvSlice:
             objects = take_objects(arrays.obs, rows), take_objects(arrays.final_obs, rows)
             return infos, *objects, casts
         return (infos, [], [], casts) if infos or casts else None
+
+    def ping(self) -> None:
+        """Answer."""
 
     def end_episodes(self) -> None:
         """Take every episode as ended; the next step begins a new one."""
@@ -331,12 +326,13 @@ class EnvSlice:
     def _close_env(self, offset: int) -> None:
         try:
             self.envs[offset].close()
-        except Exception as error:
-            warnings.warn(str(self._blame(offset, error)), RuntimeWarning, stacklevel=3)
+        except (Exception, SystemExit) as error:
+            with contextlib.suppress(RuntimeWarning):  # python -W error must not stop a close
+                warnings.warn(str(self._blame(offset, error)), RuntimeWarning, stacklevel=3)
 
     def _raise_named(self, offset: int, error: BaseException) -> NoReturn:
-        """Raise the error that names the env; Ctrl-C in the main process is nobody's fault."""
-        if isinstance(error, KeyboardInterrupt) and parent_process() is None:
+        """Raise the error that names the env; outside workers a stop of the program goes on."""
+        if not (self._in_worker or isinstance(error, Exception)):
             raise error
         raise self._blame(offset, error) from error
 
@@ -348,18 +344,22 @@ class EnvSlice:
 
 def blamed(message: str, cause: BaseException | None) -> WorkerError:
     """A ``WorkerError`` that is caught as the type of its cause, too, where Python allows it."""
-    kind: type[WorkerError] = WorkerError
+    error = WorkerError(message)
     if isinstance(cause, Exception):
-        try:
-            kind = type("WorkerError", (WorkerError, type(cause)), {"__module__": __name__})
-            error = kind.__new__(kind, message)
-        except TypeError:  # two layouts that do not fit together
-            error = WorkerError(message)
-    else:
-        error = WorkerError(message)
+        members = {"__module__": __name__, "__reduce__": _reduce_blamed}
+        with contextlib.suppress(TypeError):  # two layouts that do not fit together
+            kind = type("WorkerError", (WorkerError, type(cause)), members)
+            maker: Any = OSError if issubclass(kind, OSError) else kind
+            error = maker.__new__(kind, message)
+            error.__dict__.update(vars(cause))
     error.args = (message,)
     error.__cause__ = cause
     return error
+
+
+def _reduce_blamed(error: WorkerError) -> Any:
+    """Its class is made for the occasion, so that it is made anew where it is unpickled."""
+    return blamed, (str(error), error.__cause__)
 
 
 def _flag(value: Any, name: str) -> bool:
@@ -396,12 +396,23 @@ def worker_main(
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for end in inherited:
         end.close()
+    if parent is None:
+        _leave_fork_server()
     _follow_parent(parent, at_once)
     try:
         _SliceServer(Channel(sock, "worker", plain=PLAIN)).serve()
     except (EOFError, ConnectionError):
         # The parent has gone or has given this worker up; there is nobody to tell.
         os._exit(1)
+
+
+def _leave_fork_server() -> None:
+    """Let go of the line by which a fork server counts its children: it would outlive its user."""
+    module = sys.modules.get("multiprocessing.forkserver")
+    server = getattr(module, "_forkserver", None)
+    if server is not None and server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
 
 
 class _SliceServer:
@@ -432,7 +443,7 @@ class _SliceServer:
             result: Any = None
             if kind == STEP:
                 if payload:
-                    self._slice.put_actions(pickle.loads(payload))
+                    self._slice.put_actions(cloudpickle.loads(payload))
                 result = self._slice.step()
             elif kind == CLOSE:
                 if hasattr(self, "_slice"):
@@ -456,7 +467,7 @@ class _SliceServer:
         options: SliceOptions,
     ) -> list[Description]:
         if not hasattr(self, "_slice"):
-            self._slice = EnvSlice(options)
+            self._slice = EnvSlice(options, in_worker=True)
         return self._slice.build(cloudpickle.loads(payload), rows, seeds)
 
     def bind(self, layout: Layout, worker: int, block: str | None, spin_seconds: float) -> None:
@@ -488,7 +499,7 @@ def _pack_fault(error: BaseException) -> bytes:
         pickle.loads(cause)  # exceptions with odd constructors pickle, but do not come back
     except Exception:  # whatever a user's __reduce__ raises: the message still tells it all
         cause = b""
-    return pickle.dumps(Fault(message, cause))
+    return pickle.dumps((message, cause))
 
 
 def _follow_parent(parent: int | None, at_once: bool) -> None:

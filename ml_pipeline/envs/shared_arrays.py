@@ -109,8 +109,12 @@ class SharedBlock:
         else:
             descriptor, path = tempfile.mkstemp(prefix="ml_pipeline-")
             os.unlink(path)
-        os.ftruncate(descriptor, size)
-        return cls.open(descriptor, size)
+        try:
+            os.ftruncate(descriptor, size)
+            return cls.open(descriptor, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     @classmethod
     def open(cls, handle: int | str, size: int) -> SharedBlock:
@@ -238,10 +242,9 @@ def write_all(tree: Tree, values: Any, choices: Tree) -> None:
             raise ValueError(f"actions of shape {array.shape} given, {tree.shape} expected")
         if choices is not None:
             _check_choices(array, choices)
-        if array.dtype is tree.dtype:
-            tree[...] = array
-        else:
-            np.copyto(tree, array, casting="same_kind")
+        if array.dtype is not tree.dtype:
+            _check_cast(array, tree.dtype, "actions")
+        tree[...] = array
     elif isinstance(tree, dict):
         for name, branch in tree.items():
             write_all(branch, values[name], choices[name])
@@ -333,21 +336,35 @@ def _fitting(value: Any, row: NDArray[Any], casts: set[str]) -> NDArray[Any]:
             f"the env gave an observation of shape {array.shape}, "
             f"but its observation space says {row.shape}"
         )
-    if array.dtype == row.dtype:
-        return array
-    if array.dtype.kind not in "biufc":
-        raise TypeError(f"the env gave an observation that is no number: {value!r}")
-    fact = f"the env gave an observation of dtype {array.dtype}, its space says {row.dtype}"
-    if array.dtype.kind in "biu" and row.dtype.kind in "biu":
-        cast = array.astype(row.dtype)
-        if not np.array_equal(cast, array):
-            raise ValueError(f"{fact}, which cannot hold {array.tolist()}")
-        return cast
-    if not np.can_cast(array.dtype, row.dtype, casting="same_kind"):
-        raise TypeError(fact)
-    if isinstance(value, (np.ndarray, np.generic)) and array.dtype.kind == row.dtype.kind:
-        casts.add(f"{fact}: cast; make the two agree to save the time and this warning")
+    if array.dtype != row.dtype:
+        _check_cast(array, row.dtype, "an observation")
+        if (
+            isinstance(value, (np.ndarray, np.generic))
+            and array.dtype.kind == row.dtype.kind == "f"
+        ):
+            casts.add(
+                f"an env gave an observation of dtype {array.dtype}, its space says {row.dtype}: "
+                "cast; make the two agree to save the time and this warning"
+            )
     return array
+
+
+def _check_cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> None:
+    """Refuse a cast that changes more than the precision of floats."""
+    kinds = array.dtype.kind, dtype.kind
+    fact = f"{what} of dtype {array.dtype} given, where the space says {dtype}"
+    if kinds[0] not in "biufc":
+        raise TypeError(f"{what} of dtype {array.dtype} given, which is no number: {array}")
+    if kinds[0] not in "biu" and not np.can_cast(array.dtype, dtype, casting="same_kind"):
+        raise TypeError(fact)
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    if kinds[0] in "biu":
+        is_same = np.array_equal(cast, array)
+    else:
+        is_same = np.array_equal(np.isfinite(cast), np.isfinite(array))
+    if not is_same:
+        raise ValueError(f"{fact}, which cannot hold {array.tolist()}")
 
 
 def _tree(space: Space[Any], n_envs: int, allocate: Allocate) -> Tree:

@@ -7,7 +7,6 @@ the number of workers and however they were started. Env i is seeded ``seed + i`
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
@@ -51,6 +50,8 @@ from ml_pipeline.envs.shared_arrays import (
     write_all,
 )
 from ml_pipeline.envs.worker_pool import (
+    CLOSE_SECONDS,
+    AnswerPendingError,
     StartMethod,
     Worker,
     WorkerPool,
@@ -60,12 +61,21 @@ from ml_pipeline.envs.worker_pool import (
     env_names,
 )
 
-__all__ = ["ParallelEnv", "SerialEnv", "WorkerError", "WorkerStartError", "WorkerTimeoutError"]
+__all__ = [
+    "AnswerPendingError",
+    "ParallelEnv",
+    "SerialEnv",
+    "WorkerError",
+    "WorkerStartError",
+    "WorkerTimeoutError",
+]
 
 Seeds = list[int | None]
 StepResult = tuple[
     Any, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", dict[str, Any]
 ]
+
+_ResetRequest = tuple[Seeds, "dict[str, Any] | None", list[bool]]  # seeds, options, mask
 
 _RESERVED = ("reset", "step", "close")  # not to be had by ``call``: the arrays would not know
 
@@ -97,9 +107,9 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
         self.autoreset_mode = options.autoreset_mode
         self.copy = copy
         self._options = options
-        self._seed = seed  # used up by the first reset that brings no seed of its own
-        self._seeds = _spread_seed(seed, len(self.env_fns))
-        self._first_seed = seed  # of env 0, where env i has this + i
+        self._first_seed = None if seed is None else int(seed)  # of env 0; env i has this + i
+        self._seeds = _spread_seed(seed, len(self.env_fns))  # what each env was last seeded with
+        self._unused_seeds = list(self._seeds)  # by a first reset that brings no seed of its own
         self._main: EnvSlice | None = None
         self._pool = pool
         self._workers: list[Worker] = pool.workers if pool is not None else []
@@ -109,7 +119,7 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
         self._main_result: list[Any] | None = None  # what the slice here has done of it
         self._main_request: tuple[str, tuple[Any, ...]] = ("step", ())
         self._cut_short = False
-        self._reset_request: tuple[Seeds, dict[str, Any] | None, list[bool]]
+        self._reset_request: _ResetRequest = (self._seeds, None, [True] * len(self._seeds))
         self._casts_told: set[str] = set()
         self._last_obs: Any = None  # where workers are restarted: what was last handed out
 
@@ -157,27 +167,22 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
         options: dict[str, Any] | None = None,
     ) -> None:
         self._check_idle("reset")
-        if seed is None:
-            seed, self._seed = self._seed, None
-        seeds = _spread_seed(seed, self.num_envs)
         options = dict(options) if options is not None else None
-        mask = np.ones(self.num_envs, dtype=np.bool_)
+        mask = [True] * self.num_envs
         if options is not None and "reset_mask" in options:
-            mask = _checked_mask(options.pop("reset_mask"), self.num_envs)
-        self._seeds = [
-            old if new is None or not chosen else new
-            for old, new, chosen in zip(self._seeds, seeds, mask.tolist(), strict=True)
-        ]
-        if isinstance(seed, (int, np.integer)):
-            self._first_seed = int(seed)
-        chosen = mask.tolist()
-        self._reset_request = (seeds, options, chosen)
+            mask = _checked_mask(options.pop("reset_mask"), self.num_envs).tolist()
+        seeds = self._unused_seeds if seed is None else _spread_seed(seed, self.num_envs)
+        seeds = [each if chosen else None for each, chosen in zip(seeds, mask, strict=True)]
         self._begin(
-            "reset",
-            "reset",
-            lambda rows: (_picked(seeds, rows), options, _picked(chosen, rows)),
+            "reset", "reset", lambda rows: (_picked(seeds, rows), options, _picked(mask, rows))
         )
-        self._cut_short = self._cut_short and not mask.all()
+        self._reset_request = (seeds, options, mask)
+        if isinstance(seed, (int, np.integer)) and all(mask):
+            self._first_seed = int(seed)
+        for index, new in enumerate(seeds):
+            self._seeds[index] = self._seeds[index] if new is None else new
+            self._unused_seeds[index] = None if mask[index] else self._unused_seeds[index]
+        self._cut_short = self._cut_short and not all(mask)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         infos = self._merge(self._finish("reset", timeout))
@@ -201,11 +206,13 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
         if self._options.check_finite and not is_finite(action):
             raise ValueError(f"the actions are not finite: {actions}")
         if self._pool is not None:
+            payloads = [b""] * len(self._workers)
+            if self._sends_objects:
+                objects = [take_objects(action, worker.rows) for worker in self._workers]
+                payloads = [cloudpickle.dumps(each) for each in objects]
             self._cut_short = True  # by whatever comes before all are asked
             number, seconds = self._pool.next_number(), self._pool.answer_seconds
-            for worker in self._workers:
-                objects = take_objects(action, worker.rows) if self._sends_objects else None
-                payload = b"" if objects is None else pickle.dumps(objects)
+            for worker, payload in zip(self._workers, payloads, strict=True):
                 worker.send(STEP, number, payload, seconds)
             self._cut_short = False
         self._main_request = ("step", ())
@@ -266,13 +273,15 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
 
         With ``terminate`` the workers are ended at once.
         """
-        if self._pool is not None:
-            seconds = {} if timeout is None else {"seconds": timeout}
-            self._pool.end(**({"seconds": 0.0} if terminate else seconds))
-        if self._main is not None:
-            self._main.close()
-        if self._block is not None:
-            self._block.close()
+        try:
+            if self._pool is not None:
+                seconds = CLOSE_SECONDS if timeout is None else timeout
+                self._pool.end(0.0 if terminate else seconds)
+        finally:
+            if self._main is not None:
+                self._main.close()
+            if self._block is not None:
+                self._block.close()
 
     # How requests are run: by the workers, and meanwhile by the slice of this process.
 
@@ -298,11 +307,8 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
                     self._main_result = [getattr(self._main, method)(*arguments)]
                 results.append((self._main.rows, self._main_result[0]))
             results += self._workers_results(pending, timeout)
-        except WorkerTimeoutError:
-            if timeout is not None and not any(worker.lost for worker in self._workers):
-                raise  # the answer is still under way, and can be waited for again
-            self._pending = self._main_result = None
-            raise
+        except AnswerPendingError:
+            raise  # it can be waited for again
         except BaseException as error:
             self._pending = self._main_result = None
             self._cut_short = not isinstance(error, WorkerError) and pending != "call"
@@ -404,9 +410,13 @@ class SerialEnv(_SliceVectorEnv):
         options = _slice_options(autoreset_mode, infos, check_finite)
         super().__init__(env_fns, seed, options, copy=copy, pool=None)
         self._main = EnvSlice(options)
-        self._adopt(self._main.build(self.env_fns, range(len(self.env_fns)), self._seeds))
-        self._arrays = Layout(*self._spaces(), self.num_envs, 0).arrays()
-        self._main.bind(self._arrays)
+        try:
+            self._adopt(self._main.build(self.env_fns, range(len(self.env_fns)), self._seeds))
+            self._arrays = Layout(*self._spaces(), self.num_envs, 0).arrays()
+            self._main.bind(self._arrays)
+        except BaseException:
+            self.close()
+            raise
 
 
 class ParallelEnv(_SliceVectorEnv):
@@ -526,15 +536,15 @@ class ParallelEnv(_SliceVectorEnv):
         n_spare = available_cores() - len(self._workers)
         self._worker_spin = LONG_SPIN if n_spare >= 0 else NO_SPIN
         self._pool.spin = Spin(LONG_SPIN if n_spare > 0 else min(SHORT_SPIN, self._worker_spin))
-        self._bind(self._workers)
         if self._main is not None:
             self._main.bind(arrays)
+        self._bind(self._workers, range(len(self._workers)))
 
-    def _bind(self, workers: Sequence[Worker]) -> None:
+    def _bind(self, workers: Sequence[Worker], lines: Sequence[int]) -> None:
+        """Let workers use the arrays, each with its line of the hints."""
         block = self._block
         if block is None:
             raise RuntimeError("bound before laid out")
-        lines = [self._workers.index(worker) for worker in workers]
         arguments = [(self._layout, line, block.name, self._worker_spin) for line in lines]
         self._pool.request(workers, "bind", arguments, block)
         for worker, line in zip(workers, lines, strict=True):
@@ -552,6 +562,7 @@ class ParallelEnv(_SliceVectorEnv):
 
     def worker_loads(self) -> list[WorkerLoad]:
         """What each worker has done and holds, in the order of their envs."""
+        self._check_open()
         return [
             WorkerLoad(list(worker.rows), pid, float(busy) * 1e-9, _resident_mb(pid))
             for worker, pid, busy in zip(
@@ -564,39 +575,43 @@ class ParallelEnv(_SliceVectorEnv):
 
         New envs come from the factories in turn, are seeded ``seed + i`` and reset; workers
         without envs end, and new ones start where fewer run than asked for. Gives the
-        observations of all envs, and the infos of the resets.
+        observations of all envs, and the infos of the resets. An env that cannot be made, or a
+        worker that is lost already, leaves all as it was; a worker that is lost on the way
+        closes this env.
         """
         self._check_idle("resize")
         if n_envs < 1:
             raise ValueError(f"n_envs must be at least 1, got {n_envs}")
+        self._pool.ask(self._workers, "ping", [()] * len(self._workers))
         before = self.num_envs
-        if n_envs < before:
-            self._drop(n_envs)
-        elif n_envs > before:
+        if n_envs > before:
             self._grow(n_envs)
-        self.num_envs = n_envs
-        self.observation_space = batch_space(self.single_observation_space, n_envs)
-        self.action_space = batch_space(self.single_action_space, n_envs)
-        self._lay_out()
+        try:
+            self._drop(n_envs)
+            self.num_envs = n_envs
+            self.observation_space = batch_space(self.single_observation_space, n_envs)
+            self.action_space = batch_space(self.single_action_space, n_envs)
+            self._lay_out()
+        except BaseException:
+            self.close(terminate=True)
+            raise
         if n_envs <= before:
             return self._hand_out(), {}
         is_new = np.arange(n_envs) >= before
-        seeds = [seed if new else None for seed, new in zip(self._seeds, is_new, strict=True)]
-        kept, self._seed = self._seed, None
-        result = self.reset(seed=seeds, options={"reset_mask": is_new})
-        self._seed = kept
-        return result
+        return self.reset(seed=list(self._seeds), options={"reset_mask": is_new})
 
     def _drop(self, n_envs: int) -> None:
+        """Close the envs from ``n_envs`` on; workers without others end."""
         if self._main is not None:
             self._main.drop(n_envs)
+        ended = [worker for worker in self._workers if worker.rows[0] >= n_envs]
+        self._workers[:] = [worker for worker in self._workers if worker not in ended]
+        end_workers(ended)
         changed = [worker for worker in self._workers if worker.rows[-1] >= n_envs]
-        self._pool.ask(changed, "drop", [(n_envs,)] * len(changed))
         for worker in changed:
             worker.rows = [row for row in worker.rows if row < n_envs]
-        end_workers([worker for worker in changed if not worker.rows])
-        self._workers[:] = [worker for worker in self._workers if worker.rows]
-        del self.env_fns[n_envs:], self._seeds[n_envs:]
+        self._pool.ask(changed, "drop", [(n_envs,)] * len(changed))
+        del self.env_fns[n_envs:], self._seeds[n_envs:], self._unused_seeds[n_envs:]
 
     def _grow(self, n_envs: int) -> None:
         """Make the new envs in new workers as long as more were asked for, else where few are."""
@@ -604,6 +619,7 @@ class ParallelEnv(_SliceVectorEnv):
         rows = range(before, n_envs)
         self.env_fns += [self.env_fns[row % before] for row in rows]
         self._seeds += [None if first is None else first + row for row in rows]
+        self._unused_seeds += [None] * len(rows)
         homes: list[EnvSlice | Worker | None] = [*self._workers]
         if self._main is not None:
             homes.insert(0, self._main)
@@ -621,55 +637,69 @@ class ParallelEnv(_SliceVectorEnv):
             for description, row in zip(built, rows, strict=True):
                 self._check_spaces(description, row)
         except BaseException:
-            self._drop(before)
+            try:
+                self._drop(before)
+            except WorkerError:
+                self.close(terminate=True)
             raise
 
     def _workers_results(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
         restart = self.on_worker_death == "restart" and pending != "call"
         results = self._pool.results(self._workers, patience=timeout, raise_losses=not restart)
-        for index, worker in enumerate(self._workers):
-            if worker.lost is not None:
-                results[index] = self._restart(index, pending)
+        if any(worker.lost for worker in self._workers):
+            # None takes the place of a lost one before all are ready: the next try finds all.
+            replacements: dict[int, Worker] = {}
+            try:
+                for line, lost in enumerate(self._workers):
+                    if lost.lost is not None:
+                        replacements[line], results[line] = self._restarted(line, lost, pending)
+            except BaseException:
+                end_workers(list(replacements.values()), 0.0)
+                raise
+            for line, worker in replacements.items():
+                end_workers([self._workers[line]], 0.0)
+                self._workers[line] = worker
         return [(worker.rows, each) for worker, each in zip(self._workers, results, strict=True)]
 
-    def _restart(self, index: int, pending: str) -> Outcome:
-        """Replace a lost worker, again and again while the budget lasts."""
+    def _restarted(self, line: int, lost: Worker, pending: str) -> tuple[Worker, Outcome]:
+        """A replacement, tried again and again while the budget lasts, and its reply."""
+        cause = lost.lost
         while True:
-            lost = self._workers[index]
             if self.n_restarts >= self.max_restarts:
                 raise WorkerError(
-                    f"{lost.lost}; all {self.max_restarts} restarts (max_restarts) are used up"
-                ) from lost.lost
+                    f"{cause}; all {self.max_restarts} restarts (max_restarts) are used up"
+                ) from cause
             self.n_restarts += 1
             warnings.warn(
-                f"{lost.lost}; restart {self.n_restarts} of {self.max_restarts}",
+                f"{cause}; restart {self.n_restarts} of {self.max_restarts}",
                 RuntimeWarning,
                 stacklevel=6,
             )
+            (worker,) = self._pool.start([lost.rows])
             try:
-                return self._replace(index, pending)
-            except WorkerError:
-                if self._workers[index].lost is None:
+                return worker, self._revive(worker, line, pending)
+            except BaseException as error:
+                end_workers([worker], 0.0)
+                if worker.lost is None or not isinstance(error, WorkerError):
                     raise  # an env has raised, and that is told as always
+                cause = worker.lost
 
-    def _replace(self, index: int, pending: str) -> Outcome:
-        """A new worker with the envs of a lost one, reset; gives what takes its reply's place."""
-        arrays, rows = self._arrays, self._workers[index].rows
-        end_workers([self._workers[index]])
-        arrays.hints[index] = 0
-        (worker,) = self._pool.start([rows])
-        self._workers[index] = worker
-        self._pool.ask([worker], "build", [
-            (self._pickled(rows), rows, _picked(self._seeds, rows), self._options)
-        ])  # fmt: skip
-        self._bind([worker])
-        method, (seeds, options, mask) = "reset", self._reset_request
-        fresh = [_restart_seed(self._seeds[row], self.n_restarts) for row in rows]
+    def _revive(self, worker: Worker, line: int, pending: str) -> Outcome:
+        """Build and reset the envs of a new worker; what takes the place of the lost reply."""
+        arrays, rows = self._arrays, worker.rows
+        arrays.hints[line] = 0
+        building = (self._pickled(rows), rows, _picked(self._seeds, rows), self._options)
+        self._pool.ask([worker], "build", [building])
+        self._bind([worker], [line])
+        seeds: Seeds = [_restart_seed(self._seeds[row], self.n_restarts) for row in rows]
+        options = None
         if pending == "reset":
-            asked = [seeds[row] if mask[row] else new for row, new in zip(rows, fresh, strict=True)]
-        else:
-            asked, options = fresh, None
-        (outcome,) = self._pool.ask([worker], method, [(asked, options, [True] * len(rows))])
+            asked, options, _ = self._reset_request
+            seeds = [
+                new if asked[row] is None else asked[row]
+                for row, new in zip(rows, seeds, strict=True)
+            ]
+        (outcome,) = self._pool.ask([worker], "reset", [(seeds, options, [True] * len(rows))])
         step_infos, obs_objects, _, casts = outcome or ([], [], [], [])
         if obs_objects:
             put_objects(arrays.obs, rows, obs_objects)

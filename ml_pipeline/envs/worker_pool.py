@@ -7,6 +7,7 @@ answer that comes late, after an error or an interrupt, is never taken for anoth
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -17,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from typing import Any, Literal
 
 import cloudpickle
@@ -31,6 +32,7 @@ from ml_pipeline.envs.env_worker import (
     PLAIN,
     RESULT,
     WorkerError,
+    blamed,
     worker_main,
 )
 from ml_pipeline.envs.shared_arrays import SharedBlock
@@ -38,12 +40,16 @@ from ml_pipeline.envs.shared_arrays import SharedBlock
 StartMethod = Literal["spawn", "fork", "forkserver"]
 
 _START_SECONDS = 60.0  # for a new process to import what it needs; never less than this
-_CLOSE_SECONDS = 2.0  # a worker that has not closed its envs by then is ended by force
+CLOSE_SECONDS = 2.0  # a worker that has not closed its envs by then is ended by force
 _LOOK_SECONDS = 0.1  # a waiting pool looks this often whether the workers live
 
 
 class WorkerTimeoutError(WorkerError, multiprocessing.TimeoutError, TimeoutError):
     """A worker has not answered in time."""
+
+
+class AnswerPendingError(WorkerTimeoutError):
+    """The caller's own patience is at its end; the answer is still under way."""
 
 
 class WorkerStartError(WorkerError):
@@ -58,6 +64,8 @@ class Worker:
         self.reply: Message | None = None  # to the last request; None while it is owed
         self.lost: WorkerError | None = None  # why there will be no reply, now or later
         self.number = 0  # of the last request
+        self.asked_at = time.monotonic()
+        self._owner = os.getpid()
         self._started = False
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, "parent", plain=PLAIN)
@@ -87,27 +95,35 @@ class Worker:
     def is_awaited(self) -> bool:
         return self.reply is None and self.lost is None
 
+    def is_own(self) -> bool:
+        return os.getpid() == self._owner
+
     def send(self, kind: bytes, number: int, payload: bytes, seconds: float | None) -> None:
         """Ask for something; a worker that cannot be asked is lost."""
         self.reply = None
         if self.lost is not None:
             return
         self.number = number
+        self.asked_at = time.monotonic()
         try:
             self.channel.send(kind, number, payload, seconds)
-        except ConnectionError:
-            self.lost = self._death()
         except TimeoutError:
             self.lost = self._end(f"has not taken a request within {seconds} s")
+        except OSError:  # the other end is closed, or this one
+            self.lost = self._death()
         except BaseException:
             self.lost = self._end("was interrupted in the middle of a request")
             raise
 
-    def send_block(self, block: SharedBlock) -> None:
+    def send_block(self, block: SharedBlock, seconds: float | None) -> None:
         """Must follow a ``bind`` request at once."""
-        if self.lost is None:
+        while self.lost is None:
             try:
                 block.send_descriptor(self.channel.sock)
+                return
+            except BlockingIOError:  # it has not read the request yet
+                if not ready([self.channel.sock], seconds, to_send=True):
+                    self.lost = self._end(f"has not taken a request within {seconds} s")
             except OSError:  # it has died
                 self.lost = self._death()
 
@@ -126,6 +142,26 @@ class Worker:
             self._started = True
             if message is not None and message[1] == self.number:
                 self.reply = message
+
+    def unpickled(self, payload: bytes) -> Any:
+        try:
+            return pickle.loads(payload)
+        except Exception as error:  # whatever a user's __setstate__ raises
+            raise blamed(
+                f"what {env_names(self.rows)} gave cannot be unpickled here: "
+                f"{type(error).__name__}: {error}",
+                error,
+            ) from error
+
+    def fault(self) -> WorkerError | None:
+        """The error in the reply, if it is one."""
+        if self.reply is None or self.reply[0] != FAULT:
+            return None
+        message, cause = pickle.loads(self.reply[2])
+        try:
+            return blamed(message, pickle.loads(cause) if cause else None)
+        except Exception:  # whatever a user's __setstate__ raises: the message still tells it all
+            return WorkerError(message)
 
     def look(self) -> None:
         """Notice a death that the line does not tell, as when an env's own child holds it open."""
@@ -173,7 +209,8 @@ class WorkerPool:
         self.workers: list[Worker] = []
         self.spin = Spin(NO_SPIN)
         self._number = 0  # of the last request; all who are asked together get the same
-        self._finalizer = weakref.finalize(self, _end_own, os.getpid(), self.workers)
+        # At garbage collection; at exit before multiprocessing ends its daemonic children itself.
+        self._finalizer = util.Finalize(self, end_workers, (self.workers,), exitpriority=10)
 
     def start(self, rows_of_workers: Sequence[list[int]]) -> list[Worker]:
         """Start workers and wait until they have imported all they need."""
@@ -185,6 +222,10 @@ class WorkerPool:
         if self.start_method != "fork" and sys.platform != "win32":
             # The first spawn would start it, and it would lift the block of SIGINT on its way.
             resource_tracker.ensure_running()
+        if self.start_method == "forkserver":
+            importlib.import_module(
+                "multiprocessing.forkserver"
+            ).ensure_running()  # its other children must not inherit the block, either
         new: list[Worker] = []
         try:
             for rows in rows_of_workers:
@@ -222,7 +263,7 @@ class WorkerPool:
         for worker, payload in zip(workers, payloads, strict=True):
             worker.send(CALL, number, payload, self.answer_seconds)
             if block is not None:
-                worker.send_block(block)
+                worker.send_block(block, self.answer_seconds)
 
     def next_number(self) -> int:
         self._number += 1
@@ -252,7 +293,7 @@ class WorkerPool:
         seconds = self.answer_seconds
         nothing_told = True
         for worker in workers:
-            if worker.reply is None and self.spin.until(worker.channel.has_hint):
+            if worker.is_awaited and self.spin.until(worker.channel.has_hint):
                 worker.receive(seconds)
             nothing_told &= worker.reply is not None and worker.reply[0] == DONE
         if nothing_told:
@@ -261,7 +302,7 @@ class WorkerPool:
         results = []
         for worker in workers:
             kind, _, payload = worker.reply or (DONE, 0, b"")
-            results.append(pickle.loads(payload) if kind == RESULT else None)
+            results.append(worker.unpickled(payload) if kind == RESULT else None)
         return results
 
     def _collect(
@@ -281,18 +322,23 @@ class WorkerPool:
             waiting = [worker for worker in workers if worker.is_awaited]
             if not waiting:
                 return
-            waited = time.monotonic() - start
-            if seconds is not None and waited >= seconds:
-                for worker in waiting:
+            now = time.monotonic()
+            longest = _LOOK_SECONDS
+            if seconds is not None:
+                longest = min(longest, waiting[0].asked_at + seconds - now)
+            if patience is not None:
+                longest = min(longest, start + patience - now)
+            self._sleep(waiting, max(longest, 0.0), seconds)
+            now = time.monotonic()
+            for worker in waiting:
+                if seconds is not None and worker.is_awaited and now > worker.asked_at + seconds:
                     worker.give_up(seconds)
-                continue
-            if patience is not None and waited >= patience:
-                names = env_names([row for worker in waiting for row in worker.rows])
-                raise WorkerTimeoutError(
+            late = [row for worker in waiting if worker.is_awaited for row in worker.rows]
+            if patience is not None and late and now >= start + patience:
+                names = env_names(sorted(late))
+                raise AnswerPendingError(
                     f"no answer of {names} within {patience} s; it may still come"
                 )
-            limits = [limit - waited for limit in (seconds, patience) if limit is not None]
-            self._sleep(waiting, min([_LOOK_SECONDS, *limits]), seconds)
 
     def _sleep(self, watched: Sequence[Worker], longest: float, seconds: float | None) -> None:
         """Wait for an answer of one of them, for a while."""
@@ -308,19 +354,19 @@ class WorkerPool:
             elif not readable:
                 worker.look()
 
-    def end(self, seconds: float = _CLOSE_SECONDS) -> None:
+    def end(self, seconds: float = CLOSE_SECONDS) -> None:
         """Let the workers close their envs, for as many ``seconds``; then kill what is left."""
         end_workers(self.workers, seconds)
-        self._finalizer.detach()
+        self._finalizer.cancel()
 
 
 def _raise_first(workers: Sequence[Worker], raise_losses: bool) -> None:
     lost = None
     for worker in workers:
-        if worker.lost is not None:
-            lost = lost or worker.lost
-        elif worker.reply is not None and worker.reply[0] == FAULT:
-            raise pickle.loads(worker.reply[2]).error()
+        lost = lost or worker.lost
+        fault = worker.fault()
+        if fault is not None:
+            raise fault
     if raise_losses and lost is not None:
         raise lost
 
@@ -344,31 +390,35 @@ def _signal_name(number: int) -> str:
 _parent_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def _end_own(owner: int, workers: list[Worker]) -> None:
-    """At garbage collection or exit; a forked copy of the pool must leave the workers alone."""
-    if os.getpid() == owner:
-        end_workers(workers)
-
-
-def end_workers(workers: list[Worker], seconds: float = _CLOSE_SECONDS) -> None:
-    """Ask politely, wait a moment, then kill; never raises over a worker that is gone."""
+def end_workers(workers: list[Worker], seconds: float = CLOSE_SECONDS) -> None:
+    """Let them close their envs for so long, then kill; takes them off the list, never raises."""
     deadline = time.monotonic() + seconds
+    closing = []
     for worker in workers:
-        if seconds > 0 and worker.lost is None:
+        if not worker.is_own():
+            continue  # in a forked copy of the parent
+        if seconds > 0:
             worker.send(CLOSE, worker.number + 1, b"", 0.0)
+        if seconds > 0 and worker.lost is None:
+            closing.append(worker)
         else:
             worker.process.kill()
-    for worker in workers:
-        # A worker that still has a large reply to give cannot hear before it is taken.
-        with contextlib.suppress(EOFError, OSError):
-            while (seconds := deadline - time.monotonic()) > 0:
-                worker.channel.receive(seconds)
-        worker.process.join(max(0.0, deadline - time.monotonic()))
-        if worker.process.is_alive():
+    # A worker that still has a large reply to give cannot hear before it is taken.
+    while closing and (left := deadline - time.monotonic()) > 0:
+        readable = ready([worker.channel.sock for worker in closing], min(left, _LOOK_SECONDS))
+        closing = [
+            worker
+            for worker in closing
+            if worker.process.is_alive()
+            and (worker.channel.sock not in readable or worker.channel.discard())
+        ]
+    for worker in list(workers):
+        if worker.is_own():
+            worker.process.join(max(0.0, deadline - time.monotonic()))
             worker.process.kill()
             worker.process.join(1.0)
         worker.channel.sock.close()
-    workers.clear()
+        workers.remove(worker)
 
 
 @contextlib.contextmanager
