@@ -331,8 +331,8 @@ class EnvSlice:
                 warnings.warn(str(self._blame(offset, error)), RuntimeWarning, stacklevel=3)
 
     def _raise_named(self, offset: int, error: BaseException) -> NoReturn:
-        """Raise the error that names the env; outside workers a stop of the program goes on."""
-        if not (self._in_worker or isinstance(error, Exception)):
+        """Raise the error that names the env; outside workers an interrupt goes its way."""
+        if not (self._in_worker or isinstance(error, (Exception, SystemExit))):
             raise error
         raise self._blame(offset, error) from error
 

@@ -158,8 +158,12 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all envs, or those in ``options["reset_mask"]``; an int seeds env i seed + i."""
-        self.reset_async(seed=seed, options=options)
-        return self.reset_wait()
+        try:
+            self.reset_async(seed=seed, options=options)
+            return self.reset_wait()
+        except BaseException as error:
+            self._abandon(error)
+            raise
 
     def reset_async(
         self,
@@ -189,8 +193,12 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
         return self._hand_out(), infos
 
     def step(self, actions: Any) -> StepResult:
-        self.step_async(actions)
-        return self.step_wait()
+        try:
+            self.step_async(actions)
+            return self.step_wait()
+        except BaseException as error:
+            self._abandon(error)
+            raise
 
     def step_async(self, actions: Any) -> None:
         """Let the envs start on ``actions``; they are checked before anything is sent."""
@@ -232,8 +240,12 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Each env's attribute ``name``, called with the arguments if it is a method."""
-        self.call_async(name, *args, **kwargs)
-        return self.call_wait()
+        try:
+            self.call_async(name, *args, **kwargs)
+            return self.call_wait()
+        except BaseException as error:
+            self._abandon(error)
+            raise
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         self._check_idle("call")
@@ -315,6 +327,12 @@ class _SliceVectorEnv(VectorEnv[Any, Any, Any]):
             raise
         self._pending = self._main_result = None
         return results
+
+    def _abandon(self, error: BaseException) -> None:
+        """Nobody will wait any more for what an interrupt has left pending."""
+        if not isinstance(error, Exception) and self._pending is not None:
+            self._cut_short = self._cut_short or self._pending != "call"
+            self._pending = self._main_result = None
 
     def _workers_results(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
         if self._pool is None:

@@ -100,20 +100,21 @@ class Worker:
 
     def send(self, kind: bytes, number: int, payload: bytes, seconds: float | None) -> None:
         """Ask for something; a worker that cannot be asked is lost."""
+        if self.lost is None:
+            self.number = number
+            self.asked_at = time.monotonic()
+            try:
+                self.channel.send(kind, number, payload, seconds)
+            except TimeoutError:
+                self.lost = self._end(f"has not taken a request within {seconds} s")
+            except OSError:  # the other end is closed, or this one
+                self.lost = self._death()
+            except BaseException:
+                if payload:  # else it went as a whole or not at all
+                    self.lost = self._end("was interrupted in the middle of a request")
+                raise
+        # Awaited from here on, and not from an interrupt before: it might never be answered.
         self.reply = None
-        if self.lost is not None:
-            return
-        self.number = number
-        self.asked_at = time.monotonic()
-        try:
-            self.channel.send(kind, number, payload, seconds)
-        except TimeoutError:
-            self.lost = self._end(f"has not taken a request within {seconds} s")
-        except OSError:  # the other end is closed, or this one
-            self.lost = self._death()
-        except BaseException:
-            self.lost = self._end("was interrupted in the middle of a request")
-            raise
 
     def send_block(self, block: SharedBlock, seconds: float | None) -> None:
         """Must follow a ``bind`` request at once."""
@@ -131,17 +132,17 @@ class Worker:
         """Take the reply, which has begun to come; an answer to an older request is dropped."""
         try:
             message = self.channel.receive(seconds)
+            self._started = True
+            if message is not None and message[1] == self.number:
+                self.reply = message
         except (EOFError, ConnectionError):
             self.lost = self._death()
         except TimeoutError:
             self.lost = self._end("has stopped in the middle of an answer")
         except BaseException:
-            self.lost = self._end("was interrupted in the middle of an answer")
+            if self.reply is None:
+                self.lost = self._end("was interrupted in the middle of an answer")
             raise
-        else:
-            self._started = True
-            if message is not None and message[1] == self.number:
-                self.reply = message
 
     def unpickled(self, payload: bytes) -> Any:
         try:
