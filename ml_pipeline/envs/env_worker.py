@@ -87,9 +87,9 @@ class Description(NamedTuple):
 
 
 # Infos of one env in one step, only sent where there is something to tell: the env's index, the
-# last info of an episode that ended in this step (else None), and the info that goes on from it.
+# last info of an episode that ended in this step (else empty), and the info that goes on from it.
 # A plain tuple, and so is Outcome: they are pickled in the middle of a step.
-StepInfo = tuple[int, "dict[str, Any] | None", "dict[str, Any]"]
+StepInfo = tuple[int, "dict[str, Any]", "dict[str, Any]"]
 
 # What a step or reset of a slice has to tell beside the arrays: infos, the objects of the
 # observations and of the final observations (see take_objects), and casts to be told once.
@@ -204,7 +204,7 @@ class EnvSlice:
                 if terminated is False and truncated is False:
                     terminated_of[row] = truncated_of[row] = False
                     if info and self._all_infos:
-                        infos.append((row, None, dict(info)))
+                        infos.append((row, {}, dict(info)))
                 else:
                     obs = self._note_flags(offset, terminated, truncated, obs, info, infos)
                 write_value(obs_rows[offset], obs, self._casts)
@@ -235,17 +235,18 @@ class EnvSlice:
         self._truncated[row] = _flag(truncated, "truncated")
         if not (self._terminated[row] or self._truncated[row]):
             if info and self._all_infos:
-                infos.append((row, None, dict(info)))
+                infos.append((row, {}, dict(info)))
         elif self._same_step:
             # Kept before the reset: an env may reuse the buffers of observation and info.
             write_value(self._final_obs_rows[offset], obs, self._casts)
             final_info = deepcopy(info) if info else {}
             obs, info = self.envs[offset].reset()
-            infos.append((row, final_info, dict(info)))
+            if info or final_info:
+                infos.append((row, final_info, dict(info)))
         else:
             self._ended[offset] = True
             if info:
-                infos.append((row, None, dict(info)))
+                infos.append((row, {}, dict(info)))
         return obs
 
     def _begin_episode(self, offset: int, infos: list[StepInfo]) -> None:
@@ -267,7 +268,7 @@ class EnvSlice:
         if self._check_finite:
             self._require_finite(offset)
         if info:
-            infos.append((row, None, dict(info)))
+            infos.append((row, {}, dict(info)))
 
     def _require_finite(self, offset: int) -> None:
         row = self.rows[offset]

@@ -156,7 +156,7 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
         self._cut_short = self._cut_short and not all(mask)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        infos = self._merge(self._finish("reset", timeout))
+        infos = self._merge(self._finish("reset", timeout), may_have_ended=False)
         return self._hand_out(), infos
 
     def step(self, actions: Any) -> StepResult:
@@ -195,7 +195,9 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> StepResult:
         """``WorkerTimeoutError`` after ``timeout`` seconds; the step can still be waited for."""
-        infos = self._merge(self._finish("step", timeout))
+        outcomes = self._finish("step", timeout)
+        same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
+        infos = self._merge(outcomes, may_have_ended=same_step)
         arrays = self._arrays
         return (
             self._hand_out(),
@@ -319,7 +321,9 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
                 found[row] = item
         return found
 
-    def _merge(self, outcomes: list[tuple[list[int], Outcome | None]]) -> dict[str, Any]:
+    def _merge(
+        self, outcomes: list[tuple[list[int], Outcome | None]], *, may_have_ended: bool
+    ) -> dict[str, Any]:
         """The infos of all envs as Gymnasium gives them."""
         arrays = self._arrays
         told: list[StepInfo] = []
@@ -334,27 +338,25 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
             for cast in set(casts) - self._casts_told:
                 self._casts_told.add(cast)
                 warnings.warn(cast, UserWarning, stacklevel=4)
-        if not told:
-            return {}
         told.sort(key=itemgetter(0))
-        infos = self._final_infos([each for each in told if each[1] is not None])
+        infos: dict[str, Any] = {}
+        flags = arrays.terminated.tobytes() + arrays.truncated.tobytes()
+        if may_have_ended and b"\x01" in flags:
+            infos = self._final_infos({index: info for index, info, _ in told if info})
         for index, _, info in told:
             if info:
                 infos = self._add_info(infos, info, index)
         return infos
 
-    def _final_infos(self, ended: list[StepInfo]) -> dict[str, Any]:
+    def _final_infos(self, told: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """What ``_add_info`` makes of final_obs and final_info, in one go: it is often needed."""
-        if not ended:
-            return {}
+        mask = self._arrays.terminated | self._arrays.truncated
         final_obs = np.empty(self.num_envs, dtype=object)  # of None
-        mask = np.zeros(self.num_envs, dtype=np.bool_)
         final_info: dict[str, Any] = {}
-        for index, info, _ in ended:
-            mask[index] = True
+        for index in np.flatnonzero(mask).tolist():
             final_obs[index] = read_row(self._arrays.final_obs, index)
-            if info:
-                final_info = self._add_info(final_info, info, index)
+            if index in told:
+                final_info = self._add_info(final_info, told[index], index)
         return {
             "final_obs": final_obs,
             "_final_obs": mask,

@@ -371,18 +371,16 @@ class ParallelEnv(SliceVectorEnv):
         step_infos, obs_objects, _, casts = outcome or ([], [], [], [])
         if obs_objects:
             put_objects(arrays.obs, rows, obs_objects)
-        final_info: dict[str, Any] | None = None
         if pending == "step":
             arrays.truncated[rows] = True
             if self.autoreset_mode is AutoresetMode.SAME_STEP:
                 copy_rows(self._last_obs, arrays.final_obs, rows)
-                final_info = {}
             else:
                 copy_rows(self._last_obs, arrays.obs, rows)
                 self._pool.ask([worker], "end_episodes", [()])
         told = {row: info for row, _, info in step_infos}
         infos: list[StepInfo] = [
-            (row, final_info, {**told.get(row, {}), "worker_restarted": True}) for row in rows
+            (row, {}, {**told.get(row, {}), "worker_restarted": True}) for row in rows
         ]
         return infos, [], [], casts
 
