@@ -1,12 +1,21 @@
-"""The habits of a run: when it evaluates, and which checkpoints it keeps."""
+"""The habits of a run: when it evaluates, which checkpoints it keeps, how its workers do."""
 
 from __future__ import annotations
 
+import csv
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import pytest
 from conftest import read_rows, small
+from tiny_envs import SlowEnv
 
 from ml_pipeline.build import train
+from ml_pipeline.callbacks.workers import WorkerReport
+from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 
@@ -63,3 +72,33 @@ def test_a_resumed_run_follows_the_schedule_it_is_given(here: Path) -> None:
     rows = read_rows(run)
     evaluated = [int(row["env_steps"]) for row in rows if row["eval/episode_return"]]
     assert evaluated == [64, 128, 192, 256]
+
+
+def test_a_run_tells_how_busy_its_workers_are_and_what_they_hold(here: Path) -> None:
+    result = train([*small(n_envs=4), "vec_env=parallel", "vec_env.start_method=fork"])
+
+    with (result.run_dir / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 1
+    assert all(0.0 < float(row["workers/busy"]) <= 1.0 for row in rows)
+    if Path("/proc").exists():
+        assert all(5.0 < float(row["workers/rss_mb"]) < 2000.0 for row in rows)
+
+
+def test_a_straggler_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    env_fns = [partial(SlowEnv, seconds) for seconds in (0.001, 0.001, 0.01, 0.01)]
+    env = ParallelEnv(env_fns, n_workers=2, start_method="fork", seed=1)
+    trainer: Any = SimpleNamespace(env=env)
+    callback = WorkerReport(straggler=1.5)
+    env.reset()
+    callback.on_train_start(trainer)
+    for _ in range(5):
+        for _ in range(3):
+            env.step(np.zeros(4, dtype=np.int64))
+        metrics = {"time/collect_seconds": 0.1}
+        callback.on_iteration_end(trainer, metrics)
+        assert metrics["workers/busy"] > 0.0
+    env.close()
+
+    told = capsys.readouterr().out
+    assert told.count("straggler: the worker of envs 2-3 is busy") == 1
