@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -398,6 +400,34 @@ def test_render_gives_a_frame_per_env() -> None:
     assert len(frames) == 2
     assert frames[0].shape == (400, 600, 3)
     env.close()
+
+
+def test_a_vector_env_has_one_owner() -> None:
+    env = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2, seed=1)
+    env.reset()
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a ParallelEnv cannot be copied or pickled"):
+            duplicate(env)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            env.step(np.zeros(2, dtype=np.int64))
+        except WorkerError as error:
+            os._exit(0 if "forked copy" in str(error) else 2)
+        os._exit(1)
+    _, status = os.waitpid(pid, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert env.step(np.zeros(2, dtype=np.int64))[0][:, 0].tolist() == [1.0, 1.0]
+    env.close()
+
+
+def test_seeds_may_be_numpys_one_by_one_too() -> None:
+    env = SerialEnv([NoisyEnv] * 2)
+    expected = env.reset(seed=[3, 4])[0]["vector"].tolist()
+
+    assert env.reset(seed=np.array([3, 4]))[0]["vector"].tolist() == expected
+    assert env.reset(seed=[np.int64(3), 4])[0]["vector"].tolist() == expected
 
 
 def test_steps_out_of_turn_are_refused() -> None:

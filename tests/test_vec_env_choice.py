@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import only_run, small
-from tiny_envs import CountingEnv
+from tiny_envs import CountingEnv, SlowEnv
 
 from ml_pipeline.build import plain_config, train
 from ml_pipeline.envs.cores import available_cores, cgroup_cores
@@ -28,22 +28,8 @@ class DearEnv(CountingEnv):
         return super().step(action)
 
 
-class SleepyEnv(CountingEnv):
-    """A step is 2 ms of waiting, as for a simulator in another process: no core is needed."""
-
-    def step(self, action: Any) -> Any:
-        time.sleep(2e-3)
-        return super().step(action)
-
-
 def act(obs: Any) -> Any:
     return np.zeros(len(obs), dtype=np.int64)
-
-
-def make(kind: Any, mode: str) -> ParallelEnv | SerialEnv:
-    if mode == "serial":
-        return SerialEnv([kind] * 8)
-    return ParallelEnv([kind] * 8, n_workers=4, start_method="fork", main_slice=mode == "shared")
 
 
 def test_cheap_envs_run_here_and_nothing_is_started_for_them() -> None:
@@ -54,14 +40,27 @@ def test_cheap_envs_run_here_and_nothing_is_started_for_them() -> None:
 
     assert choice.mode == "serial"
     assert "at best with workers" in choice.reason
-    assert choose_mode(start_nothing, SleepyEnv(), act, n_envs=1, n_slices=2).mode == "serial"
-    assert choose_mode(start_nothing, SleepyEnv(), act, n_envs=8, n_slices=1).mode == "serial"
+    assert choose_mode(start_nothing, DearEnv(), act, n_envs=1, n_slices=2).mode == "serial"
+    assert choose_mode(start_nothing, DearEnv(), act, n_envs=8, n_slices=1).mode == "serial"
 
 
-def test_envs_that_take_time_run_in_workers_and_isolated_where_that_is_as_fast() -> None:
-    choice = choose_mode(partial(make, SleepyEnv), SleepyEnv(), act, n_envs=8, n_slices=4)
+@pytest.mark.parametrize(
+    ("parallel", "shared", "mode"),
+    [(20e-3, 20e-3, "parallel"), (40e-3, 15e-3, "shared"), (0.2, 0.2, "serial")],
+)
+def test_what_is_measured_decides_and_isolation_wins_a_draw(
+    parallel: float, shared: float, mode: str
+) -> None:
+    seconds = {"parallel": parallel, "shared": shared}
+    choice = choose_mode(
+        lambda each: SerialEnv([partial(SlowEnv, seconds[each])]),
+        DearEnv(),
+        act,
+        n_envs=32,
+        n_slices=4,
+    )
 
-    assert choice.mode == "parallel"
+    assert choice.mode == mode
     assert "a turn took: serial" in choice.reason
     assert "shared" in choice.reason
 

@@ -124,7 +124,7 @@ class EnvSlice:
         self, env_fns: Sequence[EnvFn], rows: Sequence[int], seeds: Sequence[int | None]
     ) -> list[Description]:
         """Add envs; ``bind`` must be called before the next step."""
-        descriptions = []
+        descriptions: list[Description] = []
         for env_fn, row, seed in zip(env_fns, rows, seeds, strict=True):
             self.rows.append(row)
             self.seeds.append(seed)
@@ -135,6 +135,8 @@ class EnvSlice:
                     raise TypeError(f"the factory made {type(env).__name__}, no gymnasium.Env")
                 self.envs.append(env)
                 spaces = env.observation_space, env.action_space
+                if descriptions and spaces == descriptions[0][:2]:
+                    spaces = descriptions[0][:2]  # the same objects are pickled once
                 descriptions.append(Description(*spaces, env.metadata, env.render_mode, env.spec))
             except BaseException as error:
                 self._raise_named(len(self.rows) - 1, error)
@@ -471,7 +473,11 @@ class _SliceServer:
             self._slice = EnvSlice(options, in_worker=True)
         return self._slice.build(cloudpickle.loads(payload), rows, seeds)
 
-    def bind(self, layout: Layout, worker: int, block: str | None, spin_seconds: float) -> None:
+    def bind(
+        self, n_envs: int, n_workers: int, worker: int, block: str | None, spin_seconds: float
+    ) -> None:
+        env = self._slice.envs[0]  # its spaces are those of all: they may be large, to be sent
+        layout = Layout(env.observation_space, env.action_space, n_envs, n_workers)
         memory = SharedBlock.receive(self._channel.sock, block, layout.n_bytes())
         arrays = layout.arrays_in(memory)
         memory.close()

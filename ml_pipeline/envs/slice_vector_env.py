@@ -169,8 +169,8 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step_async(self, actions: Any) -> None:
         """Let the envs start on ``actions``; they are checked before anything is sent."""
-        if self._pending is not None or self._cut_short or self.closed:
-            self._check_idle("step_async")
+        self._check_idle("step_async")
+        if self._cut_short:
             raise WorkerError(
                 "the last step was interrupted and what it brought is lost; reset all envs first"
             )
@@ -372,6 +372,15 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(f"{type(self).__name__} is closed; make a new one")
+        if self._pool is not None and not self._pool.is_own():
+            raise WorkerError(
+                "this process is a forked copy of the one that made the env, and its workers "
+                "answer to that one only; make an env here"
+            )
+
+    def __reduce__(self) -> Any:
+        """Copying and pickling would share running envs between two owners."""
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; make a new one")
 
     def _check_idle(self, name: str) -> None:
         self._check_open()
@@ -401,7 +410,7 @@ def spread_seed(seed: int | Sequence[int | None] | None, n_envs: int) -> Seeds:
         return [int(seed) + i for i in range(n_envs)]
     if len(seed) != n_envs:
         raise ValueError(f"{len(seed)} seeds given for {n_envs} envs")
-    return list(seed)
+    return [None if each is None else int(each) for each in seed]
 
 
 def _checked_mask(mask: Any, n_envs: int) -> NDArray[np.bool_]:

@@ -213,7 +213,8 @@ class ParallelEnv(SliceVectorEnv):
         block = self._block
         if block is None:
             raise RuntimeError("bound before laid out")
-        arguments = [(self._layout, line, block.name, self._worker_spin) for line in lines]
+        sizes = self._layout.n_envs, self._layout.n_workers
+        arguments = [(*sizes, line, block.name, self._worker_spin) for line in lines]
         self._pool.request(workers, "bind", arguments, block)
         for worker, line in zip(workers, lines, strict=True):
             worker.channel.use_hints(self._arrays.hints, line)  # where it will answer

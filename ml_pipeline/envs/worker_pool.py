@@ -209,6 +209,7 @@ class WorkerPool:
         self.answer_seconds = answer_seconds
         self.workers: list[Worker] = []
         self.spin = Spin(NO_SPIN)
+        self._owner = os.getpid()
         self._number = 0  # of the last request; all who are asked together get the same
         # At garbage collection; at exit before multiprocessing ends its daemonic children itself.
         self._finalizer = util.Finalize(self, end_workers, (self.workers,), exitpriority=10)
@@ -265,6 +266,10 @@ class WorkerPool:
             worker.send(CALL, number, payload, self.answer_seconds)
             if block is not None:
                 worker.send_block(block, self.answer_seconds)
+
+    def is_own(self) -> bool:
+        """False in a forked copy of the process that made the pool."""
+        return os.getpid() == self._owner
 
     def next_number(self) -> int:
         self._number += 1
