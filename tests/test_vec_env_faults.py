@@ -248,7 +248,7 @@ ParallelEnv([Heavy], step_timeout=0.5)
         )
 
     assert result.returncode == 1
-    assert "the worker of env 0 has not answered within 1.0 s" in result.stderr
+    assert "WorkerTimeoutError: the worker of env 0 has not answered within 1.0 s" in result.stderr
 
 
 @STARTS

@@ -171,10 +171,8 @@ class Worker:
             self.lost = self._death()
 
     def give_up(self, seconds: float | None) -> None:
-        self.lost = self._end(
-            f"has not answered within {seconds} s", "; raise step_timeout "
-            "(vec_env.step_timeout_seconds) if its envs may need longer"
-        )  # fmt: skip
+        advice = "; raise step_timeout (vec_env.step_timeout_seconds) if its envs may need longer"
+        self.lost = self._end(f"has not answered within {seconds} s", advice)
 
     def _death(self) -> WorkerError:
         self.process.join(1.0)
@@ -225,25 +223,27 @@ class WorkerPool:
             # The first spawn would start it, and it would lift the block of SIGINT on its way.
             resource_tracker.ensure_running()
         if self.start_method == "forkserver":
-            importlib.import_module(
-                "multiprocessing.forkserver"
-            ).ensure_running()  # its other children must not inherit the block, either
+            # Before the block, too: its other children would inherit it.
+            importlib.import_module("multiprocessing.forkserver").ensure_running()
         new: list[Worker] = []
         try:
             for rows in rows_of_workers:
-                new.append(Worker(rows, self.start_method))
+                new.append(self._started(rows, f"{len(new) + 1} of {len(rows_of_workers)}"))
             seconds = self.answer_seconds
             self._collect(new, None if seconds is None else max(seconds, _START_SECONDS))
-        except OSError as error:  # no memory, too many processes or files
-            end_workers(new, 0.0)
-            raise WorkerStartError(
-                f"worker {len(new) + 1} of {len(rows_of_workers)} cannot be started: {error}; "
-                "use fewer (n_workers), or SerialEnv (vec_env=serial)"
-            ) from error
         except BaseException:
             end_workers(new, 0.0)
             raise
         return new
+
+    def _started(self, rows: list[int], which: str) -> Worker:
+        try:
+            return Worker(rows, self.start_method)
+        except OSError as error:  # no memory, too many processes or files
+            raise WorkerStartError(
+                f"worker {which} cannot be started: {error}; use fewer (n_workers), or SerialEnv "
+                "(vec_env=serial)"
+            ) from error
 
     def ask(
         self, workers: Sequence[Worker], method: str, arguments: Sequence[tuple[Any, ...]]
