@@ -95,7 +95,7 @@ def test_a_spin_is_bounded_and_gives_up_after_waits_in_vain() -> None:
         assert not spin.until(never)
         counts.append(asked[0])
 
-    assert min(counts[:4]) > 1
+    assert sum(counts[:4]) > 4
     assert counts[4:] == [1] * 4
     assert spin.until(lambda: True)
     asked[0] = 0
