@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
 
+from ml_pipeline.envs import channel
 from ml_pipeline.envs.channel import LONG_SPIN, NO_SPIN, Channel, Spin
 
 PLAIN = (b"s", b"d")
@@ -101,3 +103,18 @@ def test_a_spin_is_bounded_and_gives_up_after_waits_in_vain() -> None:
     asked[0] = 0
     Spin(NO_SPIN).until(never)
     assert asked[0] <= 2
+
+
+def test_a_spin_rests_where_others_want_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    yields = [0]
+
+    def yield_to_another() -> None:
+        yields[0] += 1
+        time.sleep(2e-3)
+
+    monkeypatch.setattr(channel, "yield_core", yield_to_another)
+    spin = Spin(LONG_SPIN)
+    for _ in range(3):
+        assert not spin.until(lambda: False)
+
+    assert yields[0] == 1

@@ -27,6 +27,8 @@ Message = tuple[bytes, int, bytes]  # kind, sequence number, payload; a reply ha
 _HEADER = struct.Struct("<cqq")  # kind, sequence number, length of the payload
 _DOZE_SECONDS = 0.05  # a sleeping process looks at the words this often, whatever happens
 _SPINS_IN_VAIN, _TRY_EVERY = 4, 32  # see Spin
+_LATE_SECONDS = 1e-3  # less than a time slice of another program, more than a step of ours
+_SHORTEST_REST, _LONGEST_REST = 0.01, 0.5  # seconds
 
 # Words in a worker's line of ``EnvArrays.hints``. A side has said 2 n once its plain message
 # number n counts, and 2 n + 1 once message number n can be had from the socket.
@@ -203,25 +205,38 @@ NO_SPIN, SHORT_SPIN, LONG_SPIN = 0.0, 1e-4, 1e-3  # seconds; a wake-up takes abo
 class Spin:
     """Waits for a hint by yielding the core, for a bounded time.
 
-    Where hints come late, as on a busy machine or while a policy learns, it gives up at once
-    after a few waits in vain, but for a try now and then; one that succeeds sets it going again.
+    Where hints come late, as while a policy learns, it gives up at once after a few waits in
+    vain, but for a try now and then; one that succeeds sets it going again. Where a yield comes
+    back late, another program has taken the core, and would do so again: it then rests for a
+    while, longer each time. One who sleeps is let in sooner than one who yields.
     """
 
     def __init__(self, seconds: float) -> None:
         """0 where more processes could spin than there are cores."""
         self._longest = seconds
         self._in_vain = 0  # waits one after the other
+        self._rests_until = 0.0
+        self._rest_seconds = _SHORTEST_REST
 
     def until(self, came: Callable[[], bool]) -> bool:
         """Whether it ``came`` in time."""
         if came():
             return True
-        if self._in_vain < _SPINS_IN_VAIN or self._in_vain % _TRY_EVERY == 0:
-            end = time.perf_counter() + self._longest
-            while time.perf_counter() < end:
-                yield_core()
-                if came():
-                    self._in_vain = 0
-                    return True
+        now = time.perf_counter()
+        if self._in_vain >= _SPINS_IN_VAIN and self._in_vain % _TRY_EVERY:
+            self._in_vain += 1
+            return False
+        end = now + self._longest if now >= self._rests_until else now
+        while now < end:
+            yield_core()
+            before, now = now, time.perf_counter()
+            if now - before > _LATE_SECONDS:
+                self._rests_until = now + self._rest_seconds
+                self._rest_seconds = min(2 * self._rest_seconds, _LONGEST_REST)
+                return came()
+            if came():
+                self._in_vain = 0
+                self._rest_seconds = max(0.99 * self._rest_seconds, _SHORTEST_REST)
+                return True
         self._in_vain += 1
         return False
