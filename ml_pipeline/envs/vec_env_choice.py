@@ -20,8 +20,8 @@ Act = Callable[[Any], Any]  # a batch of observations -> a batch of actions
 
 _SHARED_GAIN = 1.25  # shared gives up isolation, so it must be so much faster than parallel
 _WORKER_GAIN = 1.1  # and workers cost memory and a start, so they must be so much faster at all
-# The least that an exchange with workers costs beside the work of the envs; 2 cores,
-# benchmarks/vec_env.py.
+# What an exchange with workers costs at least, on the hopeful side: it decides only whether
+# workers are worth a try, and the try is measured.
 _EXCHANGE_SECONDS = 30e-6
 _ENOUGH = 0.9  # n_envs=auto: the smallest number that reaches this share of the best throughput
 
