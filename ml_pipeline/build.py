@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium as gym
-import numpy as np
 import torch
 import yaml
+from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -27,30 +27,33 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from threadpoolctl import threadpool_limits
 
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.config import TrainConfig
 from ml_pipeline.device import resolve_device
 from ml_pipeline.envs.cores import available_cores
+from ml_pipeline.envs.episode_stats import counts_episodes
 from ml_pipeline.envs.factory import EnvFactory, close_env, try_env
+from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.envs.vec_env_choice import choose_mode, choose_n_envs
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Callback, Logger, State
 from ml_pipeline.runs.checkpoint import (
-    LATEST,
     CheckpointError,
     best_or_latest,
     load_checkpoint,
-    save_checkpoint,
 )
 from ml_pipeline.runs.console import say
+from ml_pipeline.runs.evaluate import batch_of_one
 from ml_pipeline.runs.record import Record
+from ml_pipeline.runs.resuming import load_latest, resume_episodes, save_latest
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.runs.stop_signals import Interrupted, StopSignals
-from ml_pipeline.seeding import first_env_seed, stream_seed
+from ml_pipeline.seeding import first_env_seed, seed_global_generators, stream_seed
 from ml_pipeline.targets import instantiate
-from ml_pipeline.training.collectors import SyncCollector
+from ml_pipeline.training.collectors import Collector
 from ml_pipeline.training.ppo_trainer import PPOTrainer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -83,6 +86,7 @@ class RunPlan(NamedTuple):
     callbacks: dict[str, Callback]
     state: State | None  # of the checkpoint to resume from
     remark: str  # on what was chosen while planning; empty where nothing was
+    no_snapshot: str | None  # why episodes cannot go on in a resumed run; None: they can
 
     @property
     def first_step(self) -> int:
@@ -138,16 +142,18 @@ def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) 
     with ExitStack() as stack:
         stack.callback(close_env, plan.first_env)
         stack.enter_context(torch_threads(plan.device))
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(StopSignals(on_wait=_say_stopping))
         plan.run.make()
         stack.enter_context(plan.run.locked())
         record = build_record(plan, overrides, sweep)
         stack.callback(record.close)
         try:
-            env, how = build_vec_env(plan)
-            stack.callback(env.close)
-            trainer = build_trainer(plan, env, record, signals)
+            envs, how = build_vec_envs(plan)
+            for env in envs:
+                stack.callback(env.close)
+            trainer = build_trainer(plan, envs, record, signals)
             record.begin(f"{plan.config.env.name}: {how}, {plan.device}")
+            _say_resume(plan, trainer)
             _train(trainer, plan, signals)
         except Interrupted as stop:
             with signals.shielded():
@@ -166,13 +172,26 @@ def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) 
         )
 
 
+def _say_stopping() -> None:
+    say("stopping after this iteration; once more to stop at once")
+
+
+def _say_resume(plan: RunPlan, trainer: PPOTrainer) -> None:
+    """Go on where the envs stood, if they can, and say what a resume does or will do."""
+    if plan.state is not None:
+        how = resume_episodes(plan.run, trainer, plan.state, trust=plan.config.trust)
+        say(f"resumed at env step {plan.first_step:,} {how}")
+    elif plan.no_snapshot is not None:
+        say(f"a resume of this run will begin new episodes: {plan.no_snapshot}")
+
+
 def _train(trainer: PPOTrainer, plan: RunPlan, signals: StopSignals) -> None:
     """Train to the end; a stop signal leaves a checkpoint of the last whole iteration."""
     try:
         trainer.train(plan.config.wanted_steps)
     except Interrupted:
         with signals.shielded():
-            save_checkpoint(plan.run, LATEST, trainer.state_dict())
+            save_latest(plan.run, trainer)
         raise
 
 
@@ -270,7 +289,7 @@ def make_plan(config: TrainConfig) -> RunPlan:
         if config.n_envs == "auto":
             raise ConfigError("n_envs=auto cannot be combined with resume=; give a number")
         run_folder = RunFolder.open(config.resume)
-        state = load_checkpoint(run_folder, LATEST)
+        state = load_latest(run_folder)
         with _misfit_explained(run_folder):
             done, wanted = int(state["env_steps"]), config.wanted_steps
         if done >= wanted:
@@ -279,44 +298,96 @@ def make_plan(config: TrainConfig) -> RunPlan:
                 f"to go on, raise the goal: total_steps={2 * max(done, wanted)}"
             )
     device = resolve_device(config.device)
+    seed_global_generators(config.seed)
     make_env = build_env_factory(config)
     callbacks = build_callbacks(config, run_folder, make_env)
     first_env = make_env()
-    obs = try_env(first_env, config.env.name)
+    obs, info = try_env(first_env, config.env.name)
+    config = with_mask_source(config, first_env, info)
     agent = build_agent(config, first_env, device)
-    _try_agent(agent, obs)
+    _try_agent(agent, first_env, obs, info)
+    _check_sequences(config, agent)
     if state is not None:
         with _misfit_explained(run_folder):
             agent.load_state_dict(state["agent"])
     remark = ""
     if config.n_envs == "auto":
         config, remark = with_n_envs(config, first_env, agent)
-    return RunPlan(config, device, make_env, first_env, agent, run_folder, callbacks, state, remark)
+    return RunPlan(
+        config,
+        device,
+        make_env,
+        first_env,
+        agent,
+        run_folder,
+        callbacks,
+        state,
+        remark,
+        no_snapshot=why_no_snapshot(first_env, make_env),
+    )
 
 
 def with_n_envs(
     config: TrainConfig, env: gym.Env[Any, Any], agent: PPOAgent
 ) -> tuple[TrainConfig, str]:
     """The config with a number of envs that was found by measuring, and why it is this one."""
-    act = partial(agent.act_batch, deterministic=True)
     n_slices = config.vec_env.n_workers or available_cores()
     if config.vec_env.mode == "serial":
         n_slices = 1
     with torch_threads(agent.device):
-        n_envs, reason = choose_n_envs(env, act, n_slices=n_slices, allowed=config.suits)
+        n_envs, reason = choose_n_envs(
+            env, partial(_act, agent), n_slices=n_slices, allowed=config.suits
+        )
     return dataclasses.replace(config, n_envs=n_envs), reason
 
 
-def _try_agent(agent: PPOAgent, obs: Any) -> None:
+def with_mask_source(
+    config: TrainConfig, env: gym.Env[Any, Any], info: dict[str, Any]
+) -> TrainConfig:
+    """The config with agent.action_mask=auto replaced by where this env has its masks, if at all.
+
+    Masks in infos are wanted at every step, so these must all be sent.
+    """
+    source = config.agent.action_mask
+    if source == "auto":
+        in_obs = isinstance(env.observation_space, spaces.Dict)
+        in_obs = in_obs and "action_mask" in env.observation_space.spaces  # type: ignore[attr-defined]
+        can_be_masked = not isinstance(env.action_space, spaces.Box)
+        in_info = "action_mask" in info and can_be_masked
+        source = "action_mask" if in_obs else "info" if in_info else "none"
+    infos = "all" if source == "info" else config.vec_env.infos
+    return dataclasses.replace(
+        config,
+        agent=dataclasses.replace(config.agent, action_mask=source),
+        vec_env=dataclasses.replace(config.vec_env, infos=infos),
+    )
+
+
+def _try_agent(agent: PPOAgent, env: gym.Env[Any, Any], obs: Any, info: dict[str, Any]) -> None:
     """One forward pass, so that a network of the wrong shape is found out."""
+    mask = agent.mask_of({name: [value] for name, value in info.items()})
+    batch = batch_of_one(env.observation_space, obs)
     try:
-        agent.act_batch(np.asarray(obs)[np.newaxis], deterministic=True)
+        agent.act_batch(batch, True, action_mask=mask, memory=agent.new_memory(1))
+    except UserError:
+        raise
     except Exception as error:  # a user's network may do anything
-        shape = np.shape(obs)
         reason = f"{type(error).__name__}: {error}"
+        shapes = {name or "obs": shape for name, shape in agent.reader.shapes.items()}
+        shown = shapes["obs"] if list(shapes) == ["obs"] else shapes
         raise ConfigError(
-            f"network cannot take an observation of shape {shape}: {reason}"
+            f"network cannot take an observation of shape {shown}: {reason}"
         ) from error
+
+
+def _check_sequences(config: TrainConfig, agent: PPOAgent) -> None:
+    """A policy with a memory learns from whole sequences, one per env."""
+    if agent.state_size and config.n_envs != "auto" and config.n_envs % config.agent.n_minibatches:
+        raise ConfigError(
+            f"a network with a memory learns from whole sequences, one per env: n_envs="
+            f"{config.n_envs} cannot be cut into agent.n_minibatches="
+            f"{config.agent.n_minibatches} equal parts; choose one of its divisors"
+        )
 
 
 def find_modules_in_cwd() -> None:
@@ -351,33 +422,55 @@ def build_network(config: TrainConfig, observation_space: gym.Space[Any]) -> tor
     return network
 
 
-def build_vec_env(plan: RunPlan) -> tuple[VectorEnv[Any, Any, Any], str]:
-    """The envs, and the words that say how they run."""
+def _act(agent: PPOAgent, obs: Any, infos: Any) -> Any:
+    """About as in training, to measure how long it takes."""
+    n_envs = len(next(iter(agent.reader.read(obs).values())))
+    mask, memory = agent.mask_of(infos), agent.new_memory(n_envs)
+    return agent.act_batch(obs, True, action_mask=mask, memory=memory)
+
+
+def build_vec_envs(plan: RunPlan) -> tuple[list[ParallelEnv | SerialEnv], str]:
+    """The envs, and the words that say how they run; two halves if collector=double."""
     config, mode, reason = plan.config, plan.config.vec_env.mode, plan.remark
     n_slices = min(config.vec_env.n_workers or available_cores(), config.n_envs)
+    halves = [config.n_envs] if config.collector == "sync" else [config.n_envs // 2] * 2
     if mode == "auto":
         mode, why = choose_mode(
             partial(make_vec_env, plan),
             plan.first_env,
-            partial(plan.agent.act_batch, deterministic=True),
+            partial(_act, plan.agent),
             n_envs=config.n_envs,
             n_slices=n_slices,
         )
         reason = f"{reason}; {why}" if reason else why
-    env = make_vec_env(plan, mode)
+    envs: list[ParallelEnv | SerialEnv] = []
+    try:
+        for number, n_envs in enumerate(halves):
+            envs.append(make_vec_env(plan, mode, n_envs=n_envs, first=number * n_envs))
+    except BaseException:
+        for env in envs:
+            env.close()
+        raise
+    env = envs[0]
     how = "1 env" if config.n_envs == 1 else f"{config.n_envs} envs"
+    how += " in two halves" if len(envs) > 1 else ""
     if isinstance(env, ParallelEnv):
-        workers = f"{env.n_workers} {env.start_method} worker{'s' if env.n_workers > 1 else ''}"
+        n_workers = sum(each.n_workers for each in envs if isinstance(each, ParallelEnv))
+        workers = f"{n_workers} {env.start_method} worker{'s' if n_workers > 1 else ''}"
         how += f", {workers}" + (" and this process" if mode == "shared" else "")
     else:
         how += " in this process"
-    return env, how + (f" ({reason})" if reason else "")
+    return envs, how + (f" ({reason})" if reason else "")
 
 
-def make_vec_env(plan: RunPlan, mode: str) -> ParallelEnv | SerialEnv:
-    vec_env, env_fns = plan.config.vec_env, [plan.make_env] * plan.config.n_envs
+def make_vec_env(
+    plan: RunPlan, mode: str, *, n_envs: int | None = None, first: int = 0
+) -> ParallelEnv | SerialEnv:
+    """``n_envs`` (None: all of them), the first of which is number ``first`` of the run."""
+    n_envs = plan.config.n_envs if n_envs is None else n_envs
+    vec_env, env_fns = plan.config.vec_env, [plan.make_env] * n_envs
     same: dict[str, Any] = {
-        "seed": plan.env_seed,
+        "seed": plan.env_seed + first,
         "infos": vec_env.infos,
         "check_finite": vec_env.check_finite,
     }
@@ -396,14 +489,16 @@ def make_vec_env(plan: RunPlan, mode: str) -> ParallelEnv | SerialEnv:
 
 
 def build_trainer(
-    plan: RunPlan, env: VectorEnv[Any, Any, Any], record: Record, signals: StopSignals
+    plan: RunPlan, envs: Sequence[VectorEnv[Any, Any, Any]], record: Record, signals: StopSignals
 ) -> PPOTrainer:
     """The trainer, in the state of the checkpoint where the run is resumed."""
     seed = plan.config.seed
-    collector = SyncCollector(
-        env,
+    collector = Collector(
+        envs,
         env_seed=plan.env_seed,
         noise_seed=stream_seed(seed, "actions"),
+        episodes_from_infos=counts_episodes(plan.first_env),
+        allow_nonfinite=plan.config.agent.on_nonfinite == "skip",
     )
     trainer = PPOTrainer(
         plan.agent,
@@ -412,7 +507,9 @@ def build_trainer(
         callbacks=plan.callbacks,
         loggers=record.loggers,
         shield=signals.shielded,
+        patience=signals.patient,
     )
+    trainer.snapshots_envs = plan.no_snapshot is None
     if plan.state is not None:
         with _misfit_explained(plan.run):
             trainer.load_state_dict(plan.state)
@@ -471,16 +568,22 @@ def build_callbacks(
 
 @contextmanager
 def torch_threads(device: torch.device) -> Iterator[None]:
-    """One thread on the CPU while a run lasts: a second makes small networks slower."""
+    """One thread on the CPU while a run lasts: a second makes small networks slower.
+
+    NumPy's linear algebra keeps to it, too; with more, its results would also depend on how many.
+    """
     before = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        yield
+        with threadpool_limits(limits=1, user_api="blas"):
+            yield
     finally:
         torch.set_num_threads(before)
 
 
 def stored_text(config: TrainConfig) -> str:
     """What config.yaml holds: all that decides the run, and not which run it went on from."""
-    return OmegaConf.to_yaml(OmegaConf.create({**dataclasses.asdict(config), "resume": None}))
+    return OmegaConf.to_yaml(
+        OmegaConf.create({**dataclasses.asdict(config), "resume": None, "trust": False})
+    )

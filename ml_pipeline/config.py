@@ -14,6 +14,9 @@ from typing import Any, Optional
 
 VEC_ENV_MODES = ("auto", "serial", "parallel", "shared")
 START_METHODS = ("spawn", "fork", "forkserver")
+SCHEDULES = ("constant", "linear", "cosine")
+BOX_POLICIES = ("gaussian", "squashed", "gsde")
+COLLECTORS = ("sync", "double")
 
 
 def check(fact: bool, key: str, rule: str, value: Any) -> None:
@@ -51,37 +54,76 @@ class EnvConfig:
     @property
     def name(self) -> str:
         """What people call this env: the id, or the class name of the target."""
-        return self.target.rpartition(".")[2] if self.target else str(self.id)
+        return (self.target or "").rpartition(".")[2] or str(self.id).rpartition(":")[2]
 
 
 @dataclass
 class PPOConfig:
-    """Hyperparameters of PPO; conf/agent/ppo.yaml spells out the same defaults."""
+    """Hyperparameters of PPO; conf/agent/ppo.yaml spells out the same defaults.
+
+    A ``_schedule`` says how its value goes from the start of the run to its end: it stays, or
+    falls to zero along a line or half a cosine. ``adaptive``, for the learning rate alone,
+    follows ``target_kl`` instead.
+    """
 
     learning_rate: float = 1e-3
-    anneal_learning_rate: bool = True  # linearly to zero at the end of the run
+    learning_rate_schedule: str = "linear"
+    target_kl: float = 0.01  # what learning_rate_schedule=adaptive steers for
+    adam_eps: float = 1e-5
     gamma: float = 0.99
     gae_lambda: float = 0.95
     n_steps: int = 128  # per env and rollout
     n_epochs: int = 10
     n_minibatches: int = 8
     clip_range: float = 0.2
+    clip_range_schedule: str = "constant"
+    dual_clip: Optional[float] = None  # bound of the ratio where the advantage is negative
     entropy_coef: float = 0.0
+    entropy_coef_schedule: str = "constant"
     value_coef: float = 0.5
+    clip_value_loss: bool = False  # by clip_range, around the value at the time of sampling
     max_grad_norm: float = 0.5
+    max_kl: Optional[float] = None  # an epoch with a larger approx_kl is the iteration's last
+    normalize_advantage: bool = True  # per minibatch
+    orthogonal_init: bool = True
+    shared_trunk: bool = False  # one network below policy and value
+    normalize_obs: bool = False  # by running mean and deviation
+    clip_obs: float = 10.0  # deviations
+    scale_reward: bool = False  # by the running deviation of the discounted return
+    clip_reward: float = 10.0  # of the scaled reward
+    box_policy: str = "gaussian"
+    log_std_init: float = 0.0
+    gsde_every_steps: int = 4  # how long gsde keeps its noise; 0: a whole rollout
+    action_mask: str = "auto"  # or none, info, or the key of a Dict observation
+    on_nonfinite: str = "stop"
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            check(math.isfinite(value), f"agent.{name}", "finite", value)
-        check(self.learning_rate > 0, "agent.learning_rate", "positive", self.learning_rate)
-        check(0 <= self.gamma <= 1, "agent.gamma", "between 0 and 1", self.gamma)
-        check(0 <= self.gae_lambda <= 1, "agent.gae_lambda", "between 0 and 1", self.gae_lambda)
+            if isinstance(value, (int, float)):
+                check(math.isfinite(value), f"agent.{name}", "finite", value)
+        for name in ("learning_rate", "target_kl", "clip_range", "max_grad_norm"):
+            self._check(getattr(self, name) > 0, name, "positive")
+        for name in ("adam_eps", "clip_obs", "clip_reward"):
+            self._check(getattr(self, name) > 0, name, "positive")
+        for name in ("gamma", "gae_lambda"):
+            self._check(0 <= getattr(self, name) <= 1, name, "between 0 and 1")
         for name in ("n_steps", "n_epochs", "n_minibatches"):
-            check(getattr(self, name) >= 1, f"agent.{name}", "at least 1", getattr(self, name))
-        check(self.clip_range > 0, "agent.clip_range", "positive", self.clip_range)
-        check(self.entropy_coef >= 0, "agent.entropy_coef", "at least 0", self.entropy_coef)
-        check(self.value_coef >= 0, "agent.value_coef", "at least 0", self.value_coef)
-        check(self.max_grad_norm > 0, "agent.max_grad_norm", "positive", self.max_grad_norm)
+            self._check(getattr(self, name) >= 1, name, "at least 1")
+        for name in ("entropy_coef", "value_coef", "gsde_every_steps"):
+            self._check(getattr(self, name) >= 0, name, "at least 0")
+        for name in ("learning_rate", "clip_range", "entropy_coef"):
+            adaptive = ("adaptive",) if name == "learning_rate" else ()
+            self._check_choice(f"{name}_schedule", SCHEDULES + adaptive)
+        self._check_choice("box_policy", BOX_POLICIES)
+        self._check_choice("on_nonfinite", ("stop", "skip"))
+        self._check(self.dual_clip is None or self.dual_clip > 1, "dual_clip", "above 1, or null")
+        self._check(self.max_kl is None or self.max_kl > 0, "max_kl", "positive, or null")
+
+    def _check(self, fact: bool, name: str, rule: str) -> None:
+        check(fact, f"agent.{name}", rule, getattr(self, name))
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        self._check(getattr(self, name) in choices, name, " | ".join(choices))
 
 
 @dataclass
@@ -92,7 +134,7 @@ class VecEnvConfig:
     n_workers: Optional[int] = None  # None: one per core that this process may use
     start_method: Optional[str] = None  # None: spawn, which is safe beside torch's threads
     step_timeout_seconds: Optional[float] = 300.0  # None waits for ever, but sees a death
-    infos: str = "final"  # PPO reads those of ended episodes only
+    infos: str = "final"  # PPO reads those of ended episodes only, and of all for action masks
     check_finite: bool = False
     on_worker_death: str = "raise"
     max_restarts: int = 10
@@ -124,11 +166,13 @@ class TrainConfig:
     num_episodes: Optional[int] = None  # calls of train_episode_vectorized, instead of total_steps
     device: str = "auto"
     resume: Optional[str] = None  # a run folder to go on in
+    trust: bool = False  # resume envs that another user has saved: that can run any code
     objective: str = "rollout/episode_return_mean_100"  # the metric that sweepers maximise
     env: EnvConfig = field(default_factory=EnvConfig)
     agent: PPOConfig = field(default_factory=PPOConfig)
     network: dict[str, Any] = field(default_factory=dict)  # a _target_ entry
     vec_env: VecEnvConfig = field(default_factory=VecEnvConfig)
+    collector: str = "sync"  # or double: act in one half of the envs while the other half works
     logger: dict[str, Any] = field(default_factory=dict)  # name -> _target_ entry
     callbacks: dict[str, Any] = field(default_factory=dict)  # name -> _target_ entry
 
@@ -140,6 +184,10 @@ class TrainConfig:
             check(self.num_episodes >= 1, "num_episodes", "at least 1", self.num_episodes)
         named = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None
         check(named, "device", "auto | cpu | cuda | cuda:N | mps", self.device)
+        check(self.collector in COLLECTORS, "collector", " | ".join(COLLECTORS), self.collector)
+        if self.collector == "double":
+            even = self.n_envs != "auto" and self.n_envs % 2 == 0
+            check(even, "n_envs", "even with collector=double", self.n_envs)
         n_steps, n_minibatches = self.agent.n_steps, self.agent.n_minibatches
         if self.n_envs != "auto" and not self.fits(self.n_envs):
             raise ValueError(

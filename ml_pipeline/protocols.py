@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
 
 if TYPE_CHECKING:
     import numpy as np
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Metrics = dict[str, float]  # "group/name" -> value; absent where there is nothing to tell
+Obs = Union["Tensor", "dict[str, Tensor]"]  # a tensor, or one per leaf: "camera", "arm/angle", "0"
 State = dict[str, Any]  # tensors, numbers, strings, and lists and dicts of these: no code
 
 
@@ -22,20 +23,35 @@ class Episode(NamedTuple):
     length: int
 
 
+class PolicyInput(NamedTuple):
+    """What a policy sees in one step of B envs, or, if it has a memory, in T steps of them.
+
+    A policy with a memory takes ``obs``, ``action_mask`` and ``episode_start`` with a leading T.
+    """
+
+    obs: Obs  # [B, *obs], or one such tensor per leaf of a Dict or Tuple observation
+    action_mask: Tensor | None  # [B, n] bool; None: every action is allowed
+    state: Tensor | None  # [B, state_size] before the first step; None: no memory
+    episode_start: Tensor | None  # [B] bool: the state does not count; None: no memory
+
+
 class PolicySample(NamedTuple):
     """What a policy did in one step of all envs."""
 
     action: Tensor  # [n_envs, *act], as it was sampled: not yet clipped to the action space
-    log_prob: Tensor  # [n_envs]
-    value: Tensor  # [n_envs]
+    state: Tensor | None  # [n_envs, state_size] after the step
 
 
 class Minibatch(NamedTuple):
-    """Transitions for one gradient step of an on-policy agent."""
+    """Transitions for one gradient step of an on-policy agent.
 
-    obs: Tensor  # [B, *obs]
+    For a policy with a memory each field has the shape [T, B, ...]: whole sequences.
+    """
+
+    inputs: PolicyInput
     action: Tensor  # [B, *act]
     log_prob: Tensor  # [B], at the time of sampling
+    value: Tensor  # [B], at the time of sampling
     advantage: Tensor  # [B], not normalised
     value_target: Tensor  # [B]
 
@@ -50,8 +66,21 @@ class RolloutStats(NamedTuple):
 class Agent(Protocol):
     """All that evaluation, self-play and notebooks may assume of an agent."""
 
-    def act_batch(self, obs: NDArray[Any], deterministic: bool = False) -> NDArray[np.generic]:
-        """[n_envs, *obs] -> [n_envs, *act], fit for ``env.step``."""
+    def act_batch(
+        self,
+        obs: Any,
+        deterministic: bool = False,
+        *,
+        action_mask: NDArray[np.bool_] | None = None,
+        memory: Tensor | None = None,
+    ) -> NDArray[np.generic]:
+        """[n_envs, *obs] -> [n_envs, *act], fit for ``env.step``; ``memory`` goes on in place."""
+
+    def new_memory(self, n_envs: int) -> Tensor | None:
+        """The memory of a policy that has one, at the beginning of ``n_envs`` episodes."""
+
+    def mask_of(self, infos: Mapping[str, Any]) -> NDArray[np.bool_] | None:
+        """The action mask in the infos of a reset or step; None where there is none to heed."""
 
     def state_dict(self) -> State: ...
 
@@ -68,8 +97,8 @@ class Trainer(Protocol):
     def agent(self) -> Agent: ...
 
     @property
-    def env(self) -> VectorEnv[Any, Any, Any]:
-        """The envs that are trained in."""
+    def envs(self) -> list[VectorEnv[Any, Any, Any]]:
+        """What is trained in: one vector env, or the two halves of a double-buffered collector."""
 
     def resize(self, n_envs: int) -> int:
         """Train in about so many envs from the next rollout on; gives the number it will be."""
@@ -77,6 +106,9 @@ class Trainer(Protocol):
     def request_stop(self, reason: str) -> None: ...
 
     def is_last_iteration(self) -> bool: ...
+
+    def env_snapshots(self) -> list[bytes] | None:
+        """All envs as bytes, if their episodes can go on from them; a resume needs them."""
 
     def state_dict(self) -> State: ...
 

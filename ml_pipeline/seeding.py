@@ -7,6 +7,11 @@ run with many. The other streams lie far away from these and from each other.
 from __future__ import annotations
 
 import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
 
 _MAX_SEED = 2**31 - 1  # the range that NumPy, torch and Gymnasium all accept
 
@@ -20,3 +25,34 @@ def stream_seed(seed: int, owner: str) -> int:
     """A seed for ``owner`` (any name): fixed by ``seed``, unrelated between owners."""
     digest = hashlib.sha256(f"{seed}/{owner}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % _MAX_SEED
+
+
+def seed_global_generators(seed: int) -> None:
+    """Those of Python, NumPy and torch: nothing here draws from them, but a user's code may."""
+    random.seed(stream_seed(seed, "python"))
+    np.random.seed(stream_seed(seed, "numpy"))
+    torch.manual_seed(stream_seed(seed, "torch"))
+
+
+def global_generators_state() -> dict[str, Any]:
+    """As plain data, for a checkpoint."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    state = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(kind), np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_global_generators_state(state: dict[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import random
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ml_pipeline.protocols import Callback, Metrics, Trainer
@@ -32,6 +37,26 @@ class StopAt(Callback):
     def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
         if trainer.iteration >= self.iteration:
             trainer.request_stop(f"iteration {trainer.iteration}")
+
+
+class KillAt(Callback):
+    """Ends the process without a word, as a power cut does; never in a resumed run."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def on_iteration_logged(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        if trainer.iteration == self.iteration and "KILL" in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Dice(Callback):
+    """Draws from the generators that nobody here owns."""
+
+    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
+        metrics["dice/python"] = random.random()
+        metrics["dice/numpy"] = float(np.random.random())
+        metrics["dice/torch"] = float(torch.rand(()))
 
 
 class CountChildren(Callback):

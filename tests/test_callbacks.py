@@ -88,7 +88,7 @@ def test_a_run_tells_how_busy_its_workers_are_and_what_they_hold(here: Path) -> 
 def test_a_straggler_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     env_fns = [partial(SlowEnv, seconds) for seconds in (0.001, 0.001, 0.01, 0.01)]
     env = ParallelEnv(env_fns, n_workers=2, start_method="fork", seed=1)
-    trainer: Any = SimpleNamespace(env=env)
+    trainer: Any = SimpleNamespace(envs=[env])
     callback = WorkerReport(straggler=1.5)
     env.reset()
     callback.on_train_start(trainer)

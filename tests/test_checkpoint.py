@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import subprocess
 import sys
 import time
@@ -39,9 +41,13 @@ class Malice:
 
 
 def test_a_checkpoint_that_carries_code_is_refused(run: RunFolder) -> None:
-    torch.save({"format": 1, "agent": Malice()}, run.checkpoints / "latest.pt")
+    content = io.BytesIO()
+    torch.save({"format": 2, "agent": Malice()}, content)
+    digest = hashlib.sha256(content.getvalue()).hexdigest()
+    whole = content.getvalue() + f"\nml_pipeline sha256 {digest}\n".encode()
+    (run.checkpoints / "latest.pt").write_bytes(whole)
 
-    with pytest.raises(CheckpointError, match=r"latest\.pt cannot be read"):
+    with pytest.raises(CheckpointError, match=r"latest\.pt cannot be read: it holds more than"):
         load_checkpoint(run, "latest")
 
 

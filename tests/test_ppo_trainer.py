@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tiny_envs import CountingEnv
+from tiny_envs import BreakingEnv, CountingEnv
+from torch import Tensor
 
 from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.agents.ppo import PPOAgent, Rates
 from ml_pipeline.config import PPOConfig
 from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.protocols import Callback, Metrics, Trainer
-from ml_pipeline.training.collectors import SyncCollector
-from ml_pipeline.training.ppo_trainer import PPOTrainer
+from ml_pipeline.training.collectors import Collector
+from ml_pipeline.training.ppo_trainer import PPOTrainer, TrainingError
 
 
-def trainer_of(length: int = 3, **more: Any) -> PPOTrainer:
-    env = SerialEnv([partial(CountingEnv, length)] * 2)
-    config = PPOConfig(n_steps=6, n_epochs=2, n_minibatches=3, learning_rate=0.01)
+def trainer_of(
+    length: int = 3, options: Mapping[str, Any] | None = None, make_env: Any = None, **more: Any
+) -> PPOTrainer:
+    env = SerialEnv([make_env or partial(CountingEnv, length)] * 2)
+    settings = {"n_steps": 6, "n_epochs": 2, "n_minibatches": 3, "learning_rate": 0.01}
+    config = PPOConfig(**{**settings, **(options or {})})
     spaces = env.single_observation_space, env.single_action_space
     agent = PPOAgent(*spaces, MLP, config, device=torch.device("cpu"), seed=1)
-    collector = SyncCollector(env, env_seed=1, noise_seed=2)
+    skips = config.on_nonfinite == "skip"
+    collector = Collector([env], env_seed=1, noise_seed=2, allow_nonfinite=skips)
     return PPOTrainer(agent, collector, seed=1, **more)
 
 
@@ -106,14 +112,116 @@ def test_training_ends_with_the_first_rollout_that_reaches_the_goal() -> None:
     assert (trainer.iteration, trainer.env_steps) == (2, 24)
 
 
-def test_the_learning_rate_falls_linearly_to_the_goal() -> None:
-    listener = Listener()
-    trainer = trainer_of(loggers=[listener])
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        ("constant", [1.0, 1.0, 1.0, 1.0]),
+        ("linear", [1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [1.0, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_what_is_annealed_follows_its_schedule_to_the_goal(
+    schedule: str, shares: list[float]
+) -> None:
+    names = ("learning_rate", "clip_range", "entropy_coef")
+    options = {"entropy_coef": 0.1, **{f"{name}_schedule": schedule for name in names}}
+    trainer = trainer_of(options=options)
+    seen: list[Rates] = []
+    update = trainer.agent.update
+    trainer.agent.update = lambda batch, rates: (seen.append(rates), update(batch, rates))[1]  # type: ignore[method-assign,func-returns-value]
 
     trainer.train(48)
 
-    rates = [metrics["policy/learning_rate"] for metrics in listener.logged]
-    assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    first = seen[:: 2 * 3]  # of each iteration's 2 epochs of 3 minibatches
+    for name, full in zip(names, (0.01, 0.2, 0.1), strict=True):
+        values = [getattr(rates, name) for rates in first]
+        assert values == pytest.approx([full * share for share in shares], rel=1e-5), name
+
+
+def test_an_epoch_that_moves_too_far_is_the_last_of_its_iteration() -> None:
+    options = {"n_epochs": 10, "learning_rate": 0.05}
+
+    free = trainer_of(options=options).train_episode_vectorized()
+    held = trainer_of(options={**options, "max_kl": 1e-6}).train_episode_vectorized()
+
+    assert free["policy/n_epochs"] == 10
+    assert 1 <= held["policy/n_epochs"] < 10
+
+
+def test_an_adaptive_learning_rate_follows_the_kl_and_is_part_of_the_state() -> None:
+    options = {"learning_rate_schedule": "adaptive", "learning_rate": 1e-3}
+
+    slow = trainer_of(options={**options, "target_kl": 1e-12})
+    fast = trainer_of(options={**options, "target_kl": 10.0})
+    for trainer in (slow, fast):
+        trainer.train(24)  # two iterations of two epochs
+
+    assert slow.state_dict()["learning_rate"] == pytest.approx(1e-3 / 1.5**4)
+    assert fast.state_dict()["learning_rate"] == pytest.approx(1e-3 * 1.5**4)
+    other = trainer_of(options=options)
+    other.load_state_dict(fast.state_dict())
+    metrics = other.train_episode_vectorized()
+    assert metrics["policy/learning_rate"] == pytest.approx(1e-3 * 1.5**4)
+
+
+def test_scaled_rewards_change_what_is_learned_and_not_what_is_told() -> None:
+    plain, scaled = trainer_of(), trainer_of(options={"scale_reward": True})
+
+    told = [each.train_episode_vectorized() for each in (plain, scaled)]
+
+    assert told[0]["rollout/episode_return"] == told[1]["rollout/episode_return"] == 60.0
+    assert told[1]["loss/value"] < 0.1 * told[0]["loss/value"]
+
+
+def test_observations_are_normalised_by_the_rollouts_before() -> None:
+    trainer = trainer_of(options={"normalize_obs": True})
+    moments = trainer.agent.model.preprocess.moments_of("")
+
+    assert moments is not None
+    assert moments.count.item() == 0
+    trainer.train_episode_vectorized()
+
+    assert moments.count.item() == 12
+    assert moments.mean.tolist() == [1.0, 1.0]  # 0, 1, 2 again and again
+
+
+def broken_critic(trainer: PPOTrainer) -> Tensor:
+    """Let the values overflow; what was sampled before is sound."""
+    weight = trainer.agent.model.value_head.weight
+    weight.data.fill_(1e30)
+    return weight
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_loss_that_is_not_finite_stops_the_run_before_a_weight_changes(by_hand: bool) -> None:
+    trainer = trainer_of()
+    if not by_hand:
+        trainer.agent._by_hand = None
+    broken_critic(trainer)
+    before = trainer.agent.adam.values.clone()
+
+    with pytest.raises(TrainingError) as caught:
+        trainer.train_episode_vectorized()
+
+    words = str(caught.value)
+    assert words.startswith("iteration 1, epoch 1, minibatch 1: loss/value")
+    assert "the gradients of critic.layers.0.weight" in words
+    assert torch.equal(trainer.agent.adam.values, before)
+    assert trainer.iteration == 0
+
+
+def test_minibatches_can_be_skipped_instead_and_are_counted() -> None:
+    trainer = trainer_of(
+        options={"on_nonfinite": "skip", "n_minibatches": 1, "normalize_obs": True},
+        make_env=partial(BreakingEnv, "obs"),
+    )
+
+    metrics = [trainer.train_episode_vectorized() for _ in range(2)]
+
+    assert metrics[0]["loss/skipped_updates"] == 2  # the nan came in this rollout
+    assert "loss/skipped_updates" not in metrics[1]
+    assert torch.isfinite(trainer.agent.adam.values).all()
+    assert all(math.isfinite(value) for value in metrics[1].values())
 
 
 def test_the_mean_of_the_last_100_forgets_older_episodes() -> None:
@@ -145,7 +253,7 @@ def test_a_rollout_that_was_cut_short_leaves_no_trace_in_the_state() -> None:
     trainer = trainer_of()
     trainer.train_episode_vectorized()
     before = trainer.state_dict()
-    trainer.collector.env.close()
+    trainer.envs[0].close()
 
     with pytest.raises(Exception, match="closed"):
         trainer.train_episode_vectorized()

@@ -1,18 +1,23 @@
-"""Advantages against hand arithmetic and against the definition written out."""
+"""Advantages and scaled rewards against hand arithmetic and against the definition written out."""
 
 from __future__ import annotations
 
-import pytest
-import torch
-from torch import Tensor
+from typing import Any
 
-from ml_pipeline.training.returns import explained_variance, gae
+import numpy as np
+import pytest
+
+from ml_pipeline.training.returns import RewardScaler, explained_variance, gae
+
+
+def array(rows: Any) -> Any:
+    return np.array(rows, dtype=np.float32)
 
 
 def test_truncated_step_bootstraps_from_the_final_observation() -> None:
-    reward, value = torch.tensor([[1.0], [1.0]]), torch.tensor([[0.0], [0.0]])
-    next_value = torch.tensor([[0.0], [10.0]])  # row 1 was cut by the time limit at V = 10
-    done = torch.tensor([[False], [True]])
+    reward, value = array([[1.0], [1.0]]), array([[0.0], [0.0]])
+    next_value = array([[0.0], [10.0]])  # row 1 was cut by the time limit at V = 10
+    done = np.array([[False], [True]])
 
     advantage = gae(reward, value, next_value, done, gamma=0.5, lam=1.0)
 
@@ -20,9 +25,9 @@ def test_truncated_step_bootstraps_from_the_final_observation() -> None:
 
 
 def test_an_advantage_does_not_reach_over_the_end_of_an_episode() -> None:
-    reward = torch.tensor([[1.0, 1.0], [100.0, 1.0]])
-    zero = torch.zeros(2, 2)
-    done = torch.tensor([[True, False], [False, False]])
+    reward = array([[1.0, 1.0], [100.0, 1.0]])
+    zero = array(np.zeros((2, 2)))
+    done = np.array([[True, False], [False, False]])
 
     advantage = gae(reward, zero, zero, done, gamma=1.0, lam=1.0)
 
@@ -31,22 +36,20 @@ def test_an_advantage_does_not_reach_over_the_end_of_an_episode() -> None:
 
 @pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (0.9, 0.0), (1.0, 1.0), (0.0, 0.5)])
 def test_gae_equals_the_sum_of_its_definition(gamma: float, lam: float) -> None:
-    generator = torch.Generator().manual_seed(1)
-    shape = (12, 3)
-    reward, value, next_value = (torch.randn(shape, generator=generator) for _ in range(3))
-    done = torch.rand(shape, generator=generator) < 0.2
+    random = np.random.default_rng(1)
+    reward, value, next_value = (array(random.normal(size=(12, 3))) for _ in range(3))
+    done = random.random((12, 3)) < 0.2
 
     advantage = gae(reward, value, next_value, done, gamma=gamma, lam=lam)
 
-    torch.testing.assert_close(advantage, summed(reward, value, next_value, done, gamma, lam))
+    expected = summed(reward, value, next_value, done, gamma, lam)
+    np.testing.assert_allclose(advantage, expected, rtol=1e-5, atol=1e-6)
 
 
-def summed(
-    reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor, gamma: float, lam: float
-) -> Tensor:
+def summed(reward: Any, value: Any, next_value: Any, done: Any, gamma: float, lam: float) -> Any:
     """sum over k of (gamma lam)^k delta[t + k], up to and with the step that ends the episode."""
     delta = reward + gamma * next_value - value
-    result = torch.zeros_like(delta)
+    result = np.zeros_like(delta)
     for t in range(delta.shape[0]):
         for env in range(delta.shape[1]):
             for k in range(delta.shape[0] - t):
@@ -57,8 +60,43 @@ def summed(
 
 
 def test_explained_variance_of_a_perfect_a_useless_and_a_constant_target() -> None:
-    target = torch.tensor([1.0, 2.0, 3.0])
+    target = array([1.0, 2.0, 3.0])
 
-    assert explained_variance(target, target).item() == 1.0
-    assert explained_variance(torch.zeros(3), target).item() == 0.0
-    assert explained_variance(target, torch.ones(3)).item() == 0.0
+    assert explained_variance(target, target) == 1.0
+    assert explained_variance(array([0.0] * 3), target) == 0.0
+    assert explained_variance(target, array([1.0] * 3)) == 0.0
+
+
+def test_rewards_are_divided_by_the_deviation_of_the_discounted_return() -> None:
+    scaler = RewardScaler(1, gamma=0.5, clip=10.0)
+    reward = array([[4.0], [4.0], [8.0]])
+    done = np.array([[False], [True], [False]])
+
+    scaled = scaler.scaled(reward, done)
+
+    returns = [4.0, 0.5 * 4.0 + 4.0, 8.0]  # the second ends an episode: the third begins anew
+    np.testing.assert_allclose(scaled, reward / np.std(returns), rtol=1e-5)
+
+
+def test_the_return_goes_on_from_one_rollout_to_the_next_and_huge_rewards_are_clipped() -> None:
+    random = np.random.default_rng(1)
+    reward, done = array(random.normal(size=(8, 2))), random.random((8, 2)) < 0.2
+    whole, halves = (RewardScaler(2, gamma=0.9, clip=0.7) for _ in range(2))
+
+    expected = whole.scaled(reward, done)
+    halves.scaled(reward[:4], done[:4])
+    second = halves.scaled(reward[4:], done[4:])
+
+    np.testing.assert_allclose(second, expected[4:], rtol=1e-5)
+    assert np.abs(expected).max() == np.float32(0.7)
+
+
+def test_a_rollout_with_a_nan_leaves_no_trace_in_the_scale() -> None:
+    scaler = RewardScaler(1, gamma=0.9, clip=10.0)
+    scaler.scaled(array([[1.0], [3.0]]), np.zeros((2, 1), dtype=bool))
+    before = scaler.state_dict()["moments"]
+
+    scaler.scaled(array([[np.nan], [1.0]]), np.zeros((2, 1), dtype=bool))
+
+    assert scaler.state_dict()["moments"] == before
+    assert np.isfinite(scaler.scaled(array([[1.0]]), np.zeros((1, 1), dtype=bool))).all()

@@ -128,7 +128,11 @@ def test_an_env_that_raises_in_close_does_not_spoil_a_finished_run(here: Path) -
         ("metrics.csv", b"\xff\xfe\x00\n", r"metrics\.csv is damaged: UnicodeDecodeError"),
         ("metrics.csv", b"env_steps,a\n32,much\n", r"metrics\.csv is damaged: ValueError"),
         ("summary.json", b"{", r"summary\.json is not valid JSON"),
-        ("checkpoints/latest.pt", b"hello", r"latest\.pt cannot be read: damaged"),
+        (
+            "checkpoints/latest.pt",
+            b"hello",
+            r"latest\.pt is no checkpoint of format 2: it is cut off",
+        ),
     ],
 )
 def test_damaged_files_of_a_run_are_named_in_one_line(

@@ -28,7 +28,7 @@ class DearEnv(CountingEnv):
         return super().step(action)
 
 
-def act(obs: Any) -> Any:
+def act(obs: Any, infos: Any) -> Any:
     return np.zeros(len(obs), dtype=np.int64)
 
 
@@ -75,9 +75,9 @@ def test_where_no_worker_can_start_the_envs_run_here_and_the_reason_is_told() ->
 
 
 def test_n_envs_grows_with_what_the_policy_costs() -> None:
-    def slow_act(obs: Any) -> Any:
+    def slow_act(obs: Any, infos: Any) -> Any:
         time.sleep(2e-3)
-        return act(obs)
+        return act(obs, infos)
 
     few = choose_n_envs(DearEnv(), act, n_slices=2, allowed=lambda n: True)
     many = choose_n_envs(CountingEnv(), slow_act, n_slices=2, allowed=lambda n: True)

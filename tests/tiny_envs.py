@@ -316,6 +316,17 @@ class NanEnv(CountingEnv):
         return obs, float("nan") if self.n_steps == 20 else reward, terminated, truncated, info
 
 
+class WordsEnv(CountingEnv):
+    """Observes words, which PPO cannot read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Text(8)
+
+    def _observe(self) -> Any:
+        return "x" * (1 + self._step)
+
+
 class EndlessEnv(CountingEnv):
     def __init__(self) -> None:
         super().__init__(length=10**9)
@@ -378,3 +389,134 @@ def scale_reward(env: gym.Env[Any, Any], factor: float) -> gym.Env[Any, Any]:
 
 def shift_reward(env: gym.Env[Any, Any], by: float) -> gym.Env[Any, Any]:
     return gym.wrappers.TransformReward(env, lambda reward: float(reward) + by)
+
+
+class MixedEnv(gym.Env[Any, Any]):
+    """Image, vector and choice at once, drawn from the env's own generator; episodes end."""
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Dict(
+            {
+                "image": spaces.Box(0, 255, (6, 6, 1), np.uint8),
+                "vector": spaces.Box(-10, 10, (3,), np.float64),
+                "choice": spaces.Discrete(3),
+            }
+        )
+        self.action_space = spaces.MultiDiscrete([3, 2])
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self._observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        draw = float(self.np_random.random())
+        return self._observe(), draw + float(np.sum(action)), draw < 0.1, 0.1 <= draw < 0.2, {}
+
+    def _observe(self) -> Any:
+        return {
+            "image": self.np_random.integers(0, 256, (6, 6, 1), dtype=np.uint8),
+            "vector": self.np_random.normal(size=3),
+            "choice": int(self.np_random.integers(3)),
+        }
+
+
+class ForbiddingEnv(gym.Env[Any, Any]):
+    """Allows one or two of four actions, others each step, and raises at any other."""
+
+    def __init__(self, where: str = "info") -> None:
+        self.where = where
+        vector = spaces.Box(0, 1, (4,), np.float32)
+        mask = spaces.MultiBinary(4)
+        both = spaces.Dict({"observation": vector, "action_mask": mask})
+        self.observation_space = vector if where == "info" else both
+        self.action_space = spaces.Discrete(4)
+        self._step = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._step = 0
+        return self._next()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if not self._mask[action]:
+            raise ValueError(f"action {action} is forbidden by {self._mask}")
+        self._step += 1
+        obs, info = self._next()
+        return obs, float(action == self._mask.argmax()), self._step >= 7, False, info
+
+    def _next(self) -> tuple[Any, dict[str, Any]]:
+        self._mask = np.zeros(4, dtype=np.int8)
+        self._mask[self.np_random.choice(4, size=2)] = 1
+        obs = self.np_random.random(4).astype(np.float32)
+        if self.where == "info":
+            return obs, {"action_mask": self._mask.copy()}
+        return {"observation": obs, "action_mask": self._mask.copy()}, {}
+
+
+class BreakingEnv(CountingEnv):
+    """Its fourth step gives what is no number: in ``what`` of obs, reward and final."""
+
+    def __init__(self, what: str | None = "obs") -> None:
+        super().__init__(length=50, reuse=False)
+        self.what = what
+        if what != "huge":
+            self.action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if not np.isfinite(action).all():
+            raise ValueError(f"an action that is no number: {action}")
+        obs, reward, terminated, truncated, info = super().step(action)
+        if self._step == 4:
+            if self.what in ("obs", "final"):
+                obs[1] = np.nan
+            truncated = truncated or self.what == "final"
+            reward = {"reward": np.inf, "huge": 3e38}.get(str(self.what), reward)
+        return obs, reward, terminated, truncated, info
+
+
+class LivesEnv(gym.Env[Any, Any]):
+    """A game of several lives, two steps each, that a wrapper ends after every life."""
+
+    def __init__(self, lives: int) -> None:
+        self.observation_space = spaces.Box(0, 10, (1,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self.lives = lives
+        self._step = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._step = 0
+        return np.zeros(1, dtype=np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._step += 1
+        obs = np.full(1, self._step, dtype=np.float32)
+        return obs, 1.0, self._step == 2 * self.lives, False, {"life": self._step // 2}
+
+    @staticmethod
+    def wrapped(lives: int) -> gym.Env[Any, Any]:
+        return LostLifeEnds(gym.wrappers.RecordEpisodeStatistics(LivesEnv(lives)))
+
+
+class LostLifeEnds(gym.Wrapper[Any, Any, Any, Any]):
+    """Ends the learner's episode with a life; the game goes on, and rewards are halved."""
+
+    _over = True
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        if self._over:
+            self._last, info = self.env.reset(**kwargs)
+            return self._last, info
+        return self._last, {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self._last, reward, terminated, truncated, info = self.env.step(action)
+        self._over = terminated or truncated
+        lost = self.env.unwrapped._step % 2 == 0  # type: ignore[attr-defined]
+        return self._last, 0.5 * float(reward), terminated or lost, truncated, info

@@ -1,13 +1,13 @@
 """Action distributions, driven by noise that the caller draws.
 
 The noise of a whole rollout comes from one generator, so that neither the device nor the split
-of the batch changes a draw. ``outputs`` is what the policy head gives, [B, n_outputs].
+of the batch changes a draw. ``outputs`` is what the policy head gives, [..., n_outputs]; of a
+distribution that ``reads_features`` the features below the head follow them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -17,32 +17,69 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ml_pipeline.config import PPOConfig
 from ml_pipeline.errors import UserError
 
-_LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
+LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
+# Far below any logit that is learned, yet finite: infinities times zero are no numbers.
+FORBIDDEN = -1e8
 
 
 class ActionSpaceError(UserError):
     """An action space that no distribution here covers."""
 
 
-class Categorical(nn.Module):
-    """Discrete actions; ``outputs`` are logits."""
+class Distribution(nn.Module):
+    """What all have in common: how an action is stored, and that some can be masked."""
 
-    def __init__(self, space: spaces.Discrete) -> None:
+    n_outputs: int
+    mask_size = 0  # how many choices a mask covers; 0: it cannot be masked
+    reads_features = False
+    action_dtype = torch.float32
+
+    def __init__(self, space: gym.Space[Any]) -> None:
         super().__init__()
-        self.n_outputs = int(space.n)
-        self._start = int(space.start)
+        self.space = space
+        self.action_shape: tuple[int, ...] = (math.prod(space.shape or ()),)
 
-    def draw_noise(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Noise on the CPU for ``shape`` actions, for example [T, n_envs]."""
-        return torch.rand(*shape, generator=generator)
+    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
+        """Noise on the CPU for a rollout; item t is for step t."""
+        raise NotImplementedError
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        # Inverse of the cumulative distribution: one uniform number per action.
-        cumulative = torch.softmax(outputs, dim=-1).cumsum(dim=-1)
-        # The last sum may fall short of 1 by rounding, and no action lies beyond it.
-        return (cumulative[..., :-1] <= noise.unsqueeze(-1)).sum(dim=-1)
+        raise NotImplementedError
+
+    def mode(self, outputs: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
+        """Stored actions, [n_envs, *action_shape], as the envs take them."""
+        raise NotImplementedError
+
+    def leaves_a_choice(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[n_envs, mask_size] -> [n_envs]: whether every choice has something to choose."""
+        return np.asarray(mask.any(axis=1))
+
+
+class Categorical(Distribution):
+    """Discrete actions; ``outputs`` are logits."""
+
+    action_dtype = torch.int64
+
+    def __init__(self, space: spaces.Discrete) -> None:
+        super().__init__(space)
+        self.action_shape = ()
+        self.n_outputs = self.mask_size = int(space.n)
+        self._start = int(space.start)
+
+    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
+        return torch.rand(n_steps, n_envs, generator=generator)
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        return _drawn(torch.softmax(outputs, dim=-1), noise)
 
     def mode(self, outputs: Tensor) -> Tensor:
         return outputs.argmax(dim=-1)
@@ -53,21 +90,69 @@ class Categorical(nn.Module):
         return log_prob, -(log_probs.exp() * log_probs).sum(dim=-1)
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
-        """The action as the env takes it."""
         return action + self._start
 
 
-class DiagonalGaussian(nn.Module):
+class MultiCategorical(Distribution):
+    """Several choices at once, each with logits of its own: MultiDiscrete and MultiBinary."""
+
+    action_dtype = torch.int64
+    _place: Tensor
+
+    def __init__(self, space: spaces.MultiDiscrete | spaces.MultiBinary) -> None:
+        super().__init__(space)
+        if isinstance(space, spaces.MultiDiscrete):
+            sizes, self._start = space.nvec.flatten(), space.start.flatten()
+        else:
+            sizes = np.full(math.prod(space.shape), 2)
+            self._start = np.zeros_like(sizes)
+        self.n_outputs = self.mask_size = int(sizes.sum())
+        self._first = sizes.cumsum() - sizes
+        # Where each choice's logits lie, [n_choices, most]; short rows end in the padding.
+        place = np.full((len(sizes), sizes.max()), self.n_outputs)
+        for row, (size, end) in enumerate(zip(sizes, sizes.cumsum(), strict=True)):
+            place[row, :size] = np.arange(end - size, end)
+        self.register_buffer("_place", torch.from_numpy(place), persistent=False)
+
+    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
+        return torch.rand(n_steps, n_envs, len(self._place), generator=generator)
+
+    def _logits(self, outputs: Tensor) -> Tensor:
+        """[..., n_choices, most]"""
+        return nn.functional.pad(outputs, (0, 1), value=FORBIDDEN)[..., self._place]
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        return _drawn(torch.softmax(self._logits(outputs), dim=-1), noise)
+
+    def mode(self, outputs: Tensor) -> Tensor:
+        return self._logits(outputs).argmax(dim=-1)
+
+    def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs = torch.log_softmax(self._logits(outputs), dim=-1)
+        log_prob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
+        return log_prob.sum(dim=-1), entropy.sum(dim=-1)
+
+    def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
+        shaped = (action + self._start).reshape(len(action), *(self.space.shape or ()))
+        return shaped.astype(self.space.dtype)
+
+    def leaves_a_choice(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        return np.asarray(np.logical_or.reduceat(mask, self._first, axis=1).all(axis=1))
+
+
+class DiagonalGaussian(Distribution):
     """Box actions; ``outputs`` are means, the log standard deviation is one free vector."""
 
-    def __init__(self, space: spaces.Box) -> None:
-        super().__init__()
-        self.n_outputs = math.prod(space.shape)
-        self.log_std = nn.Parameter(torch.zeros(self.n_outputs))
-        self._space = space
+    space: spaces.Box
 
-    def draw_noise(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        return torch.randn(*shape, self.n_outputs, generator=generator)
+    def __init__(self, space: spaces.Box, *, log_std_init: float = 0.0) -> None:
+        super().__init__(space)
+        (self.n_outputs,) = self.action_shape
+        self.log_std = nn.Parameter(torch.full((self.n_outputs,), log_std_init))
+
+    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(n_steps, n_envs, self.n_outputs, generator=generator)
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         return outputs + self.log_std.exp() * noise
@@ -77,23 +162,127 @@ class DiagonalGaussian(nn.Module):
 
     def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         z = (action - outputs) * torch.exp(-self.log_std)
-        log_prob = -(0.5 * z.square() + self.log_std + _LOG_SQRT_2PI).sum(dim=-1)
-        entropy = (self.log_std + _LOG_SQRT_2PI + 0.5).sum()
+        log_prob = -(0.5 * z.square() + self.log_std + LOG_SQRT_2PI).sum(dim=-1)
+        entropy = (self.log_std + LOG_SQRT_2PI + 0.5).sum()
         return log_prob, entropy.expand(log_prob.shape)
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
-        """The action as the env takes it: clipped to its space, in its shape and dtype."""
-        shaped = action.reshape(len(action), *self._space.shape)
-        clipped: NDArray[Any] = np.clip(shaped, self._space.low, self._space.high)
-        return clipped.astype(self._space.dtype)
+        """Clipped to the space, in its shape and dtype; what is scored stays unclipped."""
+        shaped = action.reshape(len(action), *self.space.shape)
+        clipped: NDArray[Any] = np.clip(shaped, self.space.low, self.space.high)
+        if np.issubdtype(self.space.dtype, np.integer):
+            clipped = np.rint(clipped)
+        return clipped.astype(self.space.dtype)
 
 
-def action_distribution(space: gym.Space[Any]) -> Categorical | DiagonalGaussian:
-    """The distribution for an action space."""
+class SquashedGaussian(DiagonalGaussian):
+    """A Gaussian bent into the bounds of the Box by tanh; actions are stored before the bend."""
+
+    # Gauss and Hermite's points and weights: a mean over a normal variable, to six digits here.
+    _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(9)
+
+    def __init__(self, space: spaces.Box, *, log_std_init: float = 0.0) -> None:
+        super().__init__(space, log_std_init=log_std_init)
+        if not space.is_bounded():
+            raise ActionSpaceError(
+                f"agent.box_policy=squashed needs bounds on every side, this env has {space}"
+            )
+        low, high = (np.asarray(b, dtype=np.float64).flatten() for b in (space.low, space.high))
+        self._low, self._half = low, 0.5 * (high - low)
+        self._log_volume = float(np.log(self._half).sum())
+
+    def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        log_prob, entropy = super().log_prob_and_entropy(outputs, action)
+        bend = _log_tanh_slope(action).sum(dim=-1) + self._log_volume
+        # The entropy has no closed form: the mean slope is integrated over the Gaussian.
+        mean_bend = torch.full_like(entropy, self._log_volume)
+        total = self._WEIGHTS.sum()
+        for node, weight in zip(self._NODES.tolist(), self._WEIGHTS.tolist(), strict=True):
+            slope = _log_tanh_slope(outputs + node * self.log_std.exp())
+            mean_bend = mean_bend + weight / total * slope.sum(dim=-1)
+        return log_prob - bend, entropy + mean_bend
+
+    def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
+        return super().to_env(self._low + self._half * (np.tanh(action) + 1.0))
+
+
+class StateDependentNoise(Distribution):
+    """gSDE: the noise is a linear function of the features that is kept for several steps.
+
+    So actions are smooth in time, which real machines like (Raffin et al., 2020).
+    """
+
+    space: spaces.Box
+    reads_features = True
+
+    def __init__(
+        self, space: spaces.Box, n_features: int, *, log_std_init: float, every_steps: int
+    ) -> None:
+        super().__init__(space)
+        (self.n_outputs,) = self.action_shape
+        self.log_std = nn.Parameter(torch.full((n_features, self.n_outputs), log_std_init))
+        self._every_steps = every_steps
+        self._to_env = DiagonalGaussian(space).to_env
+
+    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
+        every = self._every_steps or n_steps
+        n_draws = -(-n_steps // every)
+        drawn = torch.randn(n_draws, 1, n_envs, *self.log_std.shape, generator=generator)
+        return drawn.expand(-1, every, *drawn.shape[2:]).flatten(0, 1)[:n_steps]
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        mean, features = self._split(outputs)
+        step = noise * self.log_std.exp()
+        return mean + (features.unsqueeze(-2) @ step).squeeze(-2)
+
+    def mode(self, outputs: Tensor) -> Tensor:
+        return self._split(outputs)[0]
+
+    def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        mean, features = self._split(outputs)
+        variance = features.square() @ self.log_std.exp().square() + 1e-6
+        log_std = 0.5 * variance.log()
+        z = (action - mean).square() / variance
+        log_prob = -(0.5 * z + log_std + LOG_SQRT_2PI).sum(dim=-1)
+        return log_prob, (log_std + LOG_SQRT_2PI + 0.5).sum(dim=-1)
+
+    def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
+        return self._to_env(action)
+
+    def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        # Detached: the features are to serve the mean, not to make noise.
+        return outputs[..., : self.n_outputs], outputs[..., self.n_outputs :].detach()
+
+
+def _drawn(probs: Tensor, noise: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution: one uniform number per choice."""
+    cumulative = probs.cumsum(dim=-1)
+    # Scaled to the last sum, which rounding may leave short of 1; so nothing forbidden is drawn.
+    return (
+        (cumulative <= noise.unsqueeze(-1) * cumulative[..., -1:])
+        .sum(dim=-1)
+        .clamp(max=probs.shape[-1] - 1)
+    )
+
+
+def _log_tanh_slope(u: Tensor) -> Tensor:
+    """log(1 - tanh(u)^2), without the cancellation."""
+    return 2.0 * (math.log(2.0) - u - nn.functional.softplus(-2.0 * u))
+
+
+def action_distribution(space: gym.Space[Any], n_features: int, config: PPOConfig) -> Distribution:
+    """The distribution for an action space; ``n_features`` are below the policy head."""
     if isinstance(space, spaces.Discrete):
         return Categorical(space)
-    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        return DiagonalGaussian(space)
-    raise ActionSpaceError(
-        f"PPO needs a Discrete or a floating Box action space, this env has {space}"
-    )
+    if isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary)):
+        return MultiCategorical(space)
+    if not isinstance(space, spaces.Box) or not math.prod(space.shape):
+        raise ActionSpaceError(
+            "PPO needs a Discrete, MultiDiscrete, MultiBinary or Box action space, "
+            f"this env has {space}"
+        )
+    if config.box_policy == "gsde":
+        every, log_std = config.gsde_every_steps, config.log_std_init
+        return StateDependentNoise(space, n_features, log_std_init=log_std, every_steps=every)
+    kind = SquashedGaussian if config.box_policy == "squashed" else DiagonalGaussian
+    return kind(space, log_std_init=config.log_std_init)

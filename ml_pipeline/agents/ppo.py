@@ -5,66 +5,144 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ml_pipeline.agents.distributions import action_distribution
-from ml_pipeline.agents.networks import init_orthogonal
+from ml_pipeline.agents.adam import FlatAdam
+from ml_pipeline.agents.distributions import FORBIDDEN, ActionSpaceError, action_distribution
+from ml_pipeline.agents.mlp_by_hand import MLPByHand
+from ml_pipeline.agents.networks import init_orthogonal, out_features
+from ml_pipeline.agents.observations import (
+    ObservationReader,
+    ObservationSpaceError,
+    Preprocess,
+    map_obs,
+)
+from ml_pipeline.agents.space_data import space_from_data, space_to_data
 from ml_pipeline.config import PPOConfig
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import Minibatch, PolicySample, State
+from ml_pipeline.protocols import Minibatch, Obs, PolicyInput, PolicySample, State
 from ml_pipeline.seeding import stream_seed
 
 NetworkBuilder = Callable[[gym.Space[Any]], nn.Module]
 
+_MASK_KEY = "action_mask"  # in infos, and in Dict observations
 
-class ObservationSpaceError(UserError):
-    """An observation space that the agent cannot read."""
+# What ``update`` tells, in this order.
+UPDATE_METRICS = (
+    "loss/policy",
+    "loss/value",
+    "policy/entropy",
+    "policy/approx_kl",
+    "policy/clip_fraction",
+    "loss/grad_norm",
+)
+
+
+_YES, _NO = torch.tensor(True), torch.tensor(False)
+
+
+class MaskError(UserError):
+    """An action mask that is missing, of the wrong size, or leaves no action."""
+
+
+class Rates(NamedTuple):
+    """What is annealed, at its value of now."""
+
+    learning_rate: float
+    clip_range: float
+    entropy_coef: float
+
+
+class UpdateResult(NamedTuple):
+    """What one gradient step tells; it stays on the device."""
+
+    metrics: Tensor  # [len(UPDATE_METRICS)]
+    finite: Tensor  # 0-d bool; False: loss or gradient was not, and nothing changed
 
 
 class ActorCritic(nn.Module):
-    """Two networks of the same build, one for the policy and one for the value."""
+    """A network for the policy and one for the value, of the same build, or one for both."""
 
     def __init__(
         self,
-        observation_space: gym.Space[Any],
+        reader: ObservationReader,
         action_space: gym.Space[Any],
         build_network: NetworkBuilder,
+        config: PPOConfig,
+        *,
+        mask_leaf: str | None,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
-        self.distribution = action_distribution(action_space)
-        self.actor = build_network(observation_space)
-        self.critic = build_network(observation_space)
-        self.policy_head = nn.Linear(_out_features(self.actor), self.distribution.n_outputs)
-        self.value_head = nn.Linear(_out_features(self.critic), 1)
-        init_orthogonal(self.actor, gain=math.sqrt(2.0), generator=generator)
-        init_orthogonal(self.critic, gain=math.sqrt(2.0), generator=generator)
-        init_orthogonal(self.policy_head, gain=0.01, generator=generator)
-        init_orthogonal(self.value_head, gain=1.0, generator=generator)
+        clip = config.clip_obs if config.normalize_obs else None
+        self.preprocess = Preprocess(reader, ignored=mask_leaf, clip=clip)
+        # Layers draw their first weights from torch's own generator: it is lent a seed.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator.initial_seed())
+            self.actor = build_network(self.preprocess.space)
+            self.critic = None if config.shared_trunk else build_network(self.preprocess.space)
+            n_features = out_features(self.actor)
+            self.distribution = action_distribution(action_space, n_features, config)
+            self.policy_head = nn.Linear(n_features, self.distribution.n_outputs)
+            self.value_head = nn.Linear(out_features(self.critic or self.actor), 1)
+        self.state_sizes = [
+            int(getattr(trunk, "state_size", 0)) for trunk in (self.actor, self.critic) if trunk
+        ]
+        if config.orthogonal_init:
+            for trunk in (self.actor, self.critic):
+                if trunk is not None:
+                    init_orthogonal(trunk, gain=math.sqrt(2.0), generator=generator)
+            init_orthogonal(self.policy_head, gain=0.01, generator=generator)
+            init_orthogonal(self.value_head, gain=1.0, generator=generator)
 
-    def policy(self, obs: Tensor) -> Tensor:
-        """Outputs for the action distribution, [B, n_outputs]."""
-        outputs: Tensor = self.policy_head(self.actor(obs))
+    def forward(self, inputs: PolicyInput) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Outputs for the action distribution, values, and the memory's next state."""
+        obs = self.preprocess(inputs.obs)
+        states: list[Any] = [None, None]
+        if inputs.state is not None:
+            states = list(torch.split(inputs.state, self.state_sizes, dim=-1))
+        features, state = _run(self.actor, obs, states[0], inputs.episode_start)
+        value_features = features
+        if self.critic is not None:
+            value_features, other = _run(self.critic, obs, states[1], inputs.episode_start)
+            if state is not None and other is not None:
+                state = torch.cat([state, other], dim=-1)
+        value: Tensor = self.value_head(value_features).squeeze(-1)
+        return self._outputs(features, inputs.action_mask), value, state
+
+    def policy(self, inputs: PolicyInput) -> Tensor:
+        """Outputs alone, of a policy without memory, [B, n_outputs]."""
+        features = self.actor(self.preprocess(inputs.obs))
+        return self._outputs(features, inputs.action_mask)
+
+    def _outputs(self, features: Tensor, action_mask: Tensor | None) -> Tensor:
+        outputs: Tensor = self.policy_head(features)
+        if action_mask is not None:
+            outputs = outputs.masked_fill(~action_mask, FORBIDDEN)
+        if self.distribution.reads_features:
+            outputs = torch.cat([outputs, features], dim=-1)
         return outputs
 
-    def value(self, obs: Tensor) -> Tensor:
-        """Expected discounted return, [B]."""
-        value: Tensor = self.value_head(self.critic(obs)).squeeze(-1)
-        return value
+
+def _run(
+    trunk: nn.Module, obs: Obs, state: Tensor | None, episode_start: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    if state is None:
+        return trunk(obs), None
+    features, state = trunk(obs, state, episode_start)
+    return features, state
 
 
 class PPOAgent:
-    """Proximal policy optimisation for Box observations and Discrete or Box actions."""
+    """Proximal policy optimisation."""
 
     def __init__(
         self,
@@ -75,102 +153,264 @@ class PPOAgent:
         *,
         device: torch.device,
         seed: int,
+        by_hand: bool = True,
     ) -> None:
-        if not isinstance(observation_space, spaces.Box):
-            raise ObservationSpaceError(
-                f"PPO needs a Box observation space, this env has {observation_space}"
-            )
+        """``by_hand``: let ``MLPByHand`` do the arithmetic where it can; False is for tests."""
         self.config = config
         self.device = device
+        self._spaces = {"observation_space": observation_space, "action_space": action_space}
+        self.reader = ObservationReader(observation_space)
+        self._mask_leaf = self._find_mask_leaf()
         generator = torch.Generator().manual_seed(stream_seed(seed, "weights"))
-        self.model = ActorCritic(observation_space, action_space, build_network, generator)
-        self.model.to(device)
-        self.optimizer = torch.optim.Adam(
-            self.model.parameters(), lr=config.learning_rate, eps=1e-5
+        self.model = ActorCritic(
+            self.reader,
+            action_space,
+            build_network,
+            config,
+            mask_leaf=self._mask_leaf,
+            generator=generator,
         )
+        self.model.to(device)
+        self.distribution = self.model.distribution
+        self.is_masked = self._mask_leaf is not None or config.action_mask == "info"
+        self._check_mask_size()
+        self.state_size = sum(self.model.state_sizes)  # 0: no memory
+        self.adam = FlatAdam(self.model, eps=config.adam_eps, max_grad_norm=config.max_grad_norm)
         self._act_generator = torch.Generator().manual_seed(stream_seed(seed, "act"))
+        self._by_hand: MLPByHand | None = None
+        if by_hand and device.type == "cpu" and MLPByHand.fits(self.model, config):
+            self._by_hand = MLPByHand(self.model, self.adam, config)
+
+    # Inputs: from what the envs give to what the model takes.
+
+    def inputs(
+        self,
+        leaves: dict[str, NDArray[Any]],
+        action_mask: NDArray[np.bool_] | None = None,
+        state: Tensor | None = None,
+        episode_start: Tensor | None = None,
+    ) -> PolicyInput:
+        """One step of all envs; ``leaves`` is what the reader read."""
+        obs = self.reader.to_tensors(leaves, self.device)
+        mask = None if action_mask is None else torch.from_numpy(action_mask).to(self.device)
+        return PolicyInput(obs, mask, state, episode_start)
+
+    def mask_in(
+        self, leaves: dict[str, NDArray[Any]], infos: Mapping[str, Any] | None
+    ) -> NDArray[np.bool_] | None:
+        """The mask of these observations, checked: every env has an action left."""
+        if not self.is_masked:
+            return None
+        mask: NDArray[np.bool_]
+        if self._mask_leaf is not None:
+            mask = leaves[self._mask_leaf] != 0
+        else:
+            found = self.mask_of(infos or {})
+            if found is None:
+                raise MaskError(
+                    "agent.action_mask=info, but the infos hold no action_mask; the env must give "
+                    "one with every reset and step, and vec_env.infos must be all"
+                )
+            mask = found
+        size = self.distribution.mask_size
+        if mask.shape != (len(mask), size):
+            raise MaskError(f"an action mask must hold {size} numbers, got shape {mask.shape[1:]}")
+        stuck = np.flatnonzero(~self.distribution.leaves_a_choice(mask))
+        if len(stuck):
+            raise MaskError(f"the action mask of env {stuck[0]} allows no action: {mask[stuck[0]]}")
+        return mask
+
+    def mask_of(self, infos: Mapping[str, Any]) -> NDArray[np.bool_] | None:
+        """The masks in a vector env's infos, [n_envs, n]."""
+        if self.config.action_mask != "info" or _MASK_KEY not in infos:
+            return None
+        given = infos[_MASK_KEY]
+        if not isinstance(given, np.ndarray) or given.dtype == object:
+            # One per choice of a MultiDiscrete space, as Gymnasium's own sample() takes them.
+            given = np.stack([np.concatenate([np.ravel(part) for part in row]) for row in given])
+        return np.asarray(given, dtype=bool)
+
+    def _find_mask_leaf(self) -> str | None:
+        wanted, leaves = self.config.action_mask, self.reader.leaves
+        if wanted == "auto":
+            return _MASK_KEY if _MASK_KEY in leaves else None
+        if wanted in ("none", "info"):
+            return None
+        if wanted not in leaves or self.reader.is_single:
+            known = ", ".join(leaves) if not self.reader.is_single else "none, it is no Dict"
+            raise MaskError(
+                f"agent.action_mask={wanted} is no key of the observation; its keys: {known}"
+            )
+        return wanted
+
+    def _check_mask_size(self) -> None:
+        if self.is_masked and not self.distribution.mask_size:
+            raise ActionSpaceError(
+                f"actions of {self.distribution.space} cannot be masked; agent.action_mask=none"
+            )
+        if self._mask_leaf is not None:
+            shape = self.reader.shapes[self._mask_leaf]
+            if shape != (self.distribution.mask_size,):
+                raise MaskError(
+                    f"the action mask {self._mask_leaf!r} of the observation has shape {shape}, "
+                    f"the actions want ({self.distribution.mask_size},)"
+                )
+
+    # Acting.
 
     def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
         """Noise for a rollout, [T, n_envs, ...], on the agent's device."""
-        noise = self.model.distribution.draw_noise((n_steps, n_envs), generator)
-        return noise.to(self.device)
+        return self.distribution.draw_noise(n_steps, n_envs, generator).to(self.device)
 
     @torch.no_grad()
-    def sample_batch(self, obs: Tensor, noise: Tensor) -> PolicySample:
-        """Act on [n_envs, *obs] with noise [n_envs, ...]."""
-        outputs = self.model.policy(obs)
-        action = self.model.distribution.sample(outputs, noise)
-        log_prob, _ = self.model.distribution.log_prob_and_entropy(outputs, action)
-        return PolicySample(action, log_prob, self.model.value(obs))
+    def sample_batch(self, inputs: PolicyInput, noise: Tensor) -> PolicySample:
+        """Act in all envs with noise [n_envs, ...]."""
+        if self._by_hand is not None:
+            obs, mask, *_ = inputs
+            arrays = obs.numpy(), None if mask is None else mask.numpy(), noise.numpy()  # type: ignore[union-attr]
+            return PolicySample(torch.from_numpy(self._by_hand.sample(*arrays)), None)
+        outputs, state = self._outputs_of_one_step(inputs)
+        return PolicySample(self.distribution.sample(outputs, noise), state)
+
+    def _outputs_of_one_step(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
+        if self._by_hand is not None:
+            outputs = torch.from_numpy(self._by_hand.outputs(inputs.obs.numpy()))  # type: ignore[union-attr]
+            mask = inputs.action_mask
+            return outputs if mask is None else outputs.masked_fill(~mask, FORBIDDEN), None
+        if inputs.state is None:
+            return self.model.policy(inputs), None
+        outputs, _, state = self.model(_with_time(inputs))
+        return outputs[0], state
 
     @torch.no_grad()
-    def value_batch(self, obs: Tensor) -> Tensor:
-        return self.model.value(obs)
+    def score_batch(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
+        """log_prob and value of what was done: [B] each, or [T, B] of a policy with a memory."""
+        if self._by_hand is not None:
+            obs, mask, *_ = inputs
+            arrays = obs.numpy(), None if mask is None else mask.numpy(), action.numpy()  # type: ignore[union-attr]
+            scores = self._by_hand.score(*arrays)
+            return torch.from_numpy(scores[0]), torch.from_numpy(scores[1])
+        outputs, value, _ = self.model(inputs)
+        log_prob, _ = self.distribution.log_prob_and_entropy(outputs, action)
+        return log_prob, value
 
     @torch.no_grad()
-    def act_batch(self, obs: NDArray[Any], deterministic: bool = False) -> NDArray[np.generic]:
-        """[n_envs, *obs] -> [n_envs, *act], fit for ``env.step``."""
-        outputs = self.model.policy(self.to_tensor(obs))
-        distribution = self.model.distribution
+    def value_batch(self, inputs: PolicyInput) -> Tensor:
+        """[B]; of a policy with a memory, after its state and one more observation."""
+        if self._by_hand is not None:
+            return torch.from_numpy(self._by_hand.value(inputs.obs.numpy()))  # type: ignore[union-attr]
+        if inputs.state is not None:
+            _, values, _ = self.model(_with_time(inputs))
+            return values[0]  # type: ignore[no-any-return]
+        _, value, _ = self.model(inputs)
+        return value  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def act_batch(
+        self,
+        obs: Any,
+        deterministic: bool = False,
+        *,
+        action_mask: NDArray[np.bool_] | None = None,
+        memory: Tensor | None = None,
+    ) -> NDArray[np.generic]:
+        """[n_envs, *obs] -> [n_envs, *act], fit for ``env.step``; ``memory`` goes on in place."""
+        leaves = self.reader.read(obs)
+        n_envs = len(next(iter(leaves.values())))
+        if self.state_size and memory is None:
+            raise ValueError("this policy has a memory; pass memory=agent.new_memory(n_envs)")
+        if self._mask_leaf is not None:
+            action_mask = self.mask_in(leaves, None)
+        start = (
+            torch.zeros(n_envs, dtype=torch.bool, device=self.device) if self.state_size else None
+        )
+        inputs = self.inputs(leaves, action_mask, memory, start)
+        outputs, state = self._outputs_of_one_step(inputs)
+        if memory is not None and state is not None:
+            memory.copy_(state)
         if deterministic:
-            action = distribution.mode(outputs)
+            action = self.distribution.mode(outputs)
         else:
-            noise = distribution.draw_noise((len(obs),), self._act_generator).to(self.device)
-            action = distribution.sample(outputs, noise)
+            noise = self.distribution.draw_noise(1, n_envs, self._act_generator)[0]
+            action = self.distribution.sample(outputs, noise.to(self.device))
         return self.to_env_action(action)
 
-    def to_tensor(self, obs: NDArray[Any]) -> Tensor:
-        """A batch of observations on the device; float32, because MPS has no float64."""
-        return torch.as_tensor(np.asarray(obs, dtype=np.float32), device=self.device)
+    def new_memory(self, n_envs: int) -> Tensor | None:
+        """The memory of a policy that has one, at the beginning of ``n_envs`` episodes."""
+        return torch.zeros(n_envs, self.state_size, device=self.device) if self.state_size else None
 
     def to_env_action(self, action: Tensor) -> NDArray[Any]:
         """Sampled actions as the envs take them; what is scored stays unclipped."""
-        return self.model.distribution.to_env(action.cpu().numpy())
+        return self.distribution.to_env(action.cpu().numpy())
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+    # Learning.
 
-    def update(self, batch: Minibatch) -> dict[str, Tensor]:
-        """One gradient step on one minibatch; the metrics stay on the device."""
-        config = self.config
-        outputs = self.model.policy(batch.obs)
-        log_prob, entropy = self.model.distribution.log_prob_and_entropy(outputs, batch.action)
+    def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
+        """One gradient step on one minibatch."""
+        if self._by_hand is not None:
+            *told, loss = self._by_hand.gradient(batch, rates.clip_range, rates.entropy_coef)
+            norm, finite = self.adam.step_on_cpu(rates.learning_rate, loss)
+            return UpdateResult(torch.tensor([*told, norm]), _YES if finite else _NO)
+        metrics, total = self._gradient(batch, rates)
+        norms, finites = self.adam.step(rates.learning_rate, total)
+        return UpdateResult(torch.cat([metrics, norms.unsqueeze(0)]), finites)
+
+    def _gradient(self, batch: Minibatch, rates: Rates) -> tuple[Tensor, Tensor]:
+        """Leave the gradients of the loss; all metrics but the norm, and the loss."""
+        config, clip_range = self.config, rates.clip_range
+        outputs, value, _ = self.model(batch.inputs)
+        log_prob, entropy = self.distribution.log_prob_and_entropy(outputs, batch.action)
         log_ratio = log_prob - batch.log_prob
         ratio = log_ratio.exp()
-        advantage = normalised(batch.advantage)
-        clipped = ratio.clamp(1.0 - config.clip_range, 1.0 + config.clip_range)
-        policy_loss = -torch.min(advantage * ratio, advantage * clipped).mean()
-        value_loss = 0.5 * (self.model.value(batch.obs) - batch.value_target).square().mean()
+        advantage = normalised(batch.advantage) if config.normalize_advantage else batch.advantage
+        clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
+        gain = torch.min(advantage * ratio, advantage * clipped)
+        if config.dual_clip is not None:
+            floor = torch.where(advantage < 0, advantage * config.dual_clip, -torch.inf)
+            gain = torch.max(gain, floor)
+        policy_loss = -gain.mean()
+        squared = (value - batch.value_target).square()
+        if config.clip_value_loss:
+            moved = (value - batch.value).clamp(-clip_range, clip_range)
+            squared = torch.max(squared, (batch.value + moved - batch.value_target).square())
+        value_loss = 0.5 * squared.mean()
         mean_entropy = entropy.mean()
-        loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * mean_entropy
+        loss = policy_loss + config.value_coef * value_loss - rates.entropy_coef * mean_entropy
 
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
-        self.optimizer.step()
+        self.adam.grad.zero_()
+        torch.autograd.backward(loss)
         with torch.no_grad():
-            return {
-                "loss/policy": policy_loss.detach(),
-                "loss/value": value_loss.detach(),
-                "policy/entropy": mean_entropy.detach(),
+            metrics = [
+                policy_loss,
+                value_loss,
+                mean_entropy,
                 # Schulman's estimator: never negative, and less noisy than the mean log ratio.
-                "policy/approx_kl": (ratio - 1.0 - log_ratio).mean(),
-                "policy/clip_fraction": ((ratio - 1.0).abs() > config.clip_range).float().mean(),
-                "loss/grad_norm": norm,
-            }
+                (ratio - 1.0 - log_ratio).mean(),
+                ((ratio - 1.0).abs() > clip_range).float().mean(),
+            ]
+            return torch.stack([each.detach() for each in metrics]), loss.detach()
+
+    def learn_moments(self, obs: Obs) -> None:
+        """Take a rollout's observations, [T, n_envs, ...], into the running normalisation."""
+        if self.config.normalize_obs:
+            self.model.preprocess.learn_moments(map_obs(lambda leaf: leaf.flatten(0, 1), obs))
 
     def state_dict(self) -> State:
+        spaces = {name: space_to_data(space) for name, space in self._spaces.items()}
         return {
+            "spaces": spaces,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "adam": self.adam.state_dict(),
             "act_generator": self._act_generator.get_state(),
         }
 
     def load_state_dict(self, state: State) -> None:
+        for name, space in self._spaces.items():
+            saved = space_from_data(state["spaces"][name])
+            if saved != space:
+                raise ValueError(f"{name} was {saved}, and is {space}")
         self.model.load_state_dict(state["model"])
-        # Adam keeps the tensors it is given: without a copy two agents would share moments.
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.adam.load_state_dict(state["adam"])
         self._act_generator.set_state(state["act_generator"])
 
 
@@ -180,10 +420,15 @@ def normalised(advantage: Tensor) -> Tensor:
     return centred / (centred.square().mean().sqrt() + 1e-8)
 
 
-def _out_features(network: nn.Module) -> int:
-    if not isinstance(getattr(network, "out_features", None), int):
-        raise UserError(
-            f"network {type(network).__name__} has no out_features; set it in its constructor "
-            "to the size of what forward returns"
-        )
-    return int(network.out_features)  # type: ignore[arg-type]
+def _with_time(inputs: PolicyInput) -> PolicyInput:
+    """One step as a sequence of one."""
+    obs, mask, state, episode_start = inputs
+    return PolicyInput(
+        map_obs(lambda leaf: leaf.unsqueeze(0), obs),
+        None if mask is None else mask.unsqueeze(0),
+        state,
+        None if episode_start is None else episode_start.unsqueeze(0),
+    )
+
+
+__all__ = ["ActorCritic", "MaskError", "ObservationSpaceError", "PPOAgent", "Rates"]

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from ml_pipeline.config import next_multiple, whole_steps
 from ml_pipeline.protocols import Callback, State, Trainer
-from ml_pipeline.runs.checkpoint import BEST, LATEST, save_checkpoint
+from ml_pipeline.runs.checkpoint import BEST, save_checkpoint
+from ml_pipeline.runs.resuming import save_latest
 from ml_pipeline.runs.run_folder import RunFolder
 
 
@@ -30,7 +31,7 @@ class Checkpoints(Callback):
             save_checkpoint(self.run, BEST, trainer.state_dict())
         if trainer.env_steps >= self._next or trainer.is_last_iteration():
             self._next = next_multiple(self.every_steps, trainer.env_steps)
-            save_checkpoint(self.run, LATEST, trainer.state_dict())
+            save_latest(self.run, trainer)
 
     def state_dict(self) -> State:
         return {"best_return": self.best_return}

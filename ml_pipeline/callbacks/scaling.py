@@ -32,20 +32,28 @@ class FollowFreeCores(Callback):
         self.every = every
 
     def on_train_start(self, trainer: Trainer) -> None:
-        if not isinstance(trainer.env, ParallelEnv):
+        if _growing_env(trainer) is None:
             raise UserError(
-                "callbacks.scaling needs envs in workers; choose vec_env=parallel or vec_env=shared"
+                "callbacks.scaling needs envs in workers and collector=sync; choose "
+                "vec_env=parallel or vec_env=shared"
             )
         if not hasattr(os, "getloadavg"):
             raise UserError("callbacks.scaling needs the load of the machine, unknown here")
 
     def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
-        if trainer.iteration % self.every or not isinstance(trainer.env, ParallelEnv):
+        env = _growing_env(trainer)
+        if trainer.iteration % self.every or env is None:
             return
-        own = metrics.get("workers/busy", 1.0) * trainer.env.n_workers + 1.0
+        own = metrics.get("workers/busy", 1.0) * env.n_workers + 1.0
         free = max(available_cores() - max(os.getloadavg()[0] - own, 0.0), 0.0)
         wanted = min(max(round(free * self.envs_per_core), self.min_envs), self.max_envs)
-        before = trainer.env.num_envs
+        before = env.num_envs
         n_envs = trainer.resize(wanted)
         if n_envs != before:
             say(f"{free:.1f} of {available_cores()} cores are free: {n_envs} envs, before {before}")
+
+
+def _growing_env(trainer: Trainer) -> ParallelEnv | None:
+    """The one env of the run, if its size can change."""
+    env = trainer.envs[0]
+    return env if isinstance(env, ParallelEnv) and len(trainer.envs) == 1 else None

@@ -28,13 +28,10 @@ class WorkerReport(Callback):
         self._named: set[int] = set()
 
     def on_train_start(self, trainer: Trainer) -> None:
-        if isinstance(trainer.env, ParallelEnv):
-            self._last = {load.pid: load.busy_seconds for load in trainer.env.worker_loads()}
+        self._last = {load.pid: load.busy_seconds for load in _worker_loads(trainer)}
 
     def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
-        if not isinstance(trainer.env, ParallelEnv):
-            return
-        loads = trainer.env.worker_loads()
+        loads = _worker_loads(trainer)
         if not loads:
             return
         busy = [load.busy_seconds - self._last.get(load.pid, 0.0) for load in loads]
@@ -62,3 +59,15 @@ class WorkerReport(Callback):
                 f"{busy[slowest] / max(others, 1e-9):.1f} times as long as the others, and all "
                 "wait for it"
             )
+
+
+def _worker_loads(trainer: Trainer) -> list[WorkerLoad]:
+    """Of all workers of the run; the envs of a second half are numbered on."""
+    loads: list[WorkerLoad] = []
+    first = 0
+    for env in trainer.envs:
+        if isinstance(env, ParallelEnv):
+            for load in env.worker_loads():
+                loads.append(load._replace(rows=[first + row for row in load.rows]))
+        first += env.num_envs
+    return loads

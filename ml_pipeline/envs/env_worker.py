@@ -43,6 +43,7 @@ from ml_pipeline.envs.shared_arrays import (
     take_objects,
     write_value,
 )
+from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot
 from ml_pipeline.errors import UserError
 
 EnvFn = Callable[[], gym.Env[Any, Any]]
@@ -302,6 +303,25 @@ class EnvSlice:
     def end_episodes(self) -> None:
         """Take every episode as ended; the next step begins a new one."""
         self._ended = [True] * len(self.envs)
+
+    def snapshot(self) -> list[bytes]:
+        """The state of each env between two steps."""
+        taken = []
+        for offset, env in enumerate(self.envs):
+            try:
+                taken.append(take_snapshot(env))
+            except BaseException as error:
+                self._raise_named(offset, error)
+        return taken
+
+    def restore(self, snapshots: Sequence[bytes]) -> None:
+        """Go on from snapshots of envs of the same build."""
+        for offset, snapshot in enumerate(snapshots):
+            try:
+                self.envs[offset] = restore_snapshot(self.envs[offset], snapshot)
+            except BaseException as error:
+                self._raise_named(offset, error)
+        self._ended = [False] * len(self.envs)
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Each env's attribute ``name``, called if it can be."""

@@ -1,38 +1,74 @@
-"""EpisodeStats: raw return and length of each finished episode, over all envs."""
+"""EpisodeStats: raw return and length of each episode, as the env gave them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.protocols import Episode
+from ml_pipeline.protocols import Episode, State
 
 
 class EpisodeStats:
-    """Adds up rewards per env and gives out an ``Episode`` for each env that is done."""
+    """Adds up what a vector env gives; all arrays are [n_envs].
 
-    def __init__(self, n_envs: int) -> None:
-        self._return = np.zeros(n_envs, dtype=np.float64)
+    ``from_infos``: an env counts its own episodes by Gymnasium's ``RecordEpisodeStatistics``,
+    for example below wrappers that change rewards or end episodes early; only what it tells is
+    counted.
+    """
+
+    def __init__(self, n_envs: int, *, from_infos: bool = False) -> None:
+        self._from_infos = from_infos
+        self._return = np.zeros(n_envs)
         self._length = np.zeros(n_envs, dtype=np.int64)
 
-    def resize(self, n_envs: int) -> None:
-        """Forget the last envs, or begin with new ones at the end."""
-        kept = min(n_envs, len(self._return))
-        before = self._return[:kept], self._length[:kept]
-        self._return, self._length = np.zeros(n_envs), np.zeros(n_envs, dtype=np.int64)
-        self._return[:kept], self._length[:kept] = before
-
-    def step(self, reward: NDArray[Any], done: NDArray[np.bool_]) -> list[Episode]:
-        """Episodes that ended in this step, in the order of the envs."""
+    def step(
+        self, reward: NDArray[Any], done: NDArray[np.bool_], infos: Mapping[str, Any]
+    ) -> list[Episode]:
+        """Take in one step; gives the episodes that ended with it, in order of the envs."""
         self._return += reward
         self._length += 1
         if not done.any():
             return []
-        finished = [
-            Episode(float(self._return[i]), int(self._length[i])) for i in np.flatnonzero(done)
-        ]
-        self._return[done] = 0.0
-        self._length[done] = 0
-        return finished
+        ended = np.flatnonzero(done)
+        if self._from_infos:
+            episodes = _told_episodes(infos, ended)
+        else:
+            episodes = [Episode(float(self._return[i]), int(self._length[i])) for i in ended]
+        self._return[ended] = 0.0
+        self._length[ended] = 0
+        return episodes
+
+    def resize(self, n_envs: int) -> None:
+        """Envs that stay keep what they have added up; new ones begin."""
+        kept = min(n_envs, len(self._return))
+        self._return = np.concatenate([self._return[:kept], np.zeros(n_envs - kept)])
+        lengths = np.zeros(n_envs - kept, dtype=np.int64)
+        self._length = np.concatenate([self._length[:kept], lengths])
+
+    def state_dict(self) -> State:
+        return {"return": self._return.tolist(), "length": self._length.tolist()}
+
+    def load_state_dict(self, state: State) -> None:
+        self._return = np.array(state["return"], dtype=np.float64)
+        self._length = np.array(state["length"], dtype=np.int64)
+
+
+def _told_episodes(infos: Mapping[str, Any], ended: NDArray[np.int64]) -> list[Episode]:
+    final = infos.get("final_info", {})
+    if "episode" not in final:
+        return []
+    told, there = final["episode"], final["_episode"]
+    return [Episode(float(told["r"][i]), int(told["l"][i])) for i in ended if there[i]]
+
+
+def counts_episodes(env: gym.Env[Any, Any]) -> bool:
+    """Whether a wrapper of ``env`` tells return and length of its episodes in the infos."""
+    while isinstance(env, gym.Wrapper):
+        if isinstance(env, gym.wrappers.RecordEpisodeStatistics):
+            return True
+        env = env.env
+    return False

@@ -9,10 +9,13 @@ import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import missing_extra
@@ -79,13 +82,30 @@ def _blamed_on(what: str) -> Iterator[None]:
         raise EnvError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def try_env(env: gym.Env[Any, Any], name: str) -> Any:
-    """One reset and one step, so that an env of another API is found out; gives the observation."""
+def try_env(env: gym.Env[Any, Any], name: str) -> tuple[Any, dict[str, Any]]:
+    """One reset and one step, so that an env of another API is found out; what reset gave."""
     with _blamed_on(f"env {name} cannot be reset with a seed and stepped as Gymnasium 1.x asks"):
-        obs, _ = env.reset(seed=0)
+        obs, info = deepcopy(env.reset(seed=0))
         env.action_space.seed(0)
-        _, _, _, _, _ = env.step(env.action_space.sample())
-    return obs
+        _, _, _, _, _ = env.step(allowed_action(env, obs, info))
+    return obs, info
+
+
+def allowed_action(env: gym.Env[Any, Any], obs: Any, info: Mapping[str, Any]) -> Any:
+    """A random action; where the env gives a mask with it, one that the mask allows."""
+    mask = info.get("action_mask")
+    if mask is None and isinstance(obs, dict):
+        mask = obs.get("action_mask")
+    space = env.action_space
+    if mask is None:
+        return space.sample()
+    if isinstance(space, spaces.Discrete):
+        return space.sample(np.asarray(mask, dtype=np.int8))
+    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
+        if not isinstance(mask, tuple):
+            mask = np.split(np.asarray(mask), space.nvec.cumsum()[:-1])
+        return space.sample(tuple(np.asarray(part, dtype=np.int8) for part in mask))
+    return space.sample()
 
 
 def close_env(env: gym.Env[Any, Any]) -> None:

@@ -225,6 +225,21 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         return tuple(self._per_env(self._finish("call", timeout)))
 
+    def snapshot(self) -> list[bytes]:
+        """Each env as bytes, between two steps: see ``ml_pipeline.envs.snapshots``."""
+        self._check_idle("snapshot")
+        self._begin("call", "snapshot", lambda rows: ())
+        return self._per_env(self._finish("call", None))
+
+    def restore(self, snapshots: Sequence[bytes]) -> None:
+        """Go on in the midst of episodes, instead of a reset; loading a snapshot runs its code."""
+        self._check_idle("restore")
+        if len(snapshots) != self.num_envs:
+            raise ValueError(f"{len(snapshots)} snapshots given for {self.num_envs} envs")
+        self._begin("call", "restore", lambda rows: (picked(snapshots, rows),))
+        self._finish("call", None)
+        self._unused_seeds = [None] * self.num_envs
+
     def get_attr(self, name: str) -> tuple[Any, ...]:
         return self.call(name)
 

@@ -12,11 +12,13 @@ from typing import Any, Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import VectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
 
+from ml_pipeline.envs.factory import allowed_action
 from ml_pipeline.envs.vec_env import WorkerStartError
 
 Mode = Literal["serial", "parallel", "shared"]
-Act = Callable[[Any], Any]  # a batch of observations -> a batch of actions
+Act = Callable[[Any, Any], Any]  # observations and infos of all envs -> their actions
 
 _SHARED_GAIN = 1.25  # shared gives up isolation, so it must be so much faster than parallel
 _WORKER_GAIN = 1.1  # and workers cost memory and a start, so they must be so much faster at all
@@ -106,15 +108,15 @@ def choose_n_envs(
 def _step_seconds(env: gym.Env[Any, Any], *, n_steps: int = 500, seconds: float = 0.1) -> float:
     """Mean seconds of a step with random actions, resets included, after a few to warm up."""
     env.action_space.seed(0)
-    env.reset(seed=0)
+    obs, info = env.reset(seed=0)
     durations: list[float] = []
     deadline = time.perf_counter() + seconds
     while len(durations) < 20 or (len(durations) < n_steps and time.perf_counter() < deadline):
-        action = env.action_space.sample()
+        action = allowed_action(env, obs, info)
         start = time.perf_counter()
-        _, _, terminated, truncated, _ = env.step(action)
+        obs, _, terminated, truncated, info = env.step(action)
         if terminated or truncated:
-            env.reset()
+            obs, info = env.reset()
         durations.append(time.perf_counter() - start)
         if len(durations) >= 5 and time.perf_counter() > deadline + 10 * seconds:
             break  # 20 steps of a very slow env would take too long
@@ -122,18 +124,22 @@ def _step_seconds(env: gym.Env[Any, Any], *, n_steps: int = 500, seconds: float 
 
 
 def _act_seconds(env: gym.Env[Any, Any], act: Act, n_envs: int) -> float:
-    obs, _ = env.reset(seed=0)
-    return _median_seconds(lambda: act(np.stack([np.asarray(obs)] * n_envs)), 20)
+    obs, info = env.reset(seed=0)
+    space, same = env.observation_space, [obs] * n_envs
+    empty: Any = create_empty_array(space, n_envs)
+    batch = concatenate(space, same, empty)
+    infos = {name: [value] * n_envs for name, value in info.items()}
+    return _median_seconds(lambda: act(batch, infos), 20)
 
 
 def _turn_seconds(env: VectorEnv[Any, Any, Any], act: Act, *, seconds: float = 0.3) -> float:
     try:
-        obs, _ = env.reset(seed=0)
+        obs, infos = env.reset(seed=0)
         durations: list[float] = []
         deadline = time.perf_counter() + seconds
         while len(durations) < 5 or time.perf_counter() < deadline:
             start = time.perf_counter()
-            obs = env.step(act(obs))[0]
+            obs, _, _, _, infos = env.step(act(obs, infos))
             durations.append(time.perf_counter() - start)
         # The mean, because resets count; of the later half, because the first turns are cold.
         return float(np.mean(durations[len(durations) // 2 :]))

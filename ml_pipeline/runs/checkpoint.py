@@ -1,11 +1,14 @@
 """Checkpoints: a run's state in one file, written whole or not at all, read without running code.
 
 Only tensors, numbers, strings, and lists and dicts of these may stand in a state: this is what
-``weights_only=True`` loads.
+``weights_only=True`` loads. The file is torch's own format and ends in a line with the SHA-256 of
+all before it, which other readers pass over.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,12 @@ from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import State
 from ml_pipeline.runs.run_folder import RunFolder, write_atomically
 
-FORMAT = 1  # raised when an older reader could not make sense of the file
+FORMAT = 2  # raised when an older reader could not make sense of the file
 
 LATEST, BEST = "latest", "best"
+
+_TRAILER = b"\nml_pipeline sha256 "
+_TRAILER_SIZE = len(_TRAILER) + 64 + 1
 
 
 class CheckpointError(UserError):
@@ -32,11 +38,15 @@ def checkpoint_path(run: RunFolder, name: str) -> Path:
 def save_checkpoint(run: RunFolder, name: str, state: State) -> None:
     """Replace checkpoint ``name`` of a run; the old one stays until the new one is on the disk."""
     path = checkpoint_path(run, name)
+    content = io.BytesIO()
+    config = run.config.read_text(encoding="utf-8") if run.config.is_file() else ""
+    torch.save({"format": FORMAT, "config": config, **state}, content)
+    data = content.getvalue()
+    trailer = _TRAILER + hashlib.sha256(data).hexdigest().encode() + b"\n"
     try:
-        write_atomically(path, lambda file: torch.save({"format": FORMAT, **state}, file))
-    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"could not save {path}: {reason}; the one before is kept") from error
+        write_atomically(path, lambda file: file.write(data + trailer))
+    except OSError as error:
+        raise CheckpointError(f"could not save {path}: {error}; the one before is kept") from error
 
 
 def load_checkpoint(run: RunFolder, name: str) -> State:
@@ -45,12 +55,21 @@ def load_checkpoint(run: RunFolder, name: str) -> State:
     if not path.is_file():
         raise CheckpointError(f"{run.path} has no checkpoint {path.name}")
     try:
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+        content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    data, trailer = content[:-_TRAILER_SIZE], content[-_TRAILER_SIZE:]
+    if not trailer.startswith(_TRAILER):
+        raise CheckpointError(
+            f"{path} is no checkpoint of format {FORMAT}: it is cut off, or of an older version"
+        )
+    if trailer[len(_TRAILER) :].strip() != hashlib.sha256(data).hexdigest().encode():
+        raise CheckpointError(f"{path} is damaged: its checksum does not fit what it holds")
+    try:
+        state: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
         # torch's own words advise to load it with code allowed: never that.
-        raise CheckpointError(f"{path} cannot be read: damaged, or more than plain data") from error
+        raise CheckpointError(f"{path} cannot be read: it holds more than plain data") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no checkpoint of format {FORMAT}")
     return state

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.vector.utils import concatenate, create_empty_array
 
+from ml_pipeline.envs.episode_stats import counts_episodes
 from ml_pipeline.protocols import Agent, Episode
 
 # An env without a time limit may never end the episode of a good policy, or of a stuck one.
@@ -55,15 +57,36 @@ def evaluate(
 ) -> Evaluation:
     """Play ``n_episodes``; episode k starts from seed + k, so any one of them can be replayed."""
     episodes, n_cut = [], 0
+    counts_own_episodes = counts_episodes(env)
     for episode in range(n_episodes):
-        obs, _ = env.reset(seed=seed + episode)
+        obs, info = env.reset(seed=seed + episode)
+        memory = agent.new_memory(1)
         episode_return, length, done = 0.0, 0, False
         while not done and length < max_episode_steps:
-            action = agent.act_batch(np.asarray(obs)[np.newaxis], deterministic)[0]
-            obs, reward, terminated, truncated, _ = env.step(action)
+            action = agent.act_batch(
+                batch_of_one(env.observation_space, obs),
+                deterministic,
+                action_mask=agent.mask_of({name: [value] for name, value in info.items()}),
+                memory=memory,
+            )[0]
+            obs, reward, terminated, truncated, info = env.step(action)
             episode_return += float(reward)
             length += 1
             done = terminated or truncated
+            if done and counts_own_episodes and "episode" not in info:
+                # A wrapper ended the episode early, after a lost life: the game goes on.
+                obs, info = env.reset()
+                done = False
+        if done and counts_own_episodes:
+            episode_return, length = float(info["episode"]["r"]), int(info["episode"]["l"])
         n_cut += not done
         episodes.append(Episode(episode_return, length))
     return Evaluation(episodes, n_cut)
+
+
+def batch_of_one(space: gym.Space[Any], obs: Any) -> Any:
+    """A single observation as a vector env of one would hand it out."""
+    if isinstance(obs, np.ndarray):
+        return obs[np.newaxis]
+    empty: Any = create_empty_array(space, 1)
+    return concatenate(space, [obs], empty)

@@ -92,6 +92,12 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
+    def sweep(self) -> None:
+        """Remove what a kill has left of files that were being written."""
+        for folder in (self.path, self.checkpoints):
+            for path in folder.glob(".*.tmp"):
+                path.unlink(missing_ok=True)
+
     def discard_unstarted(self) -> None:
         """Remove what was made for a run that has not begun; a folder with a config stays."""
         if not self.config.exists():

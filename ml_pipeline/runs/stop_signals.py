@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
+
+_GRACE_SECONDS = 4.0  # SIGTERM leaves about 10 in all, and the checkpoint is to be saved after it
 
 
 class Interrupted(KeyboardInterrupt):
@@ -20,16 +22,27 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """While open, a stop signal raises ``Interrupted``: at once, or after a ``shielded`` block.
+    """While open, a stop signal raises ``Interrupted``.
 
-    A second signal during a shielded block changes nothing. Outside the main thread, where
-    Python delivers no signals, this does nothing.
+    Within a ``patient`` block it does so at the block's end, but not later than after
+    ``grace_seconds`` or at a second signal; within a ``shielded`` block never before its end.
+    Elsewhere at once. Outside the main thread, where Python delivers no signals, this does
+    nothing. ``on_wait`` is called when a signal is being waited with.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        grace_seconds: float = _GRACE_SECONDS,
+        on_wait: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._grace_seconds = grace_seconds
+        self._on_wait = on_wait
         self._before: dict[int, Any] = {}
         self._shields = 0
+        self._patient = False
         self._pending: int | None = None
+        self._out_of_patience = False
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -38,6 +51,8 @@ class StopSignals:
             if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
                 numbers.append(signal.SIGHUP)
             self._before = {number: signal.signal(number, self._handle) for number in numbers}
+            if hasattr(signal, "SIGALRM"):
+                self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._lose_patience)
         return self
 
     def __exit__(
@@ -46,6 +61,7 @@ class StopSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._disarm()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -56,12 +72,38 @@ class StopSignals:
             yield
         finally:
             self._shields -= 1
-        if self._pending is not None and not self._shields:
+        self._raise_if_due()
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """A block that is worth waiting for; what comes after it is not."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+        self._raise_if_due()
+
+    def _raise_if_due(self) -> None:
+        waits = self._shields or (self._patient and not self._out_of_patience)
+        if self._pending is not None and not waits:
             number, self._pending = self._pending, None
+            self._disarm()
             raise Interrupted(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._shields:
-            self._pending = number
-        else:
-            raise Interrupted(number)
+        first = self._pending is None
+        self._pending = number
+        self._out_of_patience = not (self._patient and first and hasattr(signal, "setitimer"))
+        if not self._out_of_patience:
+            signal.setitimer(signal.ITIMER_REAL, self._grace_seconds)
+            self._on_wait()
+        self._raise_if_due()
+
+    def _lose_patience(self, number: int, frame: FrameType | None) -> None:
+        self._out_of_patience = True
+        self._raise_if_due()
+
+    def _disarm(self) -> None:
+        if self._before and hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -1,8 +1,14 @@
-"""Collectors: play a policy in many envs and write what happened into a rollout buffer."""
+"""Collector: plays a policy in many envs and writes what happened into a rollout buffer.
+
+Over one vector env it acts and steps in turn. Over several it is double-buffered: while the envs
+of one work, it acts in the next; each has its own columns of the buffer.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,15 +20,19 @@ from torch import Tensor
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.envs.episode_stats import EpisodeStats
 from ml_pipeline.envs.vec_env import ParallelEnv
-from ml_pipeline.protocols import Episode, RolloutStats, State
-from ml_pipeline.training.rollout_buffer import Outcome, RolloutBuffer
+from ml_pipeline.errors import UserError
+from ml_pipeline.protocols import Episode, PolicyInput, RolloutStats, State
+from ml_pipeline.training.rollout_buffer import FinalStep, RolloutBuffer
 
 
-class SyncCollector:
-    """One forward pass, then one step of all envs, in turn."""
+class NonFiniteError(UserError):
+    """An env gave a number that is none."""
 
-    def __init__(self, env: VectorEnv[Any, Any, Any], *, env_seed: int, noise_seed: int) -> None:
-        """Env i is reset with ``env_seed + i`` before the first step."""
+
+class _Columns:
+    """One vector env, the columns of the rollout that are its own, and where its envs stand."""
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], first: int, *, from_infos: bool) -> None:
         mode = env.metadata.get("autoreset_mode")
         if mode is not AutoresetMode.SAME_STEP:
             raise ValueError(
@@ -30,71 +40,257 @@ class SyncCollector:
                 "pass autoreset_mode=AutoresetMode.SAME_STEP to its constructor"
             )
         self.env = env
-        self.n_envs = env.num_envs
+        self.place = slice(first, first + env.num_envs)
+        self.stats = EpisodeStats(env.num_envs, from_infos=from_infos)
+        self.leaves: dict[str, NDArray[Any]] = {}  # the observations to act on; none: not reset
+        self.mask: NDArray[np.bool_] | None = None
+        self.state: Tensor | None = None
+        self.episode_start = np.ones(env.num_envs, dtype=bool)
+        self.action: NDArray[Any] | None = None  # sent, and not yet answered
+
+    def reset(self, agent: PPOAgent, seed: int) -> None:
+        obs, infos = self.env.reset(seed=seed)
+        self.take(agent, obs, infos)
+        self.state = agent.new_memory(self.env.num_envs)
+        self.episode_start = np.ones(self.env.num_envs, dtype=bool)
+
+    def take(self, agent: PPOAgent, obs: Any, infos: Mapping[str, Any]) -> None:
+        """Stand at new observations."""
+        self.leaves = agent.reader.read(obs)
+        self.mask = agent.mask_in(self.leaves, infos)
+
+    def position(self) -> State:
+        return {
+            "leaves": {name: torch.from_numpy(leaf) for name, leaf in self.leaves.items()},
+            "mask": None if self.mask is None else torch.from_numpy(self.mask),
+            "state": self.state,
+            "episode_start": torch.from_numpy(self.episode_start),
+            "stats": self.stats.state_dict(),
+        }
+
+    def resume_at(self, position: State, agent: PPOAgent) -> None:
+        mask, state = position["mask"], position["state"]
+        self.leaves = {name: leaf.numpy() for name, leaf in position["leaves"].items()}
+        self.mask = None if mask is None else mask.numpy()
+        self.state = None if state is None else state.to(agent.device)
+        self.episode_start = position["episode_start"].numpy()
+        self.stats.load_state_dict(position["stats"])
+
+    def inputs(self, agent: PPOAgent) -> PolicyInput:
+        start = None
+        if self.state is not None:
+            start = torch.from_numpy(self.episode_start).to(agent.device)
+        return agent.inputs(self.leaves, self.mask, self.state, start)
+
+
+class Collector:
+    """Rollouts of ``agent`` in ``envs``, whose columns follow one another."""
+
+    def __init__(
+        self,
+        envs: Sequence[VectorEnv[Any, Any, Any]],
+        *,
+        env_seed: int,
+        noise_seed: int,
+        episodes_from_infos: bool = False,
+        allow_nonfinite: bool = False,
+    ) -> None:
+        """Env i is reset with ``env_seed + i`` before the first step.
+
+        ``episodes_from_infos``: see ``EpisodeStats``. ``allow_nonfinite``: play on with
+        observations and rewards that are no numbers; else they are a ``NonFiniteError``.
+        """
+        self.n_envs = 0
+        self._columns: list[_Columns] = []
+        for env in envs:
+            self._columns.append(_Columns(env, self.n_envs, from_infos=episodes_from_infos))
+            self.n_envs += env.num_envs
         self._env_seed = env_seed
+        self._allow_nonfinite = allow_nonfinite
         self._generator = torch.Generator().manual_seed(noise_seed)
         self._state_before: Tensor | None = None  # the generator's, while a rollout is under way
-        self._stats = EpisodeStats(env.num_envs)
-        self._obs: NDArray[Any] | None = None
+        self._n_steps = 0  # of each env, in whole rollouts
+
+    @property
+    def envs(self) -> list[VectorEnv[Any, Any, Any]]:
+        return [columns.env for columns in self._columns]
+
+    @property
+    def is_between_rollouts(self) -> bool:
+        """Whether the envs stand where the last whole rollout has left them."""
+        return self._state_before is None
 
     def collect(self, agent: PPOAgent, buffer: RolloutBuffer) -> RolloutStats:
-        """Fill ``buffer``; the values of what follows its last row are in ``last_value``."""
+        """Fill ``buffer``; ``last_inputs`` is what the policy sees after its last row."""
         start = time.perf_counter()
         episodes: list[Episode] = []
-        if self._obs is None:
-            self._obs, _ = self.env.reset(seed=self._env_seed)
-        self._state_before = self._generator.get_state()
+        self._begin(agent, buffer)
         noise = agent.draw_noise(buffer.n_steps, self.n_envs, self._generator)
         for t in range(buffer.n_steps):
-            obs = agent.to_tensor(self._obs)
-            sample = agent.sample_batch(obs, noise[t])
-            action = agent.to_env_action(sample.action)
-            self._obs, reward, terminated, truncated, infos = self.env.step(action)
-            final_value = sample.value
-            if truncated.any():
-                final_value = self._final_value(agent, truncated, infos)
-            outcome = Outcome(
-                # float32 on purpose: rewards are doubles, and MPS has no float64.
-                torch.as_tensor(reward.astype(np.float32), device=agent.device),
-                torch.as_tensor(terminated, device=agent.device),
-                torch.as_tensor(truncated, device=agent.device),
-                final_value,
-            )
-            buffer.write(t, obs, sample, outcome)
-            episodes += self._stats.step(reward, terminated | truncated)
+            for columns in self._columns:
+                if t > 0:
+                    episodes += self._receive(columns, t - 1, agent, buffer)
+                self._act(columns, t, agent, buffer, noise[t, columns.place])
+        for columns in self._columns:
+            episodes += self._receive(columns, buffer.n_steps - 1, agent, buffer)
         self._state_before = None
+        self._n_steps += buffer.n_steps
         return RolloutStats(episodes, time.perf_counter() - start)
 
-    def resize(self, n_envs: int) -> None:
+    def _begin(self, agent: PPOAgent, buffer: RolloutBuffer) -> None:
+        for columns in self._columns:
+            if columns.action is not None and len(self._columns) > 1:
+                columns.env.step_wait()  # type: ignore[attr-defined]  # of a rollout that was cut
+            columns.action = None
+            if not columns.leaves:
+                columns.reset(agent, self._env_seed + columns.place.start)
+                self._check_obs(columns, columns.leaves, 0)
+        buffer.begin()
+        if buffer.state is not None:
+            states = [each.state for each in self._columns if each.state is not None]
+            buffer.state = torch.cat(states)
+        self._state_before = self._generator.get_state()
+
+    def _act(
+        self, columns: _Columns, t: int, agent: PPOAgent, buffer: RolloutBuffer, noise: Tensor
+    ) -> None:
+        """Choose actions and, if there is something to do meanwhile, let the envs begin."""
+        sample = agent.sample_batch(columns.inputs(agent), noise)
+        action = sample.action.cpu().numpy()
+        if self._allow_nonfinite:
+            action = np.nan_to_num(action)
+        seen = columns.leaves, columns.mask, columns.episode_start
+        buffer.write_seen(t, columns.place, *seen, action)
+        columns.state = sample.state
+        columns.action = agent.distribution.to_env(action)
+        if len(self._columns) > 1:
+            columns.env.step_async(columns.action)  # type: ignore[attr-defined]
+
+    def _receive(
+        self, columns: _Columns, t: int, agent: PPOAgent, buffer: RolloutBuffer
+    ) -> list[Episode]:
+        """Take in what the envs answered to the actions of row ``t``."""
+        env = columns.env
+        result = env.step(columns.action) if len(self._columns) == 1 else env.step_wait()  # type: ignore[attr-defined]
+        obs, reward, terminated, truncated, infos = result
+        columns.action = None
+        buffer.write_outcome(t, columns.place, reward, terminated, truncated)
+        done = terminated | truncated
+        columns.take(agent, obs, infos)
+        columns.episode_start = done
+        self._check_reward(columns, reward, t)
+        self._check_obs(columns, columns.leaves, t + 1)
+        if truncated.any():
+            for row in np.flatnonzero(truncated & ~terminated).tolist():
+                self._keep_final(columns, row, t, agent, buffer, infos["final_obs"][row])
+        return columns.stats.step(reward, done, infos)
+
+    def _keep_final(
+        self,
+        columns: _Columns,
+        row: int,
+        t: int,
+        agent: PPOAgent,
+        buffer: RolloutBuffer,
+        final_obs: Any,
+    ) -> None:
+        leaves = agent.reader.read(final_obs)
+        self._check_obs(columns, {k: v[np.newaxis] for k, v in leaves.items()}, t + 1, row)
+        state = None if columns.state is None else columns.state[row].clone()
+        buffer.final_steps.append(FinalStep(t, columns.place.start + row, leaves, state))
+
+    def last_inputs(self, agent: PPOAgent) -> PolicyInput:
+        """What the policy sees after the last row, in all envs."""
+        if len(self._columns) == 1:
+            return self._columns[0].inputs(agent)
+        parts = [columns.inputs(agent) for columns in self._columns]
+        leaves = {
+            name: np.concatenate([columns.leaves[name] for columns in self._columns])
+            for name in self._columns[0].leaves
+        }
+        joined = agent.inputs(leaves)
+        if parts[0].state is None:
+            return joined
+        state = torch.cat([part.state for part in parts if part.state is not None])
+        starts = [part.episode_start for part in parts if part.episode_start is not None]
+        return joined._replace(state=state, episode_start=torch.cat(starts))
+
+    def _check_reward(self, columns: _Columns, reward: NDArray[Any], t: int) -> None:
+        # A sum of squares is the cheapest question; if it overflows, the numbers may be fine yet.
+        if self._allow_nonfinite or math.isfinite(reward @ reward):
+            return
+        for row in np.flatnonzero(~np.isfinite(reward)).tolist():
+            raise NonFiniteError(
+                f"env {columns.place.start + row} gave the reward {reward[row]} at "
+                f"{self._when(t + 1)}; nothing was learned from it, the last checkpoint is kept"
+            )
+
+    def _check_obs(
+        self, columns: _Columns, leaves: dict[str, NDArray[Any]], t: int, first: int = 0
+    ) -> None:
+        if self._allow_nonfinite:
+            return
+        for name, leaf in leaves.items():
+            if leaf.dtype != np.float32:
+                continue
+            flat = leaf.reshape(-1)
+            if math.isfinite(flat @ flat):
+                continue
+            for row, *index in np.argwhere(~np.isfinite(leaf)).tolist():
+                env, which = columns.place.start + first + row, f" {name!r}" if name else ""
+                raise NonFiniteError(
+                    f"env {env} gave an observation{which} that is not finite at "
+                    f"{self._when(t)}: number {index} is {leaf[row][tuple(index)]}; nothing was "
+                    "learned from it, the last checkpoint is kept"
+                )
+
+    def _when(self, t: int) -> str:
+        return f"its step {self._n_steps + t:,} (step {t} of this rollout)"
+
+    def resize(self, n_envs: int, agent: PPOAgent) -> None:
         """Between two rollouts; episodes in envs that stay go on."""
-        if not isinstance(self.env, ParallelEnv):
-            raise TypeError(f"{type(self.env).__name__} cannot change its number of envs")
-        obs, _ = self.env.resize(n_envs)
-        self._obs = obs if self._obs is not None else None
-        self._stats.resize(n_envs)
+        columns = self._columns[0]
+        if not isinstance(columns.env, ParallelEnv) or len(self._columns) > 1:
+            raise TypeError("only a single ParallelEnv can change its number of envs")
+        obs, infos = columns.env.resize(n_envs)
+        n_new = max(n_envs - self.n_envs, 0)
+        if columns.leaves:
+            columns.leaves = agent.reader.read(obs)
+            columns.mask = self._resized_mask(columns, infos, n_envs, agent)
+        if columns.state is not None:
+            new = columns.state.new_zeros(n_new, columns.state.shape[1])
+            columns.state = torch.cat([columns.state, new])[:n_envs]
+        columns.episode_start = np.append(columns.episode_start, [True] * n_new)[:n_envs]
+        columns.place = slice(0, n_envs)
+        columns.stats.resize(n_envs)
         self.n_envs = n_envs
 
-    def last_value(self, agent: PPOAgent) -> Tensor:
-        """Value of the observations that follow the last row, [n_envs]."""
-        if self._obs is None:
-            raise RuntimeError("last_value before the first collect")
-        return agent.value_batch(agent.to_tensor(self._obs))
-
-    def _final_value(
-        self, agent: PPOAgent, truncated: NDArray[np.bool_], infos: dict[str, Any]
-    ) -> Tensor:
-        """V(final observation) where truncated, 0 elsewhere, [n_envs]."""
-        value = torch.zeros(self.n_envs, device=agent.device)
-        rows = np.flatnonzero(truncated)
-        final_obs = np.stack([infos["final_obs"][row] for row in rows])
-        index = torch.as_tensor(rows, device=agent.device)
-        value[index] = agent.value_batch(agent.to_tensor(final_obs))
-        return value
+    @staticmethod
+    def _resized_mask(
+        columns: _Columns, infos: Mapping[str, Any], n_envs: int, agent: PPOAgent
+    ) -> NDArray[np.bool_] | None:
+        given = agent.mask_of(infos)
+        if columns.mask is None or agent.config.action_mask != "info":
+            return agent.mask_in(columns.leaves, infos)
+        # The infos of a resize are those of new envs; the others stand where they stood.
+        kept = columns.mask[:n_envs]
+        return kept if given is None else np.concatenate([kept, given[len(kept) :]])
 
     def state_dict(self) -> State:
         """The draws of a rollout that was cut short do not count."""
         state = self._generator.get_state() if self._state_before is None else self._state_before
-        return {"generator": state}
+        position = self._position() if self.is_between_rollouts else None
+        return {"generator": state, "n_steps": self._n_steps, "position": position}
 
     def load_state_dict(self, state: State) -> None:
         self._generator.set_state(state["generator"])
+        self._n_steps = state["n_steps"]
+
+    def _position(self) -> list[State]:
+        """Where the envs stand, seen from here; belongs to a snapshot of the envs themselves."""
+        return [columns.position() for columns in self._columns]
+
+    def resume_at(self, position: list[State], agent: PPOAgent) -> None:
+        """Go on in the midst of the episodes, in envs that were restored to the same point."""
+        for columns, state in zip(self._columns, position, strict=True):
+            columns.resume_at(state, agent)

@@ -13,15 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
-from torch import Tensor
 
-from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.agents.ppo import UPDATE_METRICS, PPOAgent, Rates, UpdateResult
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Callback, Episode, Logger, Metrics, State
-from ml_pipeline.seeding import stream_seed
-from ml_pipeline.training.collectors import SyncCollector
-from ml_pipeline.training.returns import explained_variance
+from ml_pipeline.seeding import (
+    global_generators_state,
+    set_global_generators_state,
+    stream_seed,
+)
+from ml_pipeline.training.collectors import Collector
+from ml_pipeline.training.returns import RewardScaler, explained_variance
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
+
+_KL = UPDATE_METRICS.index("policy/approx_kl")
+_SLOWEST, _FASTEST = 1e-6, 1e-2  # bounds of an adaptive learning rate
 
 
 class TrainingError(UserError):
@@ -34,27 +40,34 @@ class PPOTrainer:
     def __init__(
         self,
         agent: PPOAgent,
-        collector: SyncCollector,
+        collector: Collector,
         *,
         seed: int,
         callbacks: Mapping[str, Callback] | None = None,
         loggers: Sequence[Logger] = (),
         shield: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        patience: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """``shield`` opens a block that a stop signal must not tear: see ``StopSignals``."""
+        """``shield`` opens a block that a stop signal must not tear, ``patience`` one that it
+        should rather wait for: see ``StopSignals``."""
         self.agent = agent
         self.collector = collector
         self.config = agent.config
         self.callbacks = dict(callbacks or {})
         self.loggers = list(loggers)
         self.buffer = self._new_buffer()
+        self._scaler = self._new_scaler()
+        self._on_cpu = agent.device.type == "cpu"
+        self._adaptive_learning_rate = self.config.learning_rate
         self.iteration = 0
         self.env_steps = 0
         self.n_episodes = 0
         self.stop_reason: str | None = None
+        self.snapshots_envs = False  # whether their episodes can go on in another process
         self._recent: deque[Episode] = deque(maxlen=100)
         self._generator = torch.Generator().manual_seed(stream_seed(seed, "minibatches"))
         self._shield = shield
+        self._patience = patience
         self._total_steps: int | None = None
         self._unlogged: Metrics | None = None  # of an iteration that is counted, but not told
 
@@ -66,10 +79,11 @@ class PPOTrainer:
             callback.on_train_start(self)
         try:
             while not self.is_last_iteration():
-                metrics = self.train_episode_vectorized()
-                for callback in callbacks:
-                    callback.on_iteration_end(self, metrics)
-                self._tell()
+                with self._patience():
+                    metrics = self.train_episode_vectorized()
+                    for callback in callbacks:
+                        callback.on_iteration_end(self, metrics)
+                    self._tell()
         except KeyboardInterrupt:
             # The weights have changed: a record without this iteration would not be theirs.
             self._tell()
@@ -85,12 +99,13 @@ class PPOTrainer:
     def train_episode_vectorized(self) -> Metrics:
         """One iteration: collect a [T, n_envs] rollout, improve on it, return the metrics."""
         start = time.perf_counter()
-        learning_rate = self._learning_rate()
-        stats = self.collector.collect(self.agent, self.buffer)
+        rates = self._rates()
+        # What overflows is found and named: NumPy need not warn besides.
+        with np.errstate(over="ignore", invalid="ignore"):
+            stats = self.collector.collect(self.agent, self.buffer)
         with self._shield():
-            self.agent.set_learning_rate(learning_rate)
-            means = self._improve()
-            _check_finite(means, self.iteration + 1)
+            with np.errstate(over="ignore", invalid="ignore"):
+                means = self._improve(rates)
             self._recent.extend(stats.episodes)
             self.n_episodes += len(stats.episodes)
             self.iteration += 1
@@ -106,7 +121,7 @@ class PPOTrainer:
                 **_episode_means("rollout/", "_mean_100", list(self._recent)),
                 "rollout/total_episodes": self.n_episodes,
                 **means,
-                "policy/learning_rate": learning_rate,
+                "policy/learning_rate": rates.learning_rate,
                 "time/env_steps_per_second": n_steps / seconds,
                 "time/collect_seconds": stats.seconds,
                 "time/iteration_seconds": seconds,
@@ -124,52 +139,127 @@ class PPOTrainer:
             for callback in self.callbacks.values():
                 callback.on_iteration_logged(self, metrics)
 
-    def _improve(self) -> Metrics:
+    def _improve(self, rates: Rates) -> Metrics:
         """All epochs over the rollout; the metrics come to the host once, at the end."""
         config, buffer = self.config, self.buffer
-        last_value = self.collector.last_value(self.agent)
-        buffer.finish(last_value, gamma=config.gamma, lam=config.gae_lambda)
-        quality = explained_variance(buffer.value, buffer.value_target)
-        updates: list[dict[str, Tensor]] = []
-        for _ in range(config.n_epochs):
+        last = self.collector.last_inputs(self.agent)
+        buffer.finish(last, gamma=config.gamma, lam=config.gae_lambda, scaler=self._scaler)
+        results: list[UpdateResult] = []
+        for epoch in range(1, config.n_epochs + 1):
+            first = len(results)
             for batch in buffer.minibatches(config.n_minibatches, self._generator):
-                updates.append(self.agent.update(batch))
-        names = list(updates[0])
-        table = torch.stack([torch.stack([update[name] for name in names]) for update in updates])
-        means = torch.cat([table.mean(dim=0), quality.unsqueeze(0)]).tolist()
-        return dict(zip([*names, "value/explained_variance"], means, strict=True))
+                results.append(self.agent.update(batch, rates))
+                if self._on_cpu:
+                    self._check_finite(results[-1:], epoch, len(results) - first)
+            self._check_finite(results[first:], epoch, None)
+            if config.max_kl is not None or config.learning_rate_schedule == "adaptive":
+                kl = float(torch.stack([each.metrics[_KL] for each in results[first:]]).mean())
+                rates = rates._replace(learning_rate=self._adapted(rates.learning_rate, kl))
+                if config.max_kl is not None and kl > config.max_kl:
+                    break
+        self.agent.learn_moments(buffer.obs_tensors())
+        return {**_means(results), **self._quality(), "policy/n_epochs": float(epoch)}
 
-    def _learning_rate(self) -> float:
-        if not self.config.anneal_learning_rate or self._total_steps is None:
-            return self.config.learning_rate
-        left = 1.0 - self.env_steps / self._total_steps
-        return self.config.learning_rate * max(left, 0.0)
+    def _quality(self) -> Metrics:
+        quality = explained_variance(self.buffer.value, self.buffer.value_target)
+        return {"value/explained_variance": quality}
+
+    def _check_finite(self, results: list[UpdateResult], epoch: int, minibatch: int | None) -> None:
+        """Stop where a loss or gradient was not finite; the weights were left as they were."""
+        if self.config.on_nonfinite == "skip" or all(bool(each.finite) for each in results):
+            return
+        broken = next(each for each in results if not each.finite)
+        names = [
+            name
+            for name, value in zip(UPDATE_METRICS, broken.metrics.tolist(), strict=True)
+            if not math.isfinite(value)
+        ]
+        where = "" if minibatch is None else f", minibatch {minibatch}"
+        gradients = self.agent.adam.broken_gradients() if minibatch is not None else []
+        if gradients:
+            more = ", ..." if len(gradients) > 3 else ""
+            names.append(f"the gradients of {', '.join(gradients[:3])}{more}")
+        raise TrainingError(
+            f"iteration {self.iteration + 1}, epoch {epoch}{where}: {' and '.join(names)} not "
+            "finite. The weights were left as they were, the last checkpoint is kept. A smaller "
+            "agent.learning_rate often helps; so does looking for huge values in the env's "
+            "observations and rewards (agent.normalize_obs, agent.scale_reward)"
+        )
+
+    def _rates(self) -> Rates:
+        """What is annealed, at this point of the run."""
+        config, progress = self.config, 0.0
+        if self._total_steps is not None:
+            progress = min(self.env_steps / self._total_steps, 1.0)
+        learning_rate = self._adaptive_learning_rate
+        if config.learning_rate_schedule != "adaptive":
+            schedule = config.learning_rate_schedule
+            learning_rate = annealed(config.learning_rate, schedule, progress)
+        return Rates(
+            learning_rate,
+            annealed(config.clip_range, config.clip_range_schedule, progress),
+            annealed(config.entropy_coef, config.entropy_coef_schedule, progress),
+        )
+
+    def _adapted(self, learning_rate: float, kl: float) -> float:
+        """Faster while the policy moves less than ``target_kl``, slower where it moves more."""
+        if self.config.learning_rate_schedule != "adaptive":
+            return learning_rate
+        if kl > 2.0 * self.config.target_kl:
+            learning_rate = max(learning_rate / 1.5, _SLOWEST)
+        elif kl < 0.5 * self.config.target_kl:
+            learning_rate = min(learning_rate * 1.5, _FASTEST)
+        self._adaptive_learning_rate = learning_rate
+        return learning_rate
 
     @property
-    def env(self) -> VectorEnv[Any, Any, Any]:
-        return self.collector.env
+    def envs(self) -> list[VectorEnv[Any, Any, Any]]:
+        return self.collector.envs
 
     def _new_buffer(self) -> RolloutBuffer:
-        return RolloutBuffer(
-            self.config.n_steps,
-            self.collector.n_envs,
-            obs_shape=self.collector.env.single_observation_space.shape or (),
-            device=self.agent.device,
-        )
+        return RolloutBuffer(self.config.n_steps, self.collector.n_envs, self.agent)
+
+    def _new_scaler(self) -> RewardScaler | None:
+        if not self.config.scale_reward:
+            return None
+        config, n_envs = self.config, self.collector.n_envs
+        return RewardScaler(n_envs, gamma=config.gamma, clip=config.clip_reward)
 
     def resize(self, n_envs: int) -> int:
         """At most ``n_envs``: a rollout must still cut into equal minibatches; at least that."""
-        n_steps, n_minibatches = self.config.n_steps, self.config.n_minibatches
-        multiple = n_minibatches // math.gcd(n_steps, n_minibatches)
+        n_steps, multiple = self.config.n_steps, self.config.n_minibatches
+        if not self.agent.state_size:  # else minibatches are made of whole sequences
+            multiple //= math.gcd(n_steps, multiple)
         n_envs = max(n_envs // multiple, 1) * multiple
         if n_envs != self.collector.n_envs:
-            self.collector.resize(n_envs)
+            self.collector.resize(n_envs, self.agent)
             self.buffer = self._new_buffer()
+            if self._scaler is not None:
+                self._scaler.resize(n_envs)
         return n_envs
+
+    def resume_episodes(self, state: State, snapshots: Sequence[bytes]) -> None:
+        """Let the envs go on where they stood when ``state`` was saved."""
+        rest = list(snapshots)
+        for env in self.envs:
+            env.restore(rest[: env.num_envs])  # type: ignore[attr-defined]
+            del rest[: env.num_envs]
+        self.collector.resume_at(state["collector"]["position"], self.agent)
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
 
     def request_stop(self, reason: str) -> None:
         """End training after this iteration."""
         self.stop_reason = reason
+
+    def env_snapshots(self) -> list[bytes] | None:
+        """All envs as bytes, to go on in the midst of their episodes.
+
+        None where they do not stand between two rollouts, or cannot be had.
+        """
+        if not self.collector.is_between_rollouts or not self.snapshots_envs:
+            return None
+        return [each for env in self.envs for each in env.snapshot()]  # type: ignore[attr-defined]
 
     def state_dict(self) -> State:
         """Everything that goes on from here."""
@@ -177,17 +267,26 @@ class PPOTrainer:
             "agent": self.agent.state_dict(),
             "collector": self.collector.state_dict(),
             "generator": self._generator.get_state(),
+            "learning_rate": self._adaptive_learning_rate,
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "iteration": self.iteration,
             "env_steps": self.env_steps,
             "n_episodes": self.n_episodes,
             "recent_episodes": [list(episode) for episode in self._recent],
+            "global_generators": global_generators_state(),
             "callbacks": {name: each.state_dict() for name, each in self.callbacks.items()},
         }
 
     def load_state_dict(self, state: State) -> None:
+        """Go on from a state; of the envs, only the numbers: see ``resume_episodes``."""
+        set_global_generators_state(state["global_generators"])
         self.agent.load_state_dict(state["agent"])
         self.collector.load_state_dict(state["collector"])
         self._generator.set_state(state["generator"])
+        self._adaptive_learning_rate = state["learning_rate"]
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+            self._scaler.begin_episodes()  # unless resume_episodes says otherwise
         self.iteration = state["iteration"]
         self.env_steps = state["env_steps"]
         self.n_episodes = state["n_episodes"]
@@ -197,15 +296,23 @@ class PPOTrainer:
                 self.callbacks[name].load_state_dict(callback_state)
 
 
-def _check_finite(means: Metrics, iteration: int) -> None:
-    """Stop before weights that are no numbers reach a checkpoint."""
-    broken = [name for name, value in means.items() if not math.isfinite(value)]
-    if broken:
-        raise TrainingError(
-            f"iteration {iteration} broke down: {', '.join(broken)} not finite, and not "
-            "saved. A smaller agent.learning_rate often helps; so does "
-            "looking for nan or huge values in the env's observations and rewards"
-        )
+def annealed(value: float, schedule: str, progress: float) -> float:
+    """``value`` at ``progress`` (0 to 1) through the run: as it is, or on its way to zero."""
+    if schedule == "linear":
+        return value * (1.0 - progress)
+    if schedule == "cosine":
+        return value * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return value
+
+
+def _means(results: Sequence[UpdateResult]) -> Metrics:
+    """Of the updates that were made; one transfer from the device for all of them."""
+    finite = torch.stack([each.finite for each in results])
+    table = torch.stack([each.metrics for each in results])
+    means = torch.where(finite.unsqueeze(1), table, 0.0).sum(dim=0) / finite.sum().clamp(min=1)
+    *values, n_skipped = torch.cat([means, (~finite).sum().unsqueeze(0)]).tolist()
+    metrics = dict(zip(UPDATE_METRICS, values, strict=True))
+    return {**metrics, "loss/skipped_updates": n_skipped} if n_skipped else metrics
 
 
 def _episode_means(prefix: str, suffix: str, episodes: Sequence[Episode]) -> Metrics:

@@ -1,34 +1,99 @@
-"""Returns and advantages of a rollout."""
+"""Returns and advantages of a rollout, in NumPy: a loop over time is slow in torch."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ml_pipeline.protocols import State
+
+Array = NDArray[np.float32]
 
 
 def gae(
-    reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor, *, gamma: float, lam: float
-) -> Tensor:
-    """Generalised advantage estimate over a rollout; every tensor is [T, n_envs].
+    reward: Array,
+    value: Array,
+    next_value: Array,
+    done: NDArray[np.bool_],
+    *,
+    gamma: float,
+    lam: float,
+) -> Array:
+    """Generalised advantage estimate over a rollout; every array is [T, n_envs].
 
     ``next_value`` is the value of each step's true successor: 0 where the episode terminated,
     V(final observation) where it was truncated. So the recursion needs no special cases.
     """
-    delta = reward + gamma * next_value - value
-    carry = gamma * lam * (~done)
-    advantage = torch.empty_like(delta)
-    running = torch.zeros_like(delta[0])
+    delta = reward + np.float32(gamma) * next_value - value
+    carry = np.float32(gamma * lam) * ~done
+    advantage: Array = np.empty_like(delta)
+    running = np.zeros_like(delta[0])
     for t in range(len(delta) - 1, -1, -1):
         running = delta[t] + carry[t] * running
         advantage[t] = running
     return advantage
 
 
-def explained_variance(value: Tensor, value_target: Tensor) -> Tensor:
-    """1 for a perfect critic, 0 for one no better than a constant; 0-d.
+def explained_variance(value: Array, value_target: Array) -> float:
+    """1 for a perfect critic, 0 for one no better than a constant.
 
     Targets that are all the same explain nothing: the result is then 0, not a NaN.
     """
-    variance = value_target.var(correction=0)
-    residual = (value_target - value).var(correction=0)
-    return torch.where(variance > 0, 1.0 - residual / variance.clamp_min(1e-12), 0.0)
+    variance = float(value_target.var())
+    return 1.0 - float((value_target - value).var()) / variance if variance > 0 else 0.0
+
+
+class RewardScaler:
+    """Divides rewards by the running deviation of the discounted return, and clips them.
+
+    The mean stays: a reward that is always positive must not become a punishment.
+    """
+
+    def __init__(self, n_envs: int, *, gamma: float, clip: float) -> None:
+        self.gamma = gamma
+        self.clip = clip
+        self._return = np.zeros(n_envs)  # so far, of the episode that goes on in each env
+        self._mean, self._variance, self._count = 0.0, 1.0, 0
+
+    def scaled(self, reward: Array, done: NDArray[np.bool_]) -> Array:
+        """Take in a rollout, [T, n_envs], then scale it by what is known with it."""
+        returns = np.empty(reward.shape)
+        for t in range(len(reward)):
+            self._return = self._return * self.gamma + reward[t]
+            returns[t] = self._return
+            self._return = np.where(done[t], 0.0, self._return)
+        if np.isfinite(returns).all():
+            self._take_in(returns)
+        else:  # a rollout that is skipped: what it has left behind must not last
+            self._return = np.zeros_like(self._return)
+        scale = np.float32(1.0 / np.sqrt(self._variance + 1e-8))
+        scaled: Array = np.clip(reward * scale, -self.clip, self.clip).astype(np.float32)
+        return scaled
+
+    def _take_in(self, returns: NDArray[np.float64]) -> None:
+        total = self._count + returns.size
+        share, shift = returns.size / total, float(returns.mean()) - self._mean
+        spread = shift * shift * share * (1.0 - share)
+        self._variance = self._variance * (1.0 - share) + float(returns.var()) * share + spread
+        self._mean += shift * share
+        self._count = total
+
+    def resize(self, n_envs: int) -> None:
+        """Envs that stay keep their returns; new ones begin."""
+        kept = self._return[:n_envs]
+        self._return = np.concatenate([kept, np.zeros(n_envs - len(kept))])
+
+    def begin_episodes(self) -> None:
+        """All envs have been reset."""
+        self._return = np.zeros_like(self._return)
+
+    def state_dict(self) -> State:
+        moments: list[Any] = [self._mean, self._variance, self._count]
+        return {"moments": moments, "return": self._return.tolist()}
+
+    def load_state_dict(self, state: State) -> None:
+        self._mean, self._variance, self._count = state["moments"]
+        if len(state["return"]) == len(self._return):
+            self._return = np.array(state["return"])

@@ -1,96 +1,210 @@
 """RolloutBuffer: one on-policy rollout, [T, n_envs], from the first write to the last minibatch.
 
-Rows are time, columns are environments. ``finish`` must be called once between the last
-``write`` and the first ``minibatches``; it is the only place that knows why episodes end.
+Rows are time, columns are environments. It is written in host memory, where the envs are, and
+moved to the agent's device as a whole by ``finish``: on the CPU both are the same memory.
+``finish`` must be called once between the last write and the first ``minibatches``; it is the
+only place that knows why episodes end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.protocols import Minibatch, PolicySample
-from ml_pipeline.training.returns import gae
+from ml_pipeline.agents.observations import map_obs
+from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.protocols import Minibatch, Obs, PolicyInput
+from ml_pipeline.training.returns import RewardScaler, gae
+
+_SCORED_NUMBERS = 2**24  # of observations at a time: a rollout of images would fill the memory
 
 
-class Outcome(NamedTuple):
-    """What the envs answered to one batch of actions."""
+class FinalStep(NamedTuple):
+    """The last observation of an episode that was cut by a time limit."""
 
-    reward: Tensor  # [n_envs]
-    terminated: Tensor  # [n_envs] bool
-    truncated: Tensor  # [n_envs] bool
-    final_value: Tensor  # [n_envs], V(final observation) where truncated, else anything
+    row: int
+    env: int
+    leaves: dict[str, NDArray[Any]]
+    state: Tensor | None  # the policy's memory before it
 
 
 class RolloutBuffer:
-    """Every field is [T, n_envs, ...] on ``device``."""
+    """Filled by a collector, column by column or all at once."""
 
-    def __init__(
-        self,
-        n_steps: int,
-        n_envs: int,
-        *,
-        obs_shape: tuple[int, ...],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, n_steps: int, n_envs: int, agent: PPOAgent) -> None:
         self.n_steps = n_steps
         self.n_envs = n_envs
-        self.device = device
-        grid = (n_steps, n_envs)
-        self.obs = torch.zeros(*grid, *obs_shape, device=device)
-        self.action: Tensor | None = None  # its shape and dtype are those of the first sample
-        self.log_prob = torch.zeros(grid, device=device)
-        self.value = torch.zeros(grid, device=device)
-        self.reward = torch.zeros(grid, device=device)
-        self.terminated = torch.zeros(grid, dtype=torch.bool, device=device)
-        self.truncated = torch.zeros(grid, dtype=torch.bool, device=device)
-        self.final_value = torch.zeros(grid, device=device)
-        self.advantage = torch.zeros(grid, device=device)
-        self.value_target = torch.zeros(grid, device=device)
+        self._agent = agent
+        grid, reader, distribution = (n_steps, n_envs), agent.reader, agent.distribution
+        self.obs = {
+            name: np.zeros((*grid, *reader.shapes[name]), dtype=reader.dtypes[name])
+            for name in reader.leaves
+        }
+        # An empty tensor knows the NumPy dtype that goes with its own.
+        action_dtype = torch.empty(0, dtype=distribution.action_dtype).numpy().dtype
+        self.action = np.zeros((*grid, *distribution.action_shape), dtype=action_dtype)
+        mask_shape = (*grid, distribution.mask_size)
+        self.action_mask = np.ones(mask_shape, dtype=bool) if agent.is_masked else None
+        self.episode_start = np.zeros(grid, dtype=bool)
+        self.state = agent.new_memory(n_envs)  # before the first row
+        self.reward = np.zeros(grid, dtype=np.float32)
+        self.terminated = np.zeros(grid, dtype=bool)
+        self.truncated = np.zeros(grid, dtype=bool)
+        self.final_steps: list[FinalStep] = []
+        self.value = self.advantage = self.value_target = np.zeros(grid, dtype=np.float32)
+        self._learned: Minibatch | None = None
 
-    def write(self, t: int, obs: Tensor, sample: PolicySample, outcome: Outcome) -> None:
-        """Store row ``t``: what was seen, what was done, what came of it."""
-        if self.action is None:
-            shape = (self.n_steps, *sample.action.shape)
-            self.action = torch.zeros(shape, dtype=sample.action.dtype, device=self.device)
-        self.obs[t] = obs
-        self.action[t] = sample.action
-        self.log_prob[t] = sample.log_prob
-        self.value[t] = sample.value
-        self.reward[t] = outcome.reward
-        self.terminated[t] = outcome.terminated
-        self.truncated[t] = outcome.truncated
-        self.final_value[t] = outcome.final_value
+    def begin(self) -> None:
+        """Before the first row of a new rollout."""
+        self.final_steps = []
 
-    def finish(self, last_value: Tensor, *, gamma: float, lam: float) -> None:
-        """Compute advantages; ``last_value`` [n_envs] is the value of what follows the last row."""
-        following = torch.cat([self.value[1:], last_value.unsqueeze(0)])
-        next_value = torch.where(self.truncated, self.final_value, following)
-        next_value = next_value.masked_fill(self.terminated, 0.0)
-        done = self.terminated | self.truncated
-        self.advantage = gae(self.reward, self.value, next_value, done, gamma=gamma, lam=lam)
+    def write_seen(
+        self,
+        t: int,
+        columns: slice,
+        leaves: dict[str, NDArray[Any]],
+        action_mask: NDArray[np.bool_] | None,
+        episode_start: NDArray[np.bool_],
+        action: NDArray[Any],
+    ) -> None:
+        """Row ``t`` of some envs: what the policy saw, and what it did."""
+        for name, leaf in leaves.items():
+            self.obs[name][t, columns] = leaf
+        if self.action_mask is not None:
+            self.action_mask[t, columns] = action_mask
+        self.episode_start[t, columns] = episode_start
+        self.action[t, columns] = action
+
+    def write_outcome(
+        self,
+        t: int,
+        columns: slice,
+        reward: NDArray[Any],
+        terminated: NDArray[np.bool_],
+        truncated: NDArray[np.bool_],
+    ) -> None:
+        """Row ``t`` of some envs: what came of it."""
+        self.reward[t, columns] = reward
+        self.terminated[t, columns] = terminated
+        self.truncated[t, columns] = truncated
+
+    def finish(
+        self,
+        last: PolicyInput,
+        *,
+        gamma: float,
+        lam: float,
+        scaler: RewardScaler | None = None,
+    ) -> None:
+        """Score the rollout and compute its advantages; ``last`` follows its last row."""
+        agent, done = self._agent, self.terminated | self.truncated
+        inputs, action = self._inputs(), torch.from_numpy(self.action).to(agent.device)
+        log_prob, value = self._scores(inputs, action)
+        last_value = agent.value_batch(last).cpu().numpy()
+        self.value = value.cpu().numpy()
+        next_value = np.concatenate([self.value[1:], last_value[np.newaxis]])
+        if self.final_steps:
+            rows, envs = zip(*(step[:2] for step in self.final_steps), strict=True)
+            next_value[rows, envs] = agent.value_batch(self._final_inputs()).cpu().numpy()
+        next_value[self.terminated] = 0.0
+        reward = self.reward if scaler is None else scaler.scaled(self.reward, done)
+        self.advantage = gae(reward, self.value, next_value, done, gamma=gamma, lam=lam)
         self.value_target = self.advantage + self.value
+        self._learned = Minibatch(
+            inputs,
+            action,
+            log_prob,
+            value,
+            torch.from_numpy(self.advantage).to(agent.device),
+            torch.from_numpy(self.value_target).to(agent.device),
+        )
 
     def minibatches(self, n_minibatches: int, generator: torch.Generator) -> Iterator[Minibatch]:
-        """The whole rollout once, shuffled, in equal parts."""
-        size = self.n_steps * self.n_envs
-        if size % n_minibatches:
+        """The whole rollout once, shuffled, in equal parts; whole sequences if it has a memory."""
+        if self._learned is None:
+            raise RuntimeError("minibatches of a rollout that was never finished")
+        is_recurrent = self.state is not None
+        n_items = self.n_envs if is_recurrent else self.n_steps * self.n_envs
+        if n_items % n_minibatches:
+            what = "sequences" if is_recurrent else "transitions"
             raise ValueError(
-                f"rollout of {self.n_steps} x {self.n_envs} = {size} transitions cannot be cut "
+                f"rollout of {self.n_steps} x {self.n_envs}: {n_items} {what} cannot be cut "
                 f"into {n_minibatches} equal minibatches; choose n_minibatches from the divisors"
             )
-        if self.action is None:
-            raise RuntimeError("minibatches of a rollout that was never written")
-        order = torch.randperm(size, generator=generator).to(self.device)
-        flat = Minibatch(
-            obs=self.obs.flatten(0, 1),
-            action=self.action.flatten(0, 1),
-            log_prob=self.log_prob.flatten(),
-            advantage=self.advantage.flatten(),
-            value_target=self.value_target.flatten(),
+        order = torch.randperm(n_items, generator=generator).to(self._agent.device)
+        size = n_items // n_minibatches
+        if is_recurrent:
+            for begin in range(0, n_items, size):
+                envs = order[begin : begin + size]
+                yield _mapped(self._learned, lambda field: field[:, envs], self.state[envs])  # type: ignore[index] # noqa: B023
+            return
+        # Shuffled once per epoch: the minibatches are then slices, without a copy of their own.
+        shuffled = _mapped(self._learned, lambda field: field.flatten(0, 1)[order], None)
+        for begin in range(0, n_items, size):
+            yield _mapped(shuffled, lambda field: field[begin : begin + size], None)  # noqa: B023
+
+    def obs_tensors(self) -> Obs:
+        """[T, n_envs, ...] on the device, once finished."""
+        if self._learned is None:
+            raise RuntimeError("the rollout was never finished")
+        return self._learned.inputs.obs
+
+    def _inputs(self) -> PolicyInput:
+        device = self._agent.device
+        inputs = self._agent.inputs(self.obs, self.action_mask, self.state)
+        if self.state is None:
+            return inputs
+        return inputs._replace(episode_start=torch.from_numpy(self.episode_start).to(device))
+
+    def _final_inputs(self) -> PolicyInput:
+        steps, agent = self.final_steps, self._agent
+        leaves = {name: np.stack([step.leaves[name] for step in steps]) for name in self.obs}
+        if steps[0].state is None:
+            return agent.inputs(leaves)
+        state = torch.stack([step.state for step in steps if step.state is not None])
+        start = torch.zeros(len(steps), dtype=torch.bool, device=agent.device)
+        return agent.inputs(leaves, None, state, start)
+
+    def _scores(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
+        """log_prob and value of every step, [T, n_envs]."""
+        if self.state is not None:
+            return self._agent.score_batch(inputs, action)
+        mask = inputs.action_mask
+        flat = PolicyInput(
+            map_obs(lambda leaf: leaf.flatten(0, 1), inputs.obs),
+            None if mask is None else mask.flatten(0, 1),
+            None,
+            None,
         )
-        for rows in order.chunk(n_minibatches):
-            yield Minibatch(*(field[rows] for field in flat))
+        flat_action = action.flatten(0, 1)
+        numbers = sum(leaf[0, 0].size for leaf in self.obs.values())
+        size = max(_SCORED_NUMBERS // numbers, 1)
+        parts = [
+            self._agent.score_batch(_part(flat, slice(i, i + size)), flat_action[i : i + size])
+            for i in range(0, len(flat_action), size)
+        ]
+        log_prob, value = (torch.cat(each) for each in zip(*parts, strict=True))
+        return log_prob.view(self.n_steps, -1), value.view(self.n_steps, -1)
+
+
+def _part(inputs: PolicyInput, rows: slice) -> PolicyInput:
+    mask = inputs.action_mask
+    obs = map_obs(lambda leaf: leaf[rows], inputs.obs)
+    return PolicyInput(obs, None if mask is None else mask[rows], None, None)
+
+
+def _mapped(batch: Minibatch, function: Any, state: Tensor | None) -> Minibatch:
+    """``function`` of every field that has a place for each step."""
+    obs, mask, _, start = batch.inputs
+    inputs = PolicyInput(
+        map_obs(function, obs),
+        None if mask is None else function(mask),
+        state,
+        None if start is None else function(start),
+    )
+    return Minibatch(inputs, *(function(field) for field in batch[1:]))

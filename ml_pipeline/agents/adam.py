@@ -1,0 +1,102 @@
+"""FlatAdam: all parameters of a module in one tensor, so that clip and step are a few kernels.
+
+The module's parameters and gradients become views of ``values`` and ``grad``. The update is that
+of ``torch.optim.Adam``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ml_pipeline.errors import UserError
+from ml_pipeline.protocols import State
+
+_BETA_1, _BETA_2 = 0.9, 0.999
+
+
+class FlatAdam:
+    """Adam with gradient clipping, for a module that is on its device already."""
+
+    def __init__(self, module: nn.Module, *, eps: float, max_grad_norm: float) -> None:
+        self.eps = eps
+        self.max_grad_norm = max_grad_norm
+        self.names = [name for name, each in module.named_parameters() if each.requires_grad]
+        parameters = [each for each in module.parameters() if each.requires_grad]
+        strange = {str(each.dtype) for each in parameters} - {"torch.float32"}
+        if strange:
+            raise UserError(f"network has parameters of {', '.join(strange)}; only float32 goes")
+        self.values = torch.cat([each.detach().flatten() for each in parameters])
+        self.grad, self._mean, self._square = (torch.zeros_like(self.values) for _ in range(3))
+        if self.values.device.type == "cpu":
+            held = (self.values, self.grad, self._mean, self._square)
+            self._arrays = tuple(each.numpy() for each in held)
+            self._scratch = np.empty_like(self._arrays[0])
+        self._n_steps = torch.zeros((), device=self.values.device)
+        self.views: dict[str, tuple[Tensor, Tensor]] = {}  # name -> values and gradient
+        end = 0
+        for name, parameter in zip(self.names, parameters, strict=True):
+            start, end = end, end + parameter.numel()
+            parameter.data = self.values[start:end].view_as(parameter)
+            parameter.grad = self.grad[start:end].view_as(parameter)
+            self.views[name] = (parameter.data, parameter.grad)
+
+    def step(self, learning_rate: float, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Clip the gradients and go one step; the norm they had, and whether all was finite.
+
+        Where the loss or a gradient is not finite, nothing changes. An accelerator is not waited
+        for to find that out.
+        """
+        norm = torch.linalg.vector_norm(self.grad)
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        taken = finite.float()
+        scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        grad = torch.where(finite, self.grad * scale, 0.0)
+        self._n_steps += taken
+        self._mean.lerp_(grad, (1.0 - _BETA_1) * taken)
+        self._square.lerp_(grad.square(), (1.0 - _BETA_2) * taken)
+        size = learning_rate / (1.0 - _BETA_1**self._n_steps)
+        deviation = (self._square / (1.0 - _BETA_2**self._n_steps)).sqrt_().add_(self.eps)
+        self.values.sub_(torch.where(finite, size * self._mean / deviation, 0.0))
+        return norm, finite
+
+    def step_on_cpu(self, learning_rate: float, loss: float) -> tuple[float, bool]:
+        """The same in NumPy, a quarter of the time where the numbers are few."""
+        values, grad, mean, square = self._arrays
+        norm = math.sqrt(float(grad @ grad))
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            return norm, False
+        scratch = self._scratch
+        grad *= min(self.max_grad_norm / (norm + 1e-6), 1.0)
+        self._n_steps += 1
+        n_steps = int(self._n_steps)
+        mean *= _BETA_1
+        mean += np.multiply(grad, 1.0 - _BETA_1, out=scratch)
+        square *= _BETA_2
+        np.multiply(grad, grad, out=scratch)
+        scratch *= 1.0 - _BETA_2
+        square += scratch
+        # The corrections for the first steps go into the two numbers, not into the arrays.
+        correction = math.sqrt(1.0 - _BETA_2**n_steps)
+        np.sqrt(square, out=scratch)
+        scratch += self.eps * correction
+        np.divide(mean, scratch, out=scratch)
+        scratch *= learning_rate * correction / (1.0 - _BETA_1**n_steps)
+        values -= scratch
+        return norm, True
+
+    def broken_gradients(self) -> list[str]:
+        """The parameters whose gradients are not finite."""
+        return [name for name, (_, grad) in self.views.items() if not torch.isfinite(grad).all()]
+
+    def state_dict(self) -> State:
+        return {"mean": self._mean, "square": self._square, "n_steps": self._n_steps}
+
+    def load_state_dict(self, state: State) -> None:
+        for name, own in self.state_dict().items():
+            if own.shape != state[name].shape:
+                raise ValueError(f"optimiser: {state[name].numel()} numbers for {own.numel()}")
+            own.copy_(state[name])

@@ -1,0 +1,87 @@
+"""Atari as the published agents play it, by one wrapper: conf/env/pong.yaml and breakout.yaml.
+
+No-op starts, four frames a step with the larger of the last two pixels, 84 x 84 grey, a stack of
+four, an episode per life, fire to begin, and the sign of the reward. Returns are still those of
+the game: they are counted below all this, and told in the infos.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import wrappers
+
+
+class Atari(gym.Wrapper[Any, Any, Any, Any]):
+    """All of it around an env without a frame skip of its own, such as PongNoFrameskip-v4."""
+
+    def __init__(
+        self,
+        env: gym.Env[Any, Any],
+        noop_max: int = 30,
+        frame_skip: int = 4,
+        screen_size: int = 84,
+        stack: int = 4,
+        episodic_life: bool = True,
+        clip_reward: bool = True,
+    ) -> None:
+        env = wrappers.RecordEpisodeStatistics(env)
+        env = wrappers.AtariPreprocessing(
+            env, noop_max=noop_max, frame_skip=frame_skip, screen_size=screen_size
+        )
+        if episodic_life:
+            env = EpisodicLife(env)
+        if "FIRE" in env.unwrapped.get_action_meanings():  # type: ignore[attr-defined]
+            env = FireToBegin(env)
+        if clip_reward:
+            env = wrappers.TransformReward(env, _sign)
+        super().__init__(wrappers.FrameStackObservation(env, stack))
+
+
+class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
+    """Ends an episode with each life; the game itself goes on until the last one is lost."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._lives = 0
+        self._over = True
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        if self._over or kwargs.get("seed") is not None:
+            obs, info = self.env.reset(**kwargs)
+        else:
+            obs, _, terminated, truncated, info = self.env.step(0)  # on, into the next life
+            if terminated or truncated:
+                obs, info = self.env.reset(**kwargs)
+        self._over = False
+        self._lives = self._lives_left()
+        return obs, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self._over = terminated or truncated
+        lives = self._lives_left()
+        lost = 0 < lives < self._lives
+        self._lives = lives
+        return obs, reward, terminated or lost, truncated, info
+
+    def _lives_left(self) -> int:
+        return int(self.env.unwrapped.ale.lives())  # type: ignore[attr-defined]
+
+
+class FireToBegin(gym.Wrapper[Any, Any, Any, Any]):
+    """Presses the button that some games wait for."""
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        self.env.reset(**kwargs)
+        meanings = self.env.unwrapped.get_action_meanings()  # type: ignore[attr-defined]
+        obs, _, terminated, truncated, info = self.env.step(meanings.index("FIRE"))
+        if terminated or truncated:
+            return self.env.reset(**kwargs)
+        return obs, info
+
+
+def _sign(reward: Any) -> float:
+    return float(np.sign(reward))

@@ -1,0 +1,160 @@
+"""Snapshots: a running env as bytes, from which its episode goes on in another process.
+
+Taken of the env as a whole, wrappers and random generators included, by pickling it where it
+runs. What cannot be pickled is asked for its state: an env of the user's by ``get_state()`` and
+``set_state(state)``, MuJoCo and the Arcade Learning Environment by their own calls. Some envs can
+be pickled, but come back fresh (Gymnasium's ``EzPickle``), so nothing is believed before
+``why_no_snapshot`` has tried it.
+
+A snapshot is a pickle: loading one runs what it says. Workers import this module: no torch here.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+
+from ml_pipeline.envs.factory import allowed_action, close_env
+
+_BASE = "the env below all wrappers"  # stands for it in a pickle that leaves it out
+_TRIED_STEPS = 12
+
+
+def take_snapshot(env: gym.Env[Any, Any]) -> bytes:
+    """The state of an env between two steps."""
+    base = env.unwrapped
+    state = _state_of(base)
+    file = io.BytesIO()
+    _Pickler(file, base if state is not None else None).dump((env, state))
+    return file.getvalue()
+
+
+def restore_snapshot(env: gym.Env[Any, Any], snapshot: bytes) -> gym.Env[Any, Any]:
+    """An env in the state of the snapshot, made from ``env``, a fresh one of the same build."""
+    base = env.unwrapped
+    restored, state = _Unpickler(io.BytesIO(snapshot), base).load()
+    if state is None:
+        close_env(env)  # it is replaced as a whole
+    else:
+        _set_state(base, state)
+    return restored  # type: ignore[no-any-return]
+
+
+def why_no_snapshot(
+    env: gym.Env[Any, Any], make_env: Callable[[], gym.Env[Any, Any]]
+) -> str | None:
+    """Why an episode of ``env`` cannot go on elsewhere; None if it was seen to do so.
+
+    A few steps are played in ``env`` and from there on side by side in it and in a restored one.
+    """
+    other = make_env()
+    try:
+        env.action_space.seed(0)
+        obs, info = env.reset(seed=0)
+        for _ in range(3):
+            obs, info = _play(env, allowed_action(env, obs, info))[1:3]
+        other = restore_snapshot(other, take_snapshot(env))
+        for _ in range(_TRIED_STEPS):
+            action = allowed_action(env, obs, info)
+            ours, theirs = _play(env, action), _play(other, action)
+            if not (_equal(ours[0], theirs[0]) and _equal(ours[1], theirs[1])):
+                return "a restored env takes another course"
+            obs, info = ours[1:]
+    except Exception as error:  # envs raise what they like, and so do their pickles
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    finally:
+        close_env(other)
+    return None
+
+
+def _play(env: gym.Env[Any, Any], action: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """What a step gave, and the observation and info to go on from."""
+    obs, reward, terminated, truncated, info = env.step(action)
+    outcome = obs, reward, terminated, truncated
+    if terminated or truncated:
+        obs, info = env.reset()
+    return outcome, obs, info
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(_equal(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, (tuple, list)):
+        same = len(ours) == len(theirs)
+        return same and all(_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    return np.array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def _state_of(base: gym.Env[Any, Any]) -> dict[str, Any] | None:
+    """What the env gives of itself; None: it is to be pickled."""
+    generator = getattr(base, "_np_random", None)
+    common = {"generator": generator, "seed": getattr(base, "_np_random_seed", None)}
+    if _is_mujoco(base):  # first: its set_state takes positions and velocities alone
+        return {**common, "mujoco": _mujoco_state(base)}
+    if callable(getattr(base, "get_state", None)) and callable(getattr(base, "set_state", None)):
+        return {**common, "own": base.get_state()}  # type: ignore[attr-defined]
+    if hasattr(base, "clone_state") and hasattr(base, "restore_state"):
+        return {**common, "ale": base.clone_state(include_rng=True)}
+    return None
+
+
+def _set_state(base: Any, state: dict[str, Any]) -> None:
+    if "own" in state:
+        base.set_state(state["own"])
+    elif "mujoco" in state:
+        _set_mujoco_state(base, state["mujoco"])
+    else:
+        base.restore_state(state["ale"])
+    base._np_random, base._np_random_seed = state["generator"], state["seed"]
+
+
+def _is_mujoco(base: Any) -> bool:
+    kind = type(getattr(base, "data", None))
+    return kind.__name__ == "MjData" and hasattr(base, "model")
+
+
+def _mujoco_state(base: Any) -> Any:
+    import mujoco
+
+    spec = mujoco.mjtState.mjSTATE_INTEGRATION
+    state = np.empty(mujoco.mj_stateSize(base.model, spec))
+    mujoco.mj_getState(base.model, base.data, state, spec)
+    return state
+
+
+def _set_mujoco_state(base: Any, state: Any) -> None:
+    import mujoco
+
+    spec = mujoco.mjtState.mjSTATE_INTEGRATION
+    mujoco.mj_setState(base.model, base.data, state, spec)
+    mujoco.mj_forward(base.model, base.data)
+    # The forward pass warms up the solver anew: what was saved of it is put back.
+    mujoco.mj_setState(base.model, base.data, state, spec)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves out one object, to be found again by name."""
+
+    def __init__(self, file: io.BytesIO, left_out: Any) -> None:
+        super().__init__(file)
+        self._left_out = left_out
+
+    def persistent_id(self, item: Any) -> str | None:
+        return _BASE if self._left_out is not None and item is self._left_out else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, base: Any) -> None:
+        super().__init__(file)
+        self._base = base
+
+    def persistent_load(self, name: Any) -> Any:
+        if name != _BASE:
+            raise pickle.UnpicklingError(f"unknown reference {name!r}")
+        return self._base

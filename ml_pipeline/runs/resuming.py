@@ -1,0 +1,62 @@
+"""Resuming: the latest checkpoint of a run together with its envs, saved and taken up again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ml_pipeline.envs.env_worker import WorkerError
+from ml_pipeline.protocols import State, Trainer
+from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint, save_checkpoint
+from ml_pipeline.runs.console import say
+from ml_pipeline.runs.env_snapshots import (
+    SnapshotError,
+    load_snapshots,
+    save_snapshots,
+    sweep_snapshots,
+)
+from ml_pipeline.runs.run_folder import RunFolder
+
+
+def save_latest(run: RunFolder, trainer: Trainer) -> None:
+    """Save what a resume needs: first the envs, then the checkpoint that refers to them.
+
+    A kill in between leaves the checkpoint before, and the envs that it refers to.
+    """
+    token = _save_envs(run, trainer)
+    save_checkpoint(run, LATEST, {**trainer.state_dict(), "env_snapshots": token})
+    sweep_snapshots(run, keep=token)
+
+
+def _save_envs(run: RunFolder, trainer: Trainer) -> str | None:
+    try:
+        snapshots = trainer.env_snapshots()
+        return None if snapshots is None else save_snapshots(run, snapshots)
+    except (SnapshotError, WorkerError, OSError) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        say(f"the envs could not be saved; a resume would begin new episodes: {reason}")
+        return None
+
+
+def load_latest(run: RunFolder) -> State:
+    """The latest checkpoint; what a kill has left of unfinished files is removed."""
+    state = load_checkpoint(run, LATEST)
+    run.sweep()
+    sweep_snapshots(run, keep=state["env_snapshots"])
+    return state
+
+
+def resume_episodes(run: RunFolder, trainer: Any, state: State, *, trust: bool) -> str:
+    """Let the envs go on in mid-episode; the words that say so, or why they begin anew."""
+    token = state["env_snapshots"]
+    if token is None:
+        return "with new episodes: the envs were not saved with it"
+    try:
+        snapshots = load_snapshots(run, token, trust=trust)
+        n_envs = sum(env.num_envs for env in trainer.envs)
+        if len(snapshots) != n_envs:
+            raise SnapshotError(f"{len(snapshots)} envs were saved, and there are {n_envs}")
+        trainer.resume_episodes(state, snapshots)
+    except (SnapshotError, WorkerError) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        return f"with new episodes: {reason}"
+    return "in the midst of its episodes"

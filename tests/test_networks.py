@@ -1,0 +1,120 @@
+"""Networks: shapes for every observation, and a memory that forgets at the right steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from ml_pipeline.agents.networks import CNN, MLP, DictNetwork, Recurrent, init_orthogonal
+
+VECTOR = spaces.Box(-1, 1, (3,))
+SMALL_CNN = {"channels": [4], "kernels": [3], "strides": [1], "hidden_size": 8}
+
+
+def test_an_mlp_lays_the_leaves_of_a_dict_side_by_side() -> None:
+    space = spaces.Dict({"a": VECTOR, "b": spaces.Box(-1, 1, (2, 2))})
+    network = MLP(space, hidden_sizes=[5], activation="relu")
+
+    features = network({"a": torch.ones(6, 3), "b": torch.ones(6, 2, 2)})
+
+    assert network.layers[0].in_features == 7
+    assert features.shape == (6, 5)
+
+
+@pytest.mark.parametrize("shape", [(4, 84, 84), (84, 84, 4), (84, 84), (84, 96, 3)])
+def test_the_default_cnn_is_the_nature_network_wherever_the_channels_are(shape: Any) -> None:
+    network = CNN(spaces.Box(0, 1, shape))
+
+    assert network(torch.rand(2, *shape)).shape == (2, 512)
+    convolutions = [each for each in network.layers if isinstance(each, torch.nn.Conv2d)]
+    assert [each.out_channels for each in convolutions] == [32, 64, 64]
+    assert convolutions[0].in_channels == (1 if len(shape) == 2 else min(shape))
+
+
+def test_a_cnn_reads_channels_last_as_it_reads_channels_first() -> None:
+    first, last = (
+        CNN(spaces.Box(0, 1, (2, 9, 9)), **SMALL_CNN),
+        CNN(spaces.Box(0, 1, (9, 9, 2)), **SMALL_CNN),
+    )
+    last.load_state_dict(first.state_dict())
+    image = torch.rand(1, 2, 9, 9, generator=torch.Generator().manual_seed(1))
+
+    torch.testing.assert_close(last(image.permute(0, 2, 3, 1)), first(image))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: CNN(spaces.Box(0, 1, (3, 20, 20))), r"kernels .* too large for an image of shape"),
+        (lambda: CNN(VECTOR), "must be one image"),
+        (lambda: CNN(spaces.Box(0, 1, (9, 9)), kernels=[3]), "kernels must have one item per"),
+        (lambda: MLP(VECTOR, hidden_sizes=[]), "hidden_sizes must be positive"),
+        (lambda: MLP(VECTOR, activation="sin"), r"activation must be tanh \| relu"),
+        (lambda: Recurrent(VECTOR, cell="rnn"), r"cell must be lstm \| gru, got rnn"),
+        (lambda: Recurrent(VECTOR, size=0), "size must be positive"),
+    ],
+)
+def test_a_network_that_cannot_be_built_says_why(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_dict_network_takes_images_and_vectors_together() -> None:
+    space = spaces.Dict({"camera": spaces.Box(0, 1, (3, 9, 9)), "arm": VECTOR})
+    network = DictNetwork(space, hidden_sizes=[5], cnn=SMALL_CNN)
+    obs = {"camera": torch.rand(4, 3, 9, 9), "arm": torch.rand(4, 3)}
+
+    features = network(obs)
+
+    assert features.shape == (4, network.out_features) == (4, 13)
+    for changed in ("camera", "arm"):
+        other = network({**obs, changed: obs[changed] + 0.5})
+        assert not torch.equal(other, features)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_a_sequence_gives_what_its_steps_give_one_by_one(cell: str) -> None:
+    torch.manual_seed(1)
+    network = Recurrent(VECTOR, cell=cell, size=6)
+    obs, state = torch.randn(9, 4, 3), torch.randn(4, network.state_size)
+    starts = torch.rand(9, 4) < 0.25
+
+    features, last = network(obs, state, starts)
+
+    for t in range(9):
+        one, state = network(obs[t : t + 1], state, starts[t : t + 1])
+        torch.testing.assert_close(one[0], features[t])
+    torch.testing.assert_close(state, last)
+
+
+def test_an_episode_remembers_nothing_of_the_one_before() -> None:
+    torch.manual_seed(1)
+    network = Recurrent(VECTOR, size=6)
+    obs = torch.randn(4, 1, 3)
+    starts = torch.tensor([[False], [False], [True], [False]])
+
+    features, _ = network(obs, torch.randn(1, 12), starts)
+    fresh, _ = network(obs[2:], torch.zeros(1, 12), starts[2:])
+
+    torch.testing.assert_close(features[2:], fresh)
+
+
+def test_an_encoder_can_be_named_by_its_path() -> None:
+    encoder = {"_target_": "ml_pipeline.agents.networks.MLP", "hidden_sizes": [7]}
+
+    network = Recurrent(VECTOR, encoder=encoder)
+
+    assert network.cell.input_size == 7
+
+
+def test_orthogonal_weights_have_the_gain_asked_for() -> None:
+    network = MLP(spaces.Box(-1, 1, (16,)), hidden_sizes=[16])
+    init_orthogonal(network, gain=np.sqrt(2.0), generator=torch.Generator().manual_seed(1))
+
+    weight = network.layers[0].weight
+    torch.testing.assert_close(weight @ weight.T, 2.0 * torch.eye(16), atol=1e-5, rtol=0)
+    assert network.layers[0].bias.abs().max() == 0.0

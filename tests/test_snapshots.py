@@ -1,0 +1,151 @@
+"""Snapshots: a restored env takes the course of the first, or says that it cannot."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from tiny_envs import CountingEnv, ForbiddingEnv, LivesEnv, MixedEnv, NoisyEnv
+
+from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot, why_no_snapshot
+from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
+
+
+class OwnState(NoisyEnv):
+    """Cannot be pickled, but gives its state; the generator is saved for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = (i for i in ())
+        self.count = 0
+
+    def get_state(self) -> Any:
+        return self.count
+
+    def set_state(self, state: Any) -> None:
+        self.count = state
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        obs, reward, *rest = super().step(action)
+        return obs, reward + self.count, *rest
+
+
+class ComesBackFresh(CountingEnv, gym.utils.EzPickle):
+    """As many of Gymnasium's own: a pickle of it is made from its arguments."""
+
+    def __init__(self) -> None:
+        CountingEnv.__init__(self, length=50)
+        gym.utils.EzPickle.__init__(self)
+
+
+class Unpicklable(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (i for i in ())
+
+
+@pytest.mark.parametrize(
+    "make_env",
+    [
+        partial(gym.make, "CartPole-v1"),
+        partial(gym.make, "Acrobot-v1"),
+        partial(gym.make, "Pendulum-v1"),
+        partial(gym.make, "MountainCarContinuous-v0"),
+        NoisyEnv,
+        MixedEnv,
+        OwnState,
+        partial(ForbiddingEnv, "info"),
+        partial(ForbiddingEnv, "obs"),
+        partial(LivesEnv.wrapped, lives=3),
+    ],
+)
+def test_these_envs_go_on_in_mid_episode(make_env: Any) -> None:
+    assert why_no_snapshot(make_env(), make_env) is None
+
+
+@pytest.mark.parametrize(
+    ("make_env", "words"),
+    [
+        (ComesBackFresh, "another course"),
+        (Unpicklable, "TypeError: cannot pickle 'generator' object"),
+    ],
+)
+def test_an_env_that_cannot_go_on_is_found_out(make_env: Any, words: str) -> None:
+    assert words in str(why_no_snapshot(make_env(), make_env))
+
+
+def test_wrappers_keep_what_they_have_counted_around_an_env_that_gives_its_state() -> None:
+    def make() -> gym.Env[Any, Any]:
+        return gym.wrappers.TimeLimit(OwnState(), 5)
+
+    env = make()
+    env.reset(seed=1)
+    for _ in range(3):
+        env.step(np.zeros(2))
+
+    restored = restore_snapshot(make(), take_snapshot(env))
+
+    assert restored.get_wrapper_attr("_elapsed_steps") == 3
+    assert restored.unwrapped.count == 3
+
+
+def play(env: Any, n_steps: int) -> list[Any]:
+    env.action_space.seed(1)
+    played = []
+    for _ in range(n_steps):
+        obs, reward, terminated, truncated, _ = env.step(np.zeros((env.num_envs, 2)))
+        played.append([obs["vector"].tolist(), reward.tolist(), terminated.tolist()])
+        played.append(truncated.tolist())
+    return played
+
+
+def vec_env(kind: str) -> Any:
+    if kind == "serial":
+        return SerialEnv([OwnState] * 3, seed=1)
+    return ParallelEnv(
+        [OwnState] * 3, seed=1, n_workers=2, start_method="fork", main_slice=kind == "shared"
+    )
+
+
+@pytest.mark.parametrize(("first", "second"), [("serial", "parallel"), ("shared", "serial")])
+def test_a_vector_env_goes_on_in_another_whatever_the_workers(first: str, second: str) -> None:
+    ours, theirs = vec_env(first), vec_env(second)
+    ours.reset()
+    play(ours, 7)
+
+    theirs.restore(ours.snapshot())
+
+    assert play(ours, 20) == play(theirs, 20)
+    ours.close()
+    theirs.close()
+
+
+def test_an_env_that_cannot_be_saved_or_loaded_is_named() -> None:
+    env = SerialEnv([CountingEnv, Unpicklable], seed=3)
+    env.reset()
+
+    with pytest.raises(WorkerError, match=r"env 1 \(seed 4\) raised:[\s\S]*cannot pickle"):
+        env.snapshot()
+    with pytest.raises(WorkerError, match=r"env 0 \(seed 3\) raised:[\s\S]*"):
+        env.restore([b"no pickle", b""])
+    with pytest.raises(ValueError, match="1 snapshots given for 2 envs"):
+        env.restore([b""])
+
+
+@pytest.mark.parametrize("name", ["HalfCheetah-v5", "Hopper-v5"])
+def test_mujoco_goes_on_in_mid_episode(name: str) -> None:
+    pytest.importorskip("mujoco", reason="needs make mujoco")
+    make_env = partial(gym.make, name)
+
+    assert why_no_snapshot(make_env(), make_env) is None
+
+
+def test_box2d_says_that_it_cannot_go_on() -> None:
+    pytest.importorskip("Box2D", reason="needs make box2d")
+    make_env = partial(gym.make, "LunarLander-v3")
+
+    assert why_no_snapshot(make_env(), make_env) is not None
