@@ -154,7 +154,7 @@ def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) 
             trainer = build_trainer(plan, envs, record, signals)
             record.begin(f"{plan.config.env.name}: {how}, {plan.device}")
             _say_resume(plan, trainer)
-            _train(trainer, plan, signals)
+            _train(trainer, plan, record, signals)
         except Interrupted as stop:
             with signals.shielded():
                 record.end("interrupted", f"stopped by {stop.signal_name}")
@@ -185,10 +185,11 @@ def _say_resume(plan: RunPlan, trainer: PPOTrainer) -> None:
         say(f"a resume of this run will begin new episodes: {plan.no_snapshot}")
 
 
-def _train(trainer: PPOTrainer, plan: RunPlan, signals: StopSignals) -> None:
+def _train(trainer: PPOTrainer, plan: RunPlan, record: Record, signals: StopSignals) -> None:
     """Train to the end; a stop signal leaves a checkpoint of the last whole iteration."""
     try:
-        trainer.train(plan.config.wanted_steps)
+        with record.timed():
+            trainer.train(plan.config.wanted_steps)
     except Interrupted:
         with signals.shielded():
             save_latest(plan.run, trainer)

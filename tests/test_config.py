@@ -129,7 +129,7 @@ def test_several_loggers_can_be_chosen_at_once_or_none() -> None:
 
 
 def test_an_experiment_changes_many_keys_at_once_and_the_command_line_wins() -> None:
-    composed = config("experiment=cartpole_zoo", "agent.n_epochs=3")
+    composed = config("experiment=cartpole", "agent.n_epochs=3")
 
     assert (composed.agent.n_steps, composed.agent.n_epochs) == (32, 3)
 

@@ -70,7 +70,8 @@ def test_a_dict_network_takes_images_and_vectors_together() -> None:
 
     features = network(obs)
 
-    assert features.shape == (4, network.out_features) == (4, 13)
+    assert features.shape == (4, network.out_features) == (4, 5)
+    assert network.mlp.layers[0].in_features == 8 + 3
     for changed in ("camera", "arm"):
         other = network({**obs, changed: obs[changed] + 0.5})
         assert not torch.equal(other, features)

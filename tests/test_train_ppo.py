@@ -383,7 +383,7 @@ def test_resume_can_take_and_drop_whole_groups(here: Path) -> None:
     ("arguments", "error", "words"),
     [
         ([], ConfigError, "is complete: 64 of 64 env steps; to go on, raise the goal"),
-        (["experiment=cartpole_zoo"], ConfigError, "experiment= cannot be combined with resume="),
+        (["experiment=cartpole"], ConfigError, "experiment= cannot be combined with resume="),
         (["total_steps=96", "env=acrobot"], Exception, "does not fit its env, agent and network"),
     ],
 )

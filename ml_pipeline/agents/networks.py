@@ -118,7 +118,7 @@ class CNN(nn.Module):
 
 
 class DictNetwork(nn.Module):
-    """Any observation: a CNN for each image, and an MLP over all else; their features together."""
+    """Any observation: a CNN for each image, then an MLP over their features and all else."""
 
     def __init__(
         self,
@@ -133,19 +133,21 @@ class DictNetwork(nn.Module):
         if isinstance(observation_space, spaces.Dict):
             leaves = dict(observation_space.items())
         self._images = [name for name, leaf in leaves.items() if _looks_like_image(leaf)]
-        others = {name: leaf for name, leaf in leaves.items() if name not in self._images}
         self.cnns = nn.ModuleList(CNN(leaves[name], **dict(cnn or {})) for name in self._images)
-        self._others = list(others)
-        self.mlp = MLP(spaces.Dict(others), hidden_sizes, activation) if others else None
-        self.out_features = sum(out_features(each) for each in self.cnns)
-        self.out_features += self.mlp.out_features if self.mlp else 0
+        joined = {name: leaf for name, leaf in leaves.items() if name not in self._images}
+        for name, each in zip(self._images, self.cnns, strict=True):
+            joined[name] = spaces.Box(-math.inf, math.inf, (out_features(each),))
+        # One after the other, not side by side: an image may mean what a number says it means.
+        self.mlp = MLP(spaces.Dict(joined), hidden_sizes, activation)
+        self._order = list(spaces.Dict(joined))
+        self.out_features = self.mlp.out_features
 
     def forward(self, obs: Obs) -> Tensor:
-        leaves = {"": obs} if isinstance(obs, Tensor) else obs
-        parts = [cnn(leaves[name]) for name, cnn in zip(self._images, self.cnns, strict=True)]
-        if self.mlp is not None:
-            parts.append(self.mlp({name: leaves[name] for name in self._others}))
-        return torch.cat(parts, dim=-1)
+        leaves = {"": obs} if isinstance(obs, Tensor) else dict(obs)
+        for name, cnn in zip(self._images, self.cnns, strict=True):
+            leaves[name] = cnn(leaves[name])
+        features: Tensor = self.mlp({name: leaves[name] for name in self._order})
+        return features
 
 
 class Recurrent(nn.Module):

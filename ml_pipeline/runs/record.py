@@ -14,7 +14,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -64,6 +65,7 @@ class Record:
         self._overrides = list(overrides)
         before = run.read_summary()  # of a resumed run
         self._seconds_before = float(before.get("seconds") or 0.0)
+        self._train_seconds = float(before.get("train_seconds") or 0.0)
         self._commands_before: list[str] = before.get("commands") or []
         self._console = ConsoleLogger(total_steps, env_steps=env_steps)
         self._others = dict(loggers)
@@ -99,6 +101,15 @@ class Record:
         )
         self._console.start()
 
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around the training itself, without what is built before it and closed after it."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._train_seconds += time.monotonic() - start
+
     def end(self, status: str, line: str) -> None:
         """Write the summary, then say how it ended and how to go on."""
         self._console.close()
@@ -107,6 +118,7 @@ class Record:
             "status": status,
             "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "seconds": round(self._seconds_before + time.monotonic() - self._started, 1),
+            "train_seconds": round(self._train_seconds, 3),
             "env_steps": env_steps,
             "mean_reward": _finite(self.mean_reward),
             "metrics": {name: _finite(value) for name, value in self._last.values.items()},

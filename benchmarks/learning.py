@@ -1,0 +1,204 @@
+"""What the presets learn, over seeds, beside the published figures.
+
+    python benchmarks/learning.py --experiments cartpole pendulum --seeds 1 2 3 4 5 --jobs 2
+    python benchmarks/learning.py --all --jobs 2     # hours; stop and call again, it goes on
+    python benchmarks/learning.py --table            # only what is known already
+
+A training is one ``train_ppo.py experiment=NAME seed=N`` under ``--out``, resumed if it was
+stopped. Then 100 greedy episodes are played with seeds that training never saw. The results lie
+in benchmarks/results/learning.json, one entry per experiment and seed; what is there is not run
+again. The table gives mean and 95 % interval (Student's t) over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results" / "learning.json"
+
+# Two-sided 95 % quantiles of Student's t by degrees of freedom.
+_STUDENT = {
+    1: 12.71,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+}
+
+
+class Goal(NamedTuple):
+    """What is known of an experiment from elsewhere."""
+
+    figure: str  # greedy: 100 episodes after training; train: the last 100 training episodes
+    published: float | None
+    source: str
+    overrides: tuple[str, ...] = ()
+
+
+GOALS = {
+    "cartpole": Goal("greedy", 500.0, "rl-baselines3-zoo"),
+    "acrobot": Goal("greedy", -86.0, "issued goal; rl-baselines3-zoo reaches -73.5 at 1M"),
+    "pendulum": Goal("greedy", -172.2, "rl-baselines3-zoo"),
+    "lunar_lander": Goal("greedy", 242.1, "rl-baselines3-zoo"),
+    "half_cheetah": Goal("train", 1442.6, "CleanRL"),
+    "cartpole_memory": Goal("greedy", 500.0, "rl-baselines3-zoo, recurrent"),
+    "crowded_keys": Goal("greedy", None, "32 is the most there is"),
+    "crowded_keys_unmasked": Goal(
+        "greedy", None, "the same without its mask", ("agent.action_mask=none",)
+    ),
+    "camera_and_flag": Goal("greedy", None, "32 is the most there is, 16 by one input alone"),
+}
+
+
+def experiment_of(name: str) -> str:
+    return name.removesuffix("_unmasked")
+
+
+def train(name: str, seed: int, out: Path) -> Path:
+    """The run of an experiment and seed, trained to its end; a stopped one is resumed."""
+    folder = out / name / f"seed{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = [path.parent for path in folder.glob("runs/*/*/config.yaml")]
+    arguments = [f"experiment={experiment_of(name)}", f"seed={seed}", *GOALS[name].overrides]
+    for run in runs:
+        summary = json.loads((run / "summary.json").read_text() or "{}")
+        if summary.get("status") == "finished":
+            return run
+        if (run / "checkpoints" / "latest.pt").exists():
+            arguments = [f"resume={run}"]
+    command = [sys.executable, str(REPOSITORY / "train_ppo.py"), *arguments]
+    if len(arguments) > 1:
+        command += ["device=cpu", "logger=none", "vec_env=serial"]
+    with (folder / "log").open("a") as log:
+        subprocess.run(command, cwd=folder, stdout=log, stderr=log, check=True)
+    (run,) = {path.parent for path in folder.glob("runs/*/*/config.yaml")}
+    return run
+
+
+def measured(name: str, seed: int, run: Path) -> dict[str, Any]:
+    """What a finished run has reached."""
+    script = (
+        "import sys, json; from ml_pipeline.build import load_agent; "
+        "from ml_pipeline.runs.evaluate import evaluate; "
+        "t = load_agent(sys.argv[1], 'latest'); "
+        "e = evaluate(t.agent, t.env, n_episodes=100, seed=10**6, deterministic=True); "
+        "print(json.dumps([e.mean, e.std, t.env_steps]))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(
+        [sys.executable, "-c", script, str(run)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    mean, deviation, env_steps = json.loads(output.splitlines()[-1])
+    summary = json.loads((run / "summary.json").read_text())
+    return {
+        "experiment": name,
+        "seed": seed,
+        "env_steps": env_steps,
+        "greedy": mean,
+        "greedy_std": deviation,
+        "train": summary["mean_reward"],
+        "train_seconds": summary["train_seconds"],
+        "git_commit": summary["git_commit"],
+        "date": str(date.today()),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def known_results() -> list[dict[str, Any]]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+
+
+def run_all(names: Sequence[str], seeds: Sequence[int], out: Path, jobs: int) -> None:
+    results, lock = known_results(), Lock()
+    done = {(each["experiment"], each["seed"]) for each in results}
+    todo = [(name, seed) for name in names for seed in seeds if (name, seed) not in done]
+
+    def work(task: tuple[str, int]) -> None:
+        name, seed = task
+        try:
+            result = measured(name, seed, train(name, seed, out))
+        except subprocess.CalledProcessError as error:
+            log = out / name / f"seed{seed}" / "log"
+            print(f"{name} seed {seed} failed ({error.returncode}); see {log}", flush=True)
+            return
+        with lock:
+            results.append(result)
+            results.sort(key=lambda each: (list(GOALS).index(each["experiment"]), each["seed"]))
+            RESULTS.parent.mkdir(exist_ok=True)
+            temporary = RESULTS.with_suffix(".tmp")
+            temporary.write_text(json.dumps(results, indent=1) + "\n")
+            temporary.replace(RESULTS)
+            print(f"{name} seed {seed}: {result[GOALS[name].figure]:.1f}", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(work, todo))
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of the mean."""
+    if len(values) < 2:
+        return math.nan
+    quantile = _STUDENT.get(len(values) - 1, 1.96)
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def print_table(names: Sequence[str]) -> None:
+    results = known_results()
+    print("| experiment | env steps | seeds | mean ± 95 % | worst seed | published |")
+    print("|---|---|---|---|---|---|")
+    for name in names:
+        goal = GOALS[name]
+        runs = [each for each in results if each["experiment"] == name]
+        if not runs:
+            continue
+        values = [each[goal.figure] for each in runs]
+        published = "-" if goal.published is None else f"{goal.published:g}"
+        what = "" if goal.figure == "greedy" else ", while training"
+        mean, half = statistics.mean(values), interval(values)
+        print(
+            f"| {name}{what} | {runs[0]['env_steps']:,} | {len(runs)} | {mean:.1f} ± {half:.1f} | "
+            f"{min(values):.1f} | {published} ({goal.source}) |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--experiments", nargs="+", choices=list(GOALS), default=["cartpole"])
+    parser.add_argument("--all", action="store_true", help="every experiment")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="where runs lie")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    args = parser.parse_args()
+    names = list(GOALS) if args.all or args.table else args.experiments
+    if not args.table:
+        run_all(names, args.seeds, args.out.resolve(), args.jobs)
+    print_table(names)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""PPO end to end beside Stable-Baselines3 (and CleanRL's script): the same settings, in one run.
+
+    python benchmarks/ppo.py --envs CartPole-v1 LunarLander-v3 HalfCheetah-v5 --seeds 1 2 3
+    python benchmarks/ppo.py --envs CartPole-v1 --cleanrl path/to/cleanrl/ppo.py
+    python benchmarks/ppo.py --parts          # where an update's time goes, by hand and by autograd
+
+Each training is a process of its own, with one torch thread; they take turns, seed by seed, so
+that a machine that slows down slows all alike. ``steps/s`` is that of the training loop, records
+and checkpoints included, imports and building not; ``cpu`` is env steps per second of processor
+time of the whole process and its workers. The return is the mean of the last 20 training
+episodes: what is compared must also learn alike. Compare within a run, never across.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+# Settings as rl-baselines3-zoo and, for HalfCheetah, CleanRL publish them.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "CartPole-v1": {
+        "steps": 100_000, "n_envs": 8, "n_steps": 32, "minibatches": 1, "epochs": 20, "lr": 1e-3,
+        "anneal_lr": True, "gamma": 0.98, "lam": 0.8, "clip": 0.2, "anneal_clip": True,
+        "entropy": 0.0, "normalize": False,
+    },
+    "LunarLander-v3": {
+        "steps": 98_304, "n_envs": 16, "n_steps": 1024, "minibatches": 256, "epochs": 4, "lr": 3e-4,
+        "anneal_lr": False, "gamma": 0.999, "lam": 0.98, "clip": 0.2, "anneal_clip": False,
+        "entropy": 0.01, "normalize": False,
+    },
+    "HalfCheetah-v5": {
+        "steps": 51_200, "n_envs": 1, "n_steps": 2048, "minibatches": 32, "epochs": 10, "lr": 3e-4,
+        "anneal_lr": True, "gamma": 0.99, "lam": 0.95, "clip": 0.2, "anneal_clip": False,
+        "entropy": 0.0, "normalize": True,
+    },
+}  # fmt: skip
+
+
+def train_ours(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> dict[str, Any]:
+    from ml_pipeline.build import train
+    from ml_pipeline.runs.loggers import read_metrics
+
+    def schedule(name: str) -> str:
+        return "linear" if setting[name] else "constant"
+
+    result = train(
+        [
+            f"env.id={env_id}",
+            f"seed={seed}",
+            f"n_envs={setting['n_envs']}",
+            f"total_steps={setting['steps']}",
+            f"agent.n_steps={setting['n_steps']}",
+            f"agent.n_minibatches={setting['minibatches']}",
+            f"agent.n_epochs={setting['epochs']}",
+            f"agent.learning_rate={setting['lr']}",
+            f"agent.learning_rate_schedule={schedule('anneal_lr')}",
+            f"agent.clip_range={setting['clip']}",
+            f"agent.clip_range_schedule={schedule('anneal_clip')}",
+            f"agent.gamma={setting['gamma']}",
+            f"agent.gae_lambda={setting['lam']}",
+            f"agent.entropy_coef={setting['entropy']}",
+            "agent.value_coef=1.0",  # of half the squared error: SB3's 0.5 is of the whole
+            f"agent.normalize_obs={setting['normalize']}",
+            f"agent.scale_reward={setting['normalize']}",
+            f"vec_env={mode}",
+            "device=cpu",
+            "logger=none",
+            "~callbacks.evaluation",
+        ]
+    )
+    rows = read_metrics(result.run_dir / "metrics.csv")
+    seconds = [float(row["time/iteration_seconds"]) for row in rows]
+    collecting = [float(row["time/collect_seconds"]) for row in rows]
+    summary = json.loads((result.run_dir / "summary.json").read_text())
+    returns = [float(row["rollout/episode_return"] or "nan") for row in rows[-20:]]
+    known = [value for value in returns if value == value]
+    return {
+        "steps_per_second": result.env_steps / summary["train_seconds"],
+        "collect_share": sum(collecting) / sum(seconds),
+        "final_return": statistics.mean(known) if known else float("nan"),
+    }
+
+
+def train_sb3(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> dict[str, Any]:
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
+
+    torch.set_num_threads(1)
+    kind = SubprocVecEnv if mode == "subproc" else DummyVecEnv
+    env = make_vec_env(env_id, n_envs=setting["n_envs"], seed=seed, vec_env_cls=kind)
+    if setting["normalize"]:
+        env = VecNormalize(env, gamma=setting["gamma"])
+
+    def schedule(value: float, anneal: bool) -> Any:
+        return (lambda left: left * value) if anneal else value
+
+    model = PPO(
+        "MlpPolicy",
+        env,
+        device="cpu",
+        seed=seed,
+        n_steps=setting["n_steps"],
+        batch_size=setting["n_envs"] * setting["n_steps"] // setting["minibatches"],
+        n_epochs=setting["epochs"],
+        learning_rate=schedule(setting["lr"], setting["anneal_lr"]),
+        clip_range=schedule(setting["clip"], setting["anneal_clip"]),
+        gamma=setting["gamma"],
+        gae_lambda=setting["lam"],
+        ent_coef=setting["entropy"],
+    )
+    begin = time.perf_counter()
+    model.learn(setting["steps"])
+    seconds = time.perf_counter() - begin
+    episodes = list(model.ep_info_buffer or [])[-20:]
+    env.close()
+    return {
+        "steps_per_second": model.num_timesteps / seconds,
+        "final_return": statistics.mean(episode["r"] for episode in episodes),
+    }
+
+
+def cleanrl_command(script: str, env_id: str, setting: dict[str, Any], seed: int) -> list[str]:
+    flags = {
+        "env-id": env_id, "seed": seed, "total-timesteps": setting["steps"],
+        "num-envs": setting["n_envs"], "num-steps": setting["n_steps"],
+        "num-minibatches": setting["minibatches"], "update-epochs": setting["epochs"],
+        "learning-rate": setting["lr"], "gamma": setting["gamma"], "gae-lambda": setting["lam"],
+        "clip-coef": setting["clip"], "ent-coef": setting["entropy"], "vf-coef": 0.5,
+    }  # fmt: skip
+    return [sys.executable, script, *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def run_once(peer: str, env_id: str, setting: dict[str, Any], seed: int, cleanrl: str) -> Any:
+    """One training in a process of its own."""
+    name, _, mode = peer.partition("-")
+    if name == "cleanrl":
+        command = cleanrl_command(str(Path(cleanrl).resolve()), env_id, setting, seed)
+    else:
+        task = json.dumps([name, env_id, setting, seed, mode])
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", task]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    repository = str(Path(__file__).resolve().parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join([repository, environment.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        output = process.stdout.read() if process.stdout else ""
+        _, status, usage = os.wait4(process.pid, 0)
+    if os.waitstatus_to_exitcode(status):
+        raise SystemExit(f"{peer} failed:\n{output}")
+    if name == "cleanrl":
+        lines = [line.split() for line in output.splitlines()]
+        speeds = [float(words[1]) for words in lines if words[:1] == ["SPS:"]]
+        returns = [float(w[1].partition("=")[2].strip("[]")) for w in lines if "episodic" in str(w)]
+        told = {"steps_per_second": speeds[-1], "final_return": statistics.mean(returns[-20:])}
+    else:
+        told = json.loads(output.splitlines()[-1])
+    return {**told, "cpu": setting["steps"] / (usage.ru_utime + usage.ru_stime)}
+
+
+def compare(args: argparse.Namespace) -> None:
+    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, seeds {args.seeds}")
+    for env_id in args.envs:
+        setting = dict(SETTINGS[env_id])
+        setting["steps"] = args.steps or setting["steps"]
+        peers = ["sb3-dummy", *(["sb3-subproc"] if setting["n_envs"] > 1 else [])]
+        peers += ["cleanrl"] if args.cleanrl and not setting["normalize"] else []
+        peers += ["ours-serial", *(["ours-auto"] if setting["n_envs"] > 1 else [])]
+        results: dict[str, list[dict[str, float]]] = {peer: [] for peer in peers}
+        for seed in args.seeds:
+            for peer in peers:
+                results[peer].append(run_once(peer, env_id, setting, seed, args.cleanrl))
+        print(f"\n{env_id}, {setting['steps']:,} steps")
+        print("| | steps/s | over sb3-dummy | cpu | over sb3-dummy | return |")
+        print("|---|---|---|---|---|---|")
+        base = results["sb3-dummy"]
+        for peer, runs in results.items():
+            cells = []
+            for name in ("steps_per_second", "cpu"):
+                ratios = [a[name] / b[name] for a, b in zip(runs, base, strict=True)]
+                cells.append(f"{statistics.median(run[name] for run in runs):,.0f}")
+                cells.append(
+                    f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"
+                )
+            reached = statistics.median(run["final_return"] for run in runs)
+            print(f"| {peer} | {' | '.join(cells)} | {reached:.1f} |", flush=True)
+
+
+def parts() -> None:
+    """Medians of one update, and of acting in 8 envs."""
+    import numpy as np
+    import torch
+    from gymnasium import spaces
+    from threadpoolctl import threadpool_limits
+
+    from ml_pipeline.agents.networks import MLP
+    from ml_pipeline.agents.ppo import PPOAgent, Rates
+    from ml_pipeline.config import PPOConfig
+    from ml_pipeline.protocols import Minibatch, PolicyInput
+
+    def micros(work: Any) -> float:
+        durations = []
+        for _ in range(400):
+            begin = time.perf_counter()
+            work()
+            durations.append(time.perf_counter() - begin)
+        return 1e6 * statistics.median(durations)
+
+    torch.set_num_threads(1)
+    threadpool_limits(limits=1)
+    actions = {"CartPole": spaces.Discrete(2), "HalfCheetah": spaces.Box(-1, 1, (6,), np.float32)}
+    print("| | batch | update by hand | by autograd | act in 8 envs by hand | in torch |")
+    print("|---|---|---|---|---|---|")
+    for name, n_obs in (("CartPole", 4), ("HalfCheetah", 17)):
+        for size in (64, 256):
+            cells = []
+            for by_hand in (True, False):
+                space = spaces.Box(-1, 1, (n_obs,), np.float32)
+                config, cpu = PPOConfig(), torch.device("cpu")
+                agent = PPOAgent(
+                    space, actions[name], MLP, config, device=cpu, seed=1, by_hand=by_hand
+                )
+                generator = torch.Generator().manual_seed(1)
+                obs = torch.randn(size, n_obs, generator=generator)
+                inputs = PolicyInput(obs, None, None, None)
+                noise = agent.draw_noise(1, size, generator)[0]
+                action = agent.sample_batch(inputs, noise).action
+                scores = agent.score_batch(inputs, action)
+                batch = Minibatch(inputs, action, *scores, torch.randn(size), torch.randn(size))
+                few = PolicyInput(obs[:8], None, None, None)
+                update = micros(lambda: agent.update(batch, Rates(1e-6, 0.2, 0.01)))  # noqa: B023
+                cells.append((update, micros(lambda: agent.sample_batch(few, noise[:8]))))  # noqa: B023
+            hand, plain = cells
+            print(
+                f"| {name} | {size} | {hand[0]:.0f} µs | {plain[0]:.0f} µs | {hand[1]:.0f} µs | "
+                f"{plain[1]:.0f} µs |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--envs", nargs="+", choices=list(SETTINGS), default=["CartPole-v1"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, help="env steps of a training, instead of the usual")
+    parser.add_argument("--cleanrl", default="", help="CleanRL's ppo.py, for Discrete actions")
+    parser.add_argument("--parts", action="store_true")
+    args = parser.parse_args()
+    if args.worker:
+        name, *task = json.loads(args.worker)
+        print(json.dumps((train_ours if name == "ours" else train_sb3)(*task)))
+    elif args.parts:
+        parts()
+    else:
+        compare(args)
+
+
+if __name__ == "__main__":
+    main()

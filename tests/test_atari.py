@@ -1,0 +1,61 @@
+"""Atari's wrappers: what the learner sees, and that returns are still those of the game."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from ml_pipeline.envs.factory import EnvFactory
+from ml_pipeline.envs.snapshots import why_no_snapshot
+
+pytest.importorskip("ale_py", reason="needs the extra: pip install -e '.[atari]'")
+pytest.importorskip("cv2", reason="needs the extra: pip install -e '.[atari]'")
+
+
+def factory(game: str) -> EnvFactory:
+    wrappers = {"atari": {"_target_": "ml_pipeline.envs.atari.Atari"}}
+    return EnvFactory(f"ale_py:{game}NoFrameskip-v4", wrappers=wrappers)
+
+
+def played(env: gym.Env[Any, Any], n_steps: int) -> list[tuple[Any, float, bool, dict[str, Any]]]:
+    env.reset(seed=3)
+    env.action_space.seed(3)
+    steps = []
+    for _ in range(n_steps):
+        obs, reward, terminated, truncated, info = env.step(env.action_space.sample())
+        steps.append((obs, float(reward), terminated or truncated, info))
+        if terminated or truncated:
+            env.reset()
+    return steps
+
+
+def test_a_learner_sees_four_grey_frames_of_bytes_and_signs_of_rewards() -> None:
+    env = factory("Breakout")()
+
+    steps = played(env, 400)
+
+    assert env.observation_space.shape == (4, 84, 84)
+    assert {obs.dtype for obs, *_ in steps} == {np.dtype(np.uint8)}
+    assert {reward for _, reward, *_ in steps} <= {-1.0, 0.0, 1.0}
+    first, second = steps[10][0], steps[11][0]
+    assert np.array_equal(first[1:], second[:-1])  # a stack moves on by one frame
+
+
+def test_an_episode_is_a_life_and_the_return_that_of_the_whole_game() -> None:
+    steps = played(factory("Breakout")(), 1500)
+
+    ends = [info for _, _, done, info in steps if done]
+    games = [info["episode"] for info in ends if "episode" in info]
+    assert len(games) >= 2
+    assert len(ends) >= 4 * len(games)  # five lives a game
+    seen = [reward for _, reward, _, _ in steps]
+    assert sum(game["r"] for game in games) <= sum(seen) + 30  # no game is counted twice
+
+
+def test_pong_goes_on_in_mid_episode() -> None:
+    make_env = factory("Pong")
+
+    assert why_no_snapshot(make_env(), make_env) is None
