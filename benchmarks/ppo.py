@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -199,56 +200,74 @@ def compare(args: argparse.Namespace) -> None:
             print(f"| {peer} | {' | '.join(cells)} | {reached:.1f} |", flush=True)
 
 
+def micros(work: Callable[[], object]) -> float:
+    """Median microseconds of a call."""
+    durations = []
+    for _ in range(400):
+        begin = time.perf_counter()
+        work()
+        durations.append(time.perf_counter() - begin)
+    return 1e6 * statistics.median(durations)
+
+
 def parts() -> None:
-    """Medians of one update, and of acting in 8 envs."""
+    """An update and an act in 8 envs, by hand and in torch; then what a dense layer depends on."""
+    import torch
+    from threadpoolctl import threadpool_limits
+
+    torch.set_num_threads(1)
+    threadpool_limits(limits=1)
+    print("| | batch | update by hand | by autograd | act in 8 envs by hand | in torch |")
+    print("|---|---|---|---|---|---|")
+    for name in ("CartPole", "HalfCheetah"):
+        for size in (64, 256):
+            (update, act), (plain_update, plain_act) = (
+                update_and_act(name, size, by_hand=by_hand) for by_hand in (True, False)
+            )
+            times = " | ".join(f"{t:.0f} µs" for t in (update, plain_update, act, plain_act))
+            print(f"| {name} | {size} | {times} |", flush=True)
+    print("\n| dense layer 64 x 64, batch | one thread | without oneDNN | all threads |")
+    print("|---|---|---|---|")
+    for size in (64, 256):
+        x, layer = torch.randn(size, 64), torch.nn.Linear(64, 64)
+        with torch.no_grad():
+            one = micros(lambda: layer(x))  # noqa: B023
+            with torch.backends.mkldnn.flags(enabled=False):
+                without = micros(lambda: layer(x))  # noqa: B023
+            torch.set_num_threads(os.cpu_count() or 1)
+            every = micros(lambda: layer(x))  # noqa: B023
+            torch.set_num_threads(1)
+        print(f"| {size} | {one:.0f} µs | {without:.0f} µs | {every:.0f} µs |", flush=True)
+
+
+def update_and_act(name: str, size: int, *, by_hand: bool) -> tuple[float, float]:
+    """Microseconds of an update on so many transitions, and of acting in 8 envs."""
     import numpy as np
     import torch
     from gymnasium import spaces
-    from threadpoolctl import threadpool_limits
 
     from ml_pipeline.agents.networks import MLP
     from ml_pipeline.agents.ppo import PPOAgent, Rates
     from ml_pipeline.config import PPOConfig
     from ml_pipeline.protocols import Minibatch, PolicyInput
 
-    def micros(work: Any) -> float:
-        durations = []
-        for _ in range(400):
-            begin = time.perf_counter()
-            work()
-            durations.append(time.perf_counter() - begin)
-        return 1e6 * statistics.median(durations)
-
-    torch.set_num_threads(1)
-    threadpool_limits(limits=1)
-    actions = {"CartPole": spaces.Discrete(2), "HalfCheetah": spaces.Box(-1, 1, (6,), np.float32)}
-    print("| | batch | update by hand | by autograd | act in 8 envs by hand | in torch |")
-    print("|---|---|---|---|---|---|")
-    for name, n_obs in (("CartPole", 4), ("HalfCheetah", 17)):
-        for size in (64, 256):
-            cells = []
-            for by_hand in (True, False):
-                space = spaces.Box(-1, 1, (n_obs,), np.float32)
-                config, cpu = PPOConfig(), torch.device("cpu")
-                agent = PPOAgent(
-                    space, actions[name], MLP, config, device=cpu, seed=1, by_hand=by_hand
-                )
-                generator = torch.Generator().manual_seed(1)
-                obs = torch.randn(size, n_obs, generator=generator)
-                inputs = PolicyInput(obs, None, None, None)
-                noise = agent.draw_noise(1, size, generator)[0]
-                action = agent.sample_batch(inputs, noise).action
-                scores = agent.score_batch(inputs, action)
-                batch = Minibatch(inputs, action, *scores, torch.randn(size), torch.randn(size))
-                few = PolicyInput(obs[:8], None, None, None)
-                update = micros(lambda: agent.update(batch, Rates(1e-6, 0.2, 0.01)))  # noqa: B023
-                cells.append((update, micros(lambda: agent.sample_batch(few, noise[:8]))))  # noqa: B023
-            hand, plain = cells
-            print(
-                f"| {name} | {size} | {hand[0]:.0f} µs | {plain[0]:.0f} µs | {hand[1]:.0f} µs | "
-                f"{plain[1]:.0f} µs |",
-                flush=True,
-            )
+    n_obs, action_space = {
+        "CartPole": (4, spaces.Discrete(2)),
+        "HalfCheetah": (17, spaces.Box(-1, 1, (6,), np.float32)),
+    }[name]
+    space = spaces.Box(-1, 1, (n_obs,), np.float32)
+    cpu = torch.device("cpu")
+    agent = PPOAgent(space, action_space, MLP, PPOConfig(), device=cpu, seed=1, by_hand=by_hand)
+    generator = torch.Generator().manual_seed(1)
+    obs, advantage = (torch.randn(size, n, generator=generator) for n in (n_obs, 1))
+    inputs, few = (PolicyInput(each, None, None, None) for each in (obs, obs[:8]))
+    noise = agent.draw_noise(1, size, generator)[0]
+    action = agent.sample_batch(inputs, noise).action
+    scores = agent.score_batch(inputs, action)
+    batch = Minibatch(inputs, action, *scores, advantage[:, 0], advantage[:, 0])
+    rates = Rates(learning_rate=1e-6, clip_range=0.2, entropy_coef=0.01)
+    update = micros(lambda: agent.update(batch, rates))
+    return update, micros(lambda: agent.sample_batch(few, noise[:8]))
 
 
 def main() -> None:

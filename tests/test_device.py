@@ -39,10 +39,22 @@ def test_a_gpu_beyond_the_last_is_refused() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("env", ["cartpole", "pendulum"])
-def test_training_on_the_gpu_gives_the_numbers_of_the_cpu(here: Path, env: str) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["env=cartpole", "agent.normalize_obs=true", "agent.scale_reward=true"],
+        ["env=pendulum", "agent.box_policy=squashed"],
+        ["env=pendulum", "agent.box_policy=gsde", "network=lstm"],
+        ["env=crowded_keys", "network=lstm", "network.cell=gru", "agent.shared_trunk=true"],
+        ["experiment=camera_and_flag", "agent.max_kl=1.0"],
+        ["env.target=tiny_envs.MixedEnv", "collector=double"],
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_training_on_the_gpu_gives_the_numbers_of_the_cpu(here: Path, overrides: list[str]) -> None:
+    size = {"n_envs": 8, "total_steps": 128}
     runs = {
-        device: train([*small(device=device, n_envs=8, total_steps=128), f"env={env}"]).run_dir
+        device: train([*overrides, *small(device=device, **size)]).run_dir
         for device in ("cpu", "cuda:0")
     }
 

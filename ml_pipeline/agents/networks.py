@@ -12,6 +12,7 @@ A network with a memory has ``state_size`` besides, and its ``forward`` takes a 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -168,6 +169,8 @@ class Recurrent(nn.Module):
         entry = encoder or {"_target_": "ml_pipeline.agents.networks.DictNetwork"}
         offers = {"observation_space": observation_space}
         self.encoder: nn.Module = instantiate(entry, key="network.encoder", offers=offers)
+        # All parameters lie in one tensor (FlatAdam), which is not the one that cuDNN would choose.
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
         self.cell = (nn.LSTM if cell == "lstm" else nn.GRU)(out_features(self.encoder), size)
         self.out_features = size
         self.state_size = 2 * size if cell == "lstm" else size
