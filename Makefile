@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: help setup setup-dev train test test-all check format box2d mujoco clean
+.PHONY: help setup setup-dev train test test-all check format box2d mujoco atari clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,9 @@ box2d: setup  ## install Box2D, for env=lunar_lander
 
 mujoco: setup  ## install MuJoCo, for env=half_cheetah, hopper, walker2d
 	$(BIN)/python -m pip install --quiet -e ".[mujoco]"
+
+atari: setup  ## install the Arcade Learning Environment, for env=pong, breakout
+	$(BIN)/python -m pip install --quiet -e ".[atari]"
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info

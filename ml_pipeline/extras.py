@@ -8,13 +8,16 @@ from types import ModuleType
 
 from ml_pipeline.errors import UserError
 
+_ATARI = 'make atari (or: pip install -e ".[atari]")'
+
 # A word in an import error -> the command that brings the package.
 INSTALL_COMMANDS = {
     "box2d": "make box2d (or: pip install swig && pip install --no-build-isolation box2d-py)",
     "mujoco": 'make mujoco (or: pip install -e ".[mujoco]")',
-    "ale": 'pip install -e ".[atari]"',
-    "ale_py": 'pip install -e ".[atari]"',
-    "atari": 'pip install -e ".[atari]"',
+    "ale": _ATARI,
+    "ale_py": _ATARI,
+    "atari": _ATARI,
+    "opencv": _ATARI,
     "matplotlib": 'pip install -e ".[plots]"',
     "pygame": 'pip install "gymnasium[classic-control]"',
 }

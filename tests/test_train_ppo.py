@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,11 @@ def test_bad_input_gets_a_clear_answer_and_exit_code_1(
         (["device=cuda:9"], "device=cuda:9 asked for, but"),
         (["agent.n_minibatches=7"], "agent.n_minibatches=7"),
         (["env.target=tiny_envs.WordsEnv"], "this env has Text"),
-        (["env.id=ALE/Pong-v5"], 'pip install -e ".[atari]"'),
+        pytest.param(
+            ["env.id=ALE/Pong-v5"],
+            'pip install -e ".[atari]"',
+            marks=pytest.mark.skipif(bool(find_spec("ale_py")), reason="it is installed here"),
+        ),
         (["+env.kwargs.speed=9"], "env.id=CartPole-v1 with env.kwargs {'speed': 9} cannot be"),
         (["callbacks.evaluation.n_episodes=0"], "callbacks.evaluation.n_episodes must be"),
         (["callbacks.checkpoints.every_steps=often"], "callbacks.checkpoints.every_steps must be"),

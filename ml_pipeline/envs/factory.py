@@ -6,6 +6,7 @@ Calling it gives the env by id or dotted path with its wrappers around it, the f
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from ml_pipeline.targets import (
     import_entry,
     import_module,
 )
+
+# Who registers the envs of a namespace, once it is imported.
+_NAMESPACES = {"ALE": "ale_py"}
 
 
 class EnvError(UserError):
@@ -125,6 +129,9 @@ def check_env_id(env_id: str) -> None:
     module, _, registered = env_id.rpartition(":")
     if module:
         import_module(module, key="env.id", path=env_id)
+    owner = _NAMESPACES.get(registered.partition("/")[0])
+    if owner is not None and importlib.util.find_spec(owner) is not None:
+        import_module(owner, key="env.id", path=env_id)
     try:
         gym.spec(registered)
     except gym.error.NamespaceNotFound as error:

@@ -53,8 +53,9 @@ def why_no_snapshot(
 
     A few steps are played in ``env`` and from there on side by side in it and in a restored one.
     """
-    other = make_env()
+    other: gym.Env[Any, Any] | None = None
     try:
+        other = make_env()
         env.action_space.seed(0)
         obs, info = env.reset(seed=0)
         for _ in range(3):
@@ -69,7 +70,8 @@ def why_no_snapshot(
     except Exception as error:  # envs raise what they like, and so do their pickles
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     finally:
-        close_env(other)
+        if other is not None:
+            close_env(other)
     return None
 
 
