@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,6 +42,7 @@ from ml_pipeline.envs.vec_env_choice import choose_mode, choose_n_envs
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Callback, Logger, State
 from ml_pipeline.runs.checkpoint import (
+    LATEST,
     CheckpointError,
     best_or_latest,
     load_checkpoint,
@@ -48,7 +50,7 @@ from ml_pipeline.runs.checkpoint import (
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.evaluate import batch_of_one
 from ml_pipeline.runs.record import Record
-from ml_pipeline.runs.resuming import load_latest, resume_episodes, save_latest
+from ml_pipeline.runs.resuming import resume_episodes, save_latest, sweep_litter
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.runs.stop_signals import Interrupted, StopSignals
 from ml_pipeline.seeding import first_env_seed, seed_global_generators, stream_seed
@@ -145,6 +147,8 @@ def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) 
         signals = stack.enter_context(StopSignals(on_wait=_say_stopping))
         plan.run.make()
         stack.enter_context(plan.run.locked())
+        if plan.state is not None:
+            sweep_litter(plan.run, plan.state)
         record = build_record(plan, overrides, sweep)
         stack.callback(record.close)
         try:
@@ -173,13 +177,18 @@ def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) 
 
 
 def _say_stopping() -> None:
-    say("stopping after this iteration; once more to stop at once")
+    # Not by print, which may be at work when the signal comes, and cannot be entered twice.
+    os.write(2, b"stopping after this iteration; once more to stop sooner\n")
 
 
 def _say_resume(plan: RunPlan, trainer: PPOTrainer) -> None:
     """Go on where the envs stood, if they can, and say what a resume does or will do."""
     if plan.state is not None:
-        how = resume_episodes(plan.run, trainer, plan.state, trust=plan.config.trust)
+        saved_env = (yaml.safe_load(plan.state["config"]) or {}).get("env")
+        if saved_env == dataclasses.asdict(plan.config.env):
+            how = resume_episodes(plan.run, trainer, plan.state, trust=plan.config.trust)
+        else:
+            how = "with new episodes: the env's settings have changed"
         say(f"resumed at env step {plan.first_step:,} {how}")
     elif plan.no_snapshot is not None:
         say(f"a resume of this run will begin new episodes: {plan.no_snapshot}")
@@ -247,6 +256,8 @@ def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     ]
     if "experiment" in named:
         raise ConfigError("experiment= cannot be combined with resume=; name single keys")
+    # Never from the folder: whoever made it would decide whether it is trusted.
+    base.trust = cfg.trust
     if "total_steps" in named and "num_episodes" not in named:
         base.num_episodes = None  # the newer goal counts
     with open_dict(base):
@@ -290,7 +301,7 @@ def make_plan(config: TrainConfig) -> RunPlan:
         if config.n_envs == "auto":
             raise ConfigError("n_envs=auto cannot be combined with resume=; give a number")
         run_folder = RunFolder.open(config.resume)
-        state = load_latest(run_folder)
+        state = load_checkpoint(run_folder, LATEST)
         with _misfit_explained(run_folder):
             done, wanted = int(state["env_steps"]), config.wanted_steps
         if done >= wanted:
@@ -303,7 +314,7 @@ def make_plan(config: TrainConfig) -> RunPlan:
     make_env = build_env_factory(config)
     callbacks = build_callbacks(config, run_folder, make_env)
     first_env = make_env()
-    obs, info = try_env(first_env, config.env.name)
+    obs, info = try_env(first_env, config.env.name, mask_key=mask_key(config))
     config = with_mask_source(config, first_env, info)
     agent = build_agent(config, first_env, device)
     _try_agent(agent, first_env, obs, info)
@@ -314,6 +325,7 @@ def make_plan(config: TrainConfig) -> RunPlan:
     remark = ""
     if config.n_envs == "auto":
         config, remark = with_n_envs(config, first_env, agent)
+        _check_sequences(config, agent)
     return RunPlan(
         config,
         device,
@@ -324,7 +336,7 @@ def make_plan(config: TrainConfig) -> RunPlan:
         callbacks,
         state,
         remark,
-        no_snapshot=why_no_snapshot(first_env, make_env),
+        no_snapshot=why_no_snapshot(first_env, make_env, mask_key=mask_key(config)),
     )
 
 
@@ -335,11 +347,19 @@ def with_n_envs(
     n_slices = config.vec_env.n_workers or available_cores()
     if config.vec_env.mode == "serial":
         n_slices = 1
+    whole = config.agent.n_minibatches if agent.state_size else 1  # sequences, one per env
+
+    def allowed(n_envs: int) -> bool:
+        return config.suits(n_envs) and n_envs % whole == 0
+
     with torch_threads(agent.device):
         n_envs, reason = choose_n_envs(
-            env, partial(_act, agent), n_slices=n_slices, allowed=config.suits
+            env, partial(_act, agent), n_slices=n_slices, allowed=allowed, mask_key=mask_key(config)
         )
-    return dataclasses.replace(config, n_envs=n_envs), reason
+    try:
+        return dataclasses.replace(config, n_envs=n_envs), reason
+    except ValueError as error:
+        raise ConfigError(f"n_envs=auto found {n_envs}, but {error}") from error
 
 
 def with_mask_source(
@@ -362,6 +382,12 @@ def with_mask_source(
         agent=dataclasses.replace(config.agent, action_mask=source),
         vec_env=dataclasses.replace(config.vec_env, infos=infos),
     )
+
+
+def mask_key(config: TrainConfig) -> str:
+    """Where envs have their masks, in info or observation, while they are only tried out."""
+    source = config.agent.action_mask
+    return "action_mask" if source in ("auto", "none", "info") else source
 
 
 def _try_agent(agent: PPOAgent, env: gym.Env[Any, Any], obs: Any, info: dict[str, Any]) -> None:
@@ -442,6 +468,7 @@ def build_vec_envs(plan: RunPlan) -> tuple[list[ParallelEnv | SerialEnv], str]:
             partial(_act, plan.agent),
             n_envs=config.n_envs,
             n_slices=n_slices,
+            mask_key=mask_key(config),
         )
         reason = f"{reason}; {why}" if reason else why
     envs: list[ParallelEnv | SerialEnv] = []
@@ -469,6 +496,9 @@ def make_vec_env(
 ) -> ParallelEnv | SerialEnv:
     """``n_envs`` (None: all of them), the first of which is number ``first`` of the run."""
     n_envs = plan.config.n_envs if n_envs is None else n_envs
+    n_workers = plan.config.vec_env.n_workers
+    if n_workers is not None:  # shared among the halves of a double-buffered collector
+        n_workers = max(n_workers * n_envs // plan.config.n_envs, 1)
     vec_env, env_fns = plan.config.vec_env, [plan.make_env] * n_envs
     same: dict[str, Any] = {
         "seed": plan.env_seed + first,
@@ -480,7 +510,7 @@ def make_vec_env(
     return ParallelEnv(
         env_fns,
         **same,
-        n_workers=vec_env.n_workers,
+        n_workers=n_workers,
         start_method=vec_env.start_method,  # type: ignore[arg-type]  # checked by VecEnvConfig
         main_slice=mode == "shared",
         step_timeout=vec_env.step_timeout_seconds,
@@ -511,6 +541,7 @@ def build_trainer(
         patience=signals.patient,
     )
     trainer.snapshots_envs = plan.no_snapshot is None
+    seed_global_generators(seed)  # once more: an env that was tried here may have drawn
     if plan.state is not None:
         with _misfit_explained(plan.run):
             trainer.load_state_dict(plan.state)

@@ -210,6 +210,7 @@ def test_the_step_of_a_broken_number_counts_over_rollouts() -> None:
     agent = agent_of(env)
     collector, buffer = Collector([env], env_seed=1, noise_seed=2), RolloutBuffer(3, 1, agent)
     collector.collect(agent, buffer)
+    collector.commit(3)
 
     with pytest.raises(NonFiniteError, match=r"its step 4 \(step 1 of this rollout\)"):
         collector.collect(agent, buffer)
@@ -248,3 +249,61 @@ def test_nothing_of_double_precision_reaches_the_learner() -> None:
 
     assert {field.dtype for field in batch[1:]} == {torch.int64, torch.float32}
     assert batch.inputs.obs.dtype == torch.float32  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["memory", "mask"])
+def test_a_resize_carries_memory_and_masks_along(kind: str) -> None:
+    if kind == "memory":
+        env = ParallelEnv([CountingEnv] * 6, seed=1, n_workers=2, start_method="fork")
+        agent = agent_of(env, partial(Recurrent, size=4))
+    else:
+        env = ParallelEnv([ForbiddingEnv] * 6, seed=1, n_workers=2, start_method="fork")
+        agent = agent_of(env, action_mask="info")
+    collector = Collector([env], env_seed=1, noise_seed=2)
+
+    for n_envs in (6, 2, 8, 3):
+        if n_envs != 6:
+            collector.resize(n_envs, agent)
+        buffer = RolloutBuffer(5, n_envs, agent)
+        collector.collect(agent, buffer)  # forbidden actions raise
+        buffer.finish(collector.last_inputs(agent), gamma=0.9, lam=0.9)
+        assert np.isfinite(buffer.advantage).all()
+    env.close()
+
+
+def test_after_an_interrupt_both_halves_go_on_where_their_envs_are() -> None:
+    envs = [SerialEnv([partial(CountingEnv, 50)]) for _ in range(2)]
+    agent = agent_of(envs[0])
+    collector, buffer = Collector(envs, env_seed=1, noise_seed=2), RolloutBuffer(4, 2, agent)
+    collector.collect(agent, buffer)
+    real, calls = agent.sample_batch, iter(range(3))
+
+    def interrupted(*arguments: Any) -> Any:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    agent.sample_batch = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        collector.collect(agent, buffer)
+    agent.sample_batch = real  # type: ignore[method-assign]
+    collector.collect(agent, buffer)
+
+    assert buffer.obs[""][:, 0, 0].tolist() == [5, 6, 7, 8]  # the fifth step was taken
+    assert buffer.reward[:, 0].tolist() == [60, 70, 80, 90]
+    assert buffer.obs[""][:, 1, 0].tolist() == [4, 5, 6, 7]
+
+
+def test_a_rollout_that_was_not_learned_from_does_not_count_as_whole() -> None:
+    env = SerialEnv([CountingEnv])
+    agent = agent_of(env)
+    collector, buffer = Collector([env], env_seed=1, noise_seed=2), RolloutBuffer(4, 1, agent)
+    before = collector.state_dict()["generator"]
+
+    collector.collect(agent, buffer)
+    state = collector.state_dict()
+    collector.commit(4)
+
+    assert state["position"] is None
+    assert torch.equal(state["generator"], before)
+    assert collector.state_dict()["position"] is not None

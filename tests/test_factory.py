@@ -101,8 +101,8 @@ def test_a_wrapper_without_a_target_is_named_by_its_key() -> None:
     [
         ("Box2D is not installed, you can install it by run `pip install swig`", "make box2d"),
         ('MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`', "make mujoco"),
-        ("Namespace ALE not found.", r'pip install -e "\.\[atari\]"'),
-        ("No module named 'ale_py'", r'pip install -e "\.\[atari\]"'),
+        ("Namespace ALE not found.", r'make atari \(or: pip install -e "\.\[atari\]"\)'),
+        ("No module named 'ale_py'", r'make atari \(or: pip install -e "\.\[atari\]"\)'),
         ("No module named 'matplotlib'", r'pip install -e "\.\[plots\]"'),
         ("pygame is not installed", r'pip install "gymnasium\[classic-control\]"'),
     ],

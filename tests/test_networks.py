@@ -119,3 +119,13 @@ def test_orthogonal_weights_have_the_gain_asked_for() -> None:
     weight = network.layers[0].weight
     torch.testing.assert_close(weight @ weight.T, 2.0 * torch.eye(16), atol=1e-5, rtol=0)
     assert network.layers[0].bias.abs().max() == 0.0
+
+
+def test_a_nan_in_the_memory_does_not_outlast_its_episode() -> None:
+    network = Recurrent(VECTOR, size=6)
+    starts = torch.tensor([[True, False]])
+
+    features, _ = network(torch.zeros(1, 2, 3), torch.full((2, 12), torch.nan), starts)
+
+    assert torch.isfinite(features[0, 0]).all()
+    assert not torch.isfinite(features[0, 1]).any()

@@ -24,7 +24,7 @@ from ml_pipeline.runs.env_snapshots import (
     save_snapshots,
     snapshot_path,
 )
-from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
 # 10 iterations of 4 envs x 16 steps; a checkpoint after every fifth.
 RUN = small(
@@ -206,6 +206,64 @@ def test_another_number_of_envs_begins_new_episodes(
     assert "with new episodes: 4 envs were saved, and there are 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["+env.kwargs.max_episode_steps=50"], "the env's settings have changed"),
+        (["collector=double"], "the collector is another one"),
+    ],
+)
+def test_what_has_changed_begins_new_episodes_and_is_said(
+    change: list[str], words: str, trained: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume(trained, *change)
+
+    assert f"resumed at env step 320 with new episodes: {words}" in capsys.readouterr().out
+
+
+def test_a_folder_cannot_say_that_it_is_to_be_trusted(
+    trained: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
+    text = trained.config.read_text()
+    trained.config.write_text(text.replace("trust: false", "trust: true"))
+
+    resume(trained)
+
+    assert "was not written by this user" in capsys.readouterr().out
+
+
+def test_a_resume_beside_a_live_run_removes_nothing_of_its(trained: RunFolder) -> None:
+    litter = trained.checkpoints / ".latest.pt.0123abcd.tmp"
+    litter.write_bytes(b"half")
+
+    with trained.locked(), pytest.raises(RunFolderError, match="is being trained by another"):
+        resume(trained)
+
+    assert litter.exists()
+
+
+def test_a_stop_amid_a_long_rollout_keeps_the_checkpoint_that_is_as_new(here: Path) -> None:
+    settings = [*RUN, "env.target=tiny_envs.SlowEnv", "+env.kwargs.seconds=0.15"]
+    settings += ["vec_env=serial", "~callbacks.evaluation", "n_envs=2", "agent.n_steps=40"]
+    settings += ["callbacks.checkpoints.every_steps=1", "total_steps=800"]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    process = subprocess.Popen(door_command(*settings), cwd=here, env=environment)
+    wait_until(lambda: len(list(here.glob("runs/*/*/checkpoints/latest.pt"))) == 1, 60)
+    run = RunFolder.open(only_run(here))
+    time.sleep(0.5)  # into the second rollout, of 12 seconds
+
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(10) == 143
+    state = load_checkpoint(run, LATEST)
+    assert state["iteration"] == 1
+    assert load_snapshots(run, state["env_snapshots"], trust=False)
+
+
 def test_the_key_is_made_once_and_for_this_user_alone(tmp_path: Path, config_home: Path) -> None:
     run = RunFolder(tmp_path / "run")
     run.make()
@@ -301,7 +359,7 @@ import sys, torch
 from pathlib import Path
 from ml_pipeline.runs.checkpoint import LATEST, save_checkpoint
 from ml_pipeline.runs.env_snapshots import save_snapshots, sweep_snapshots
-from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
 run = RunFolder(Path(sys.argv[1]))
 for number in range(int(sys.argv[2]), 10**9):

@@ -507,6 +507,7 @@ class LivesEnv(gym.Env[Any, Any]):
 class LostLifeEnds(gym.Wrapper[Any, Any, Any, Any]):
     """Ends the learner's episode with a life; the game goes on, and rewards are halved."""
 
+    counts_own_episodes = True
     _over = True
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:

@@ -43,8 +43,11 @@ class Distribution(nn.Module):
         self.action_shape: tuple[int, ...] = (math.prod(space.shape or ()),)
 
     def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
-        """Noise on the CPU for a rollout; item t is for step t."""
+        """Noise on the CPU for a rollout; item ``noise_row(t)`` is for step t."""
         raise NotImplementedError
+
+    def noise_row(self, t: int) -> int:
+        return t
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         raise NotImplementedError
@@ -178,8 +181,9 @@ class DiagonalGaussian(Distribution):
 class SquashedGaussian(DiagonalGaussian):
     """A Gaussian bent into the bounds of the Box by tanh; actions are stored before the bend."""
 
-    # Gauss and Hermite's points and weights: a mean over a normal variable, to six digits here.
-    _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(9)
+    # Gauss and Hermite's points and weights: a mean over a normal variable, to three digits for
+    # deviations up to e, and to more for smaller ones.
+    _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(48)
 
     def __init__(self, space: spaces.Box, *, log_std_init: float = 0.0) -> None:
         super().__init__(space, log_std_init=log_std_init)
@@ -195,11 +199,12 @@ class SquashedGaussian(DiagonalGaussian):
         log_prob, entropy = super().log_prob_and_entropy(outputs, action)
         bend = _log_tanh_slope(action).sum(dim=-1) + self._log_volume
         # The entropy has no closed form: the mean slope is integrated over the Gaussian.
-        mean_bend = torch.full_like(entropy, self._log_volume)
-        total = self._WEIGHTS.sum()
-        for node, weight in zip(self._NODES.tolist(), self._WEIGHTS.tolist(), strict=True):
-            slope = _log_tanh_slope(outputs + node * self.log_std.exp())
-            mean_bend = mean_bend + weight / total * slope.sum(dim=-1)
+        nodes, weights = (
+            torch.tensor(each, dtype=torch.float32, device=outputs.device)
+            for each in (self._NODES, self._WEIGHTS / self._WEIGHTS.sum())
+        )
+        slopes = _log_tanh_slope(outputs.unsqueeze(-1) + self.log_std.exp().unsqueeze(-1) * nodes)
+        mean_bend = (slopes @ weights).sum(dim=-1) + self._log_volume
         return log_prob - bend, entropy + mean_bend
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
@@ -225,10 +230,11 @@ class StateDependentNoise(Distribution):
         self._to_env = DiagonalGaussian(space).to_env
 
     def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
-        every = self._every_steps or n_steps
-        n_draws = -(-n_steps // every)
-        drawn = torch.randn(n_draws, 1, n_envs, *self.log_std.shape, generator=generator)
-        return drawn.expand(-1, every, *drawn.shape[2:]).flatten(0, 1)[:n_steps]
+        n_draws = 1 + self.noise_row(n_steps - 1)
+        return torch.randn(n_draws, n_envs, *self.log_std.shape, generator=generator)
+
+    def noise_row(self, t: int) -> int:
+        return t // self._every_steps if self._every_steps else 0
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         mean, features = self._split(outputs)

@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ml_pipeline.agents.adam import FlatAdam
-from ml_pipeline.agents.distributions import LOG_SQRT_2PI, Categorical, DiagonalGaussian
+from ml_pipeline.agents.distributions import (
+    FORBIDDEN,
+    LOG_SQRT_2PI,
+    Categorical,
+    DiagonalGaussian,
+)
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.config import PPOConfig
 from ml_pipeline.protocols import Minibatch
@@ -69,7 +74,7 @@ class MLPByHand:
     """The model of a PPOAgent, seen through NumPy; weights and gradients are shared with it."""
 
     @staticmethod
-    def fits(model: Any, config: PPOConfig) -> bool:
+    def fits(model: Any) -> bool:
         """Whether this covers the model: one Box, two MLPs, a Categorical or a Gaussian."""
         trunks = (model.actor, model.critic)
         return (
@@ -86,7 +91,7 @@ class MLPByHand:
         moments = model.preprocess.moments_of("")
         self._moments = None
         if moments is not None:
-            self._moments = moments.mean.numpy(), moments.variance.numpy()
+            self._moments = moments.mean.numpy(), moments.variance.numpy(), moments.count.numpy()
         if not self._discrete:
             values, grad = adam.views["distribution.log_std"]
             self._log_std, self._log_std_grad = values.numpy(), grad.numpy()
@@ -95,8 +100,10 @@ class MLPByHand:
         flat = obs.reshape(len(obs), -1).astype(np.float32, copy=False)
         if self._moments is None:
             return flat  # type: ignore[no-any-return]
-        mean, variance = (each.reshape(-1) for each in self._moments)
-        normalised = (flat - mean) / np.sqrt(variance + np.float32(1e-8))
+        mean, variance, count = self._moments
+        normalised = (flat - mean.ravel()) / np.sqrt(variance.ravel() + np.float32(1e-8))
+        if not count:  # nothing is known yet
+            return normalised  # type: ignore[no-any-return]
         limit = np.float32(self.config.clip_obs)
         return np.clip(normalised, -limit, limit, out=normalised)  # type: ignore[no-any-return]
 
@@ -113,7 +120,7 @@ class MLPByHand:
         if not self._discrete:
             return outputs + np.exp(self._log_std) * noise  # type: ignore[no-any-return]
         if mask is not None:
-            outputs = np.where(mask, outputs, np.float32(-1e8))
+            outputs = np.where(mask, outputs, np.float32(FORBIDDEN))
         weights = np.exp(outputs - outputs.max(axis=1, keepdims=True))
         cumulative = weights.cumsum(axis=1)
         threshold = noise * cumulative[:, -1]
@@ -228,7 +235,7 @@ class MLPByHand:
 
 def _log_softmax(outputs: Array, mask: Any) -> Array:
     if mask is not None:
-        outputs = np.where(mask, outputs, np.float32(-1e8))
+        outputs = np.where(mask, outputs, np.float32(FORBIDDEN))
     centred = outputs - outputs.max(axis=1, keepdims=True)
     return centred - np.log(np.exp(centred).sum(axis=1, keepdims=True))  # type: ignore[no-any-return]
 

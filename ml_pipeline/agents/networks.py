@@ -190,7 +190,8 @@ class Recurrent(nn.Module):
         bounds = [0, *(begin + 1 for begin in begins), n_steps]
         features = []
         for first, end in pairwise(bounds):
-            state = state * ~episode_start[first].unsqueeze(-1)
+            # Not multiplied by 0, which would keep a NaN.
+            state = state.masked_fill(episode_start[first].unsqueeze(-1), 0.0)
             stretch, state = self._run(encoded[first:end], state)
             features.append(stretch)
         return features[0] if len(features) == 1 else torch.cat(features), state

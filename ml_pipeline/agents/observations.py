@@ -64,9 +64,12 @@ class ObservationReader:
 
     def to_tensors(self, leaves: dict[str, NDArray[Any]], device: torch.device) -> Obs:
         """What ``read`` gave, on the device; on the CPU the memory is shared."""
-        if self.is_single:
-            return torch.from_numpy(leaves[""]).to(device)
-        return {name: torch.from_numpy(leaf).to(device) for name, leaf in leaves.items()}
+        tensors = {
+            # Contiguous: torch takes no array that runs backwards, as flipped images do.
+            name: torch.from_numpy(np.ascontiguousarray(leaf)).to(device)
+            for name, leaf in leaves.items()
+        }
+        return tensors[""] if self.is_single else tensors
 
 
 class Preprocess(nn.Module):
@@ -123,7 +126,9 @@ class Preprocess(nn.Module):
         moments = self.moments_of(name)
         if moments is None or self.clip is None:
             return leaf.float()
-        return moments.normalised(leaf.float()).clamp(-self.clip, self.clip)
+        # Before the first rollout is taken in, nothing is known that could be clipped by.
+        limit = torch.where(moments.count > 0, self.clip, torch.inf)
+        return moments.normalised(leaf.float()).clamp(-limit, limit)
 
     def moments_of(self, name: str) -> RunningMoments | None:
         """Of a leaf that is normalised."""
@@ -133,10 +138,9 @@ class Preprocess(nn.Module):
     @torch.no_grad()
     def learn_moments(self, obs: Obs) -> None:
         """Take in a rollout's observations, [N, ...]; what is not finite is left out as a whole."""
-        for name in self._moments_of:
-            moments = self.moments_of(name)
-            if moments is not None:
-                moments.take_in((obs if isinstance(obs, Tensor) else obs[name]).float())
+        for name, moments in zip(self._moments_of, self.moments, strict=True):
+            leaf = obs if isinstance(obs, Tensor) else obs[name]
+            moments.take_in(leaf.float())  # type: ignore[operator]
 
 
 class RunningMoments(nn.Module):

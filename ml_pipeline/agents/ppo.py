@@ -21,11 +21,10 @@ from ml_pipeline.agents.mlp_by_hand import MLPByHand
 from ml_pipeline.agents.networks import init_orthogonal, out_features
 from ml_pipeline.agents.observations import (
     ObservationReader,
-    ObservationSpaceError,
     Preprocess,
     map_obs,
 )
-from ml_pipeline.agents.space_data import space_from_data, space_to_data
+from ml_pipeline.agents.space_data import space_to_data
 from ml_pipeline.config import PPOConfig
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Minibatch, Obs, PolicyInput, PolicySample, State
@@ -86,15 +85,18 @@ class ActorCritic(nn.Module):
         self.preprocess = Preprocess(reader, ignored=mask_leaf, clip=clip)
         # Layers draw their first weights from torch's own generator: it is lent a seed.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator.initial_seed())
+            torch.default_generator.manual_seed(generator.initial_seed())
             self.actor = build_network(self.preprocess.space)
             self.critic = None if config.shared_trunk else build_network(self.preprocess.space)
             n_features = out_features(self.actor)
             self.distribution = action_distribution(action_space, n_features, config)
             self.policy_head = nn.Linear(n_features, self.distribution.n_outputs)
-            self.value_head = nn.Linear(out_features(self.critic or self.actor), 1)
+            value_trunk = self.actor if self.critic is None else self.critic
+            self.value_head = nn.Linear(out_features(value_trunk), 1)
         self.state_sizes = [
-            int(getattr(trunk, "state_size", 0)) for trunk in (self.actor, self.critic) if trunk
+            int(getattr(trunk, "state_size", 0))
+            for trunk in (self.actor, self.critic)
+            if trunk is not None
         ]
         if config.orthogonal_init:
             for trunk in (self.actor, self.critic):
@@ -170,7 +172,7 @@ class PPOAgent:
             mask_leaf=self._mask_leaf,
             generator=generator,
         )
-        self.model.to(device)
+        self.model.to(device).eval()  # but for a gradient: a user's network may have a Dropout
         self.distribution = self.model.distribution
         self.is_masked = self._mask_leaf is not None or config.action_mask == "info"
         self._check_mask_size()
@@ -178,7 +180,7 @@ class PPOAgent:
         self.adam = FlatAdam(self.model, eps=config.adam_eps, max_grad_norm=config.max_grad_norm)
         self._act_generator = torch.Generator().manual_seed(stream_seed(seed, "act"))
         self._by_hand: MLPByHand | None = None
-        if by_hand and device.type == "cpu" and MLPByHand.fits(self.model, config):
+        if by_hand and device.type == "cpu" and MLPByHand.fits(self.model):
             self._by_hand = MLPByHand(self.model, self.adam, config)
 
     # Inputs: from what the envs give to what the model takes.
@@ -212,6 +214,9 @@ class PPOAgent:
                     "one with every reset and step, and vec_env.infos must be all"
                 )
             mask = found
+        return self._checked(mask)
+
+    def _checked(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         size = self.distribution.mask_size
         if mask.shape != (len(mask), size):
             raise MaskError(f"an action mask must hold {size} numbers, got shape {mask.shape[1:]}")
@@ -224,6 +229,9 @@ class PPOAgent:
         """The masks in a vector env's infos, [n_envs, n]."""
         if self.config.action_mask != "info" or _MASK_KEY not in infos:
             return None
+        missing = np.flatnonzero(~np.asarray(infos.get(f"_{_MASK_KEY}", True)))
+        if len(missing):
+            raise MaskError(f"the infos of env {missing[0]} hold no action_mask in this step")
         given = infos[_MASK_KEY]
         if not isinstance(given, np.ndarray) or given.dtype == object:
             # One per choice of a MultiDiscrete space, as Gymnasium's own sample() takes them.
@@ -321,6 +329,10 @@ class PPOAgent:
             raise ValueError("this policy has a memory; pass memory=agent.new_memory(n_envs)")
         if self._mask_leaf is not None:
             action_mask = self.mask_in(leaves, None)
+        elif self.is_masked:
+            if action_mask is None:
+                raise MaskError("this policy wants masks; pass action_mask=agent.mask_of(infos)")
+            action_mask = self._checked(action_mask)
         start = (
             torch.zeros(n_envs, dtype=torch.bool, device=self.device) if self.state_size else None
         )
@@ -358,7 +370,9 @@ class PPOAgent:
     def _gradient(self, batch: Minibatch, rates: Rates) -> tuple[Tensor, Tensor]:
         """Leave the gradients of the loss; all metrics but the norm, and the loss."""
         config, clip_range = self.config, rates.clip_range
+        self.model.train()
         outputs, value, _ = self.model(batch.inputs)
+        self.model.eval()
         log_prob, entropy = self.distribution.log_prob_and_entropy(outputs, batch.action)
         log_ratio = log_prob - batch.log_prob
         ratio = log_ratio.exp()
@@ -406,9 +420,9 @@ class PPOAgent:
 
     def load_state_dict(self, state: State) -> None:
         for name, space in self._spaces.items():
-            saved = space_from_data(state["spaces"][name])
-            if saved != space:
-                raise ValueError(f"{name} was {saved}, and is {space}")
+            saved, own = state["spaces"][name], space_to_data(space)
+            if saved != own:
+                raise ValueError(f"{name} was {saved}, and is {own}")
         self.model.load_state_dict(state["model"])
         self.adam.load_state_dict(state["adam"])
         self._act_generator.set_state(state["act_generator"])
@@ -429,6 +443,3 @@ def _with_time(inputs: PolicyInput) -> PolicyInput:
         state,
         None if episode_start is None else episode_start.unsqueeze(0),
     )
-
-
-__all__ = ["ActorCritic", "MaskError", "ObservationSpaceError", "PPOAgent", "Rates"]

@@ -17,6 +17,8 @@ from gymnasium import wrappers
 class Atari(gym.Wrapper[Any, Any, Any, Any]):
     """All of it around an env without a frame skip of its own, such as PongNoFrameskip-v4."""
 
+    counts_own_episodes = True
+
     def __init__(
         self,
         env: gym.Env[Any, Any],
@@ -27,10 +29,10 @@ class Atari(gym.Wrapper[Any, Any, Any, Any]):
         episodic_life: bool = True,
         clip_reward: bool = True,
     ) -> None:
-        env = wrappers.RecordEpisodeStatistics(env)
         env = wrappers.AtariPreprocessing(
             env, noop_max=noop_max, frame_skip=frame_skip, screen_size=screen_size
         )
+        env = wrappers.RecordEpisodeStatistics(env)
         if episodic_life:
             env = EpisodicLife(env)
         if "FIRE" in env.unwrapped.get_action_meanings():  # type: ignore[attr-defined]

@@ -16,8 +16,7 @@ class EpisodeStats:
     """Adds up what a vector env gives; all arrays are [n_envs].
 
     ``from_infos``: an env counts its own episodes by Gymnasium's ``RecordEpisodeStatistics``,
-    for example below wrappers that change rewards or end episodes early; only what it tells is
-    counted.
+    below wrappers that change rewards or end episodes early; only what it tells is counted.
     """
 
     def __init__(self, n_envs: int, *, from_infos: bool = False) -> None:
@@ -66,9 +65,12 @@ def _told_episodes(infos: Mapping[str, Any], ended: NDArray[np.int64]) -> list[E
 
 
 def counts_episodes(env: gym.Env[Any, Any]) -> bool:
-    """Whether a wrapper of ``env`` tells return and length of its episodes in the infos."""
+    """Whether a wrapper says, by ``counts_own_episodes = True``, that the infos tell of episodes.
+
+    It is for wrappers whose episodes are parts of a whole, such as lives of a game.
+    """
     while isinstance(env, gym.Wrapper):
-        if isinstance(env, gym.wrappers.RecordEpisodeStatistics):
+        if getattr(type(env), "counts_own_episodes", False):
             return True
         env = env.env
     return False

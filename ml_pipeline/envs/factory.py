@@ -86,20 +86,24 @@ def _blamed_on(what: str) -> Iterator[None]:
         raise EnvError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def try_env(env: gym.Env[Any, Any], name: str) -> tuple[Any, dict[str, Any]]:
+def try_env(
+    env: gym.Env[Any, Any], name: str, *, mask_key: str = "action_mask"
+) -> tuple[Any, dict[str, Any]]:
     """One reset and one step, so that an env of another API is found out; what reset gave."""
     with _blamed_on(f"env {name} cannot be reset with a seed and stepped as Gymnasium 1.x asks"):
         obs, info = deepcopy(env.reset(seed=0))
         env.action_space.seed(0)
-        _, _, _, _, _ = env.step(allowed_action(env, obs, info))
+        _, _, _, _, _ = env.step(allowed_action(env, obs, info, mask_key))
     return obs, info
 
 
-def allowed_action(env: gym.Env[Any, Any], obs: Any, info: Mapping[str, Any]) -> Any:
+def allowed_action(
+    env: gym.Env[Any, Any], obs: Any, info: Mapping[str, Any], mask_key: str = "action_mask"
+) -> Any:
     """A random action; where the env gives a mask with it, one that the mask allows."""
-    mask = info.get("action_mask")
+    mask = info.get(mask_key)
     if mask is None and isinstance(obs, dict):
-        mask = obs.get("action_mask")
+        mask = obs.get(mask_key)
     space = env.action_space
     if mask is None:
         return space.sample()

@@ -47,7 +47,10 @@ def restore_snapshot(env: gym.Env[Any, Any], snapshot: bytes) -> gym.Env[Any, An
 
 
 def why_no_snapshot(
-    env: gym.Env[Any, Any], make_env: Callable[[], gym.Env[Any, Any]]
+    env: gym.Env[Any, Any],
+    make_env: Callable[[], gym.Env[Any, Any]],
+    *,
+    mask_key: str = "action_mask",
 ) -> str | None:
     """Why an episode of ``env`` cannot go on elsewhere; None if it was seen to do so.
 
@@ -59,10 +62,10 @@ def why_no_snapshot(
         env.action_space.seed(0)
         obs, info = env.reset(seed=0)
         for _ in range(3):
-            obs, info = _play(env, allowed_action(env, obs, info))[1:3]
+            obs, info = _play(env, allowed_action(env, obs, info, mask_key))[1:3]
         other = restore_snapshot(other, take_snapshot(env))
         for _ in range(_TRIED_STEPS):
-            action = allowed_action(env, obs, info)
+            action = allowed_action(env, obs, info, mask_key)
             ours, theirs = _play(env, action), _play(other, action)
             if not (_equal(ours[0], theirs[0]) and _equal(ours[1], theirs[1])):
                 return "a restored env takes another course"
@@ -95,14 +98,14 @@ def _equal(ours: Any, theirs: Any) -> bool:
 
 def _state_of(base: gym.Env[Any, Any]) -> dict[str, Any] | None:
     """What the env gives of itself; None: it is to be pickled."""
-    generator = getattr(base, "_np_random", None)
-    common = {"generator": generator, "seed": getattr(base, "_np_random_seed", None)}
-    if _is_mujoco(base):  # first: its set_state takes positions and velocities alone
-        return {**common, "mujoco": _mujoco_state(base)}
     if callable(getattr(base, "get_state", None)) and callable(getattr(base, "set_state", None)):
-        return {**common, "own": base.get_state()}  # type: ignore[attr-defined]
+        generator = getattr(base, "_np_random", None)
+        rest = {"_np_random": generator, "_np_random_seed": getattr(base, "_np_random_seed", None)}
+        return {"own": base.get_state(), "rest": rest}  # type: ignore[attr-defined]
+    if type(getattr(base, "data", None)).__name__ == "MjData" and hasattr(base, "model"):
+        return {"mujoco": base.data, "rest": _rest(base, ("data", "model", "mujoco_renderer"))}  # type: ignore[attr-defined]
     if hasattr(base, "clone_state") and hasattr(base, "restore_state"):
-        return {**common, "ale": base.clone_state(include_rng=True)}
+        return {"ale": base.clone_state(include_rng=True), "rest": _rest(base, ("ale",))}
     return None
 
 
@@ -110,34 +113,25 @@ def _set_state(base: Any, state: dict[str, Any]) -> None:
     if "own" in state:
         base.set_state(state["own"])
     elif "mujoco" in state:
-        _set_mujoco_state(base, state["mujoco"])
+        import mujoco
+
+        mujoco.mj_copyData(base.data, base.model, state["mujoco"])
     else:
         base.restore_state(state["ale"])
-    base._np_random, base._np_random_seed = state["generator"], state["seed"]
+    vars(base).update(state["rest"])
 
 
-def _is_mujoco(base: Any) -> bool:
-    kind = type(getattr(base, "data", None))
-    return kind.__name__ == "MjData" and hasattr(base, "model")
-
-
-def _mujoco_state(base: Any) -> Any:
-    import mujoco
-
-    spec = mujoco.mjtState.mjSTATE_INTEGRATION
-    state = np.empty(mujoco.mj_stateSize(base.model, spec))
-    mujoco.mj_getState(base.model, base.data, state, spec)
-    return state
-
-
-def _set_mujoco_state(base: Any, state: Any) -> None:
-    import mujoco
-
-    spec = mujoco.mjtState.mjSTATE_INTEGRATION
-    mujoco.mj_setState(base.model, base.data, state, spec)
-    mujoco.mj_forward(base.model, base.data)
-    # The forward pass warms up the solver anew: what was saved of it is put back.
-    mujoco.mj_setState(base.model, base.data, state, spec)
+def _rest(base: gym.Env[Any, Any], left_out: tuple[str, ...]) -> dict[str, Any]:
+    """What an env has set on itself beside its simulator, as far as it can be pickled."""
+    rest = {}
+    for name, value in vars(base).items():
+        if name not in (*left_out, "observation_space", "action_space", "spec"):
+            try:
+                cloudpickle.dumps(value)
+            except Exception:  # pickles raise what they like; the trial tells if it is missed
+                continue
+            rest[name] = value
+    return rest
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

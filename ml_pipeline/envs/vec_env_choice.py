@@ -47,6 +47,7 @@ def choose_mode(
     *,
     n_envs: int,
     n_slices: int,
+    mask_key: str = "action_mask",
 ) -> VecEnvChoice:
     """The fastest way to run ``n_envs`` envs like ``env`` in ``n_slices`` processes.
 
@@ -57,7 +58,7 @@ def choose_mode(
         return VecEnvChoice("serial", "one env needs no worker")
     if n_slices == 1:
         return VecEnvChoice("serial", "one process has nothing to share")
-    step, acting = _step_seconds(env), _act_seconds(env, act, n_envs)
+    step, acting = _step_seconds(env, mask_key), _act_seconds(env, act, n_envs)
     seconds: dict[Mode, float] = {"serial": n_envs * step + acting}
     at_best = -(-n_envs // n_slices) * step + acting + _EXCHANGE_SECONDS
     if seconds["serial"] < _WORKER_GAIN * at_best:
@@ -82,7 +83,12 @@ def _fastest(seconds: dict[Mode, float]) -> VecEnvChoice:
 
 
 def choose_n_envs(
-    env: gym.Env[Any, Any], act: Act, *, n_slices: int, allowed: Callable[[int], bool]
+    env: gym.Env[Any, Any],
+    act: Act,
+    *,
+    n_slices: int,
+    allowed: Callable[[int], bool],
+    mask_key: str = "action_mask",
 ) -> NEnvsChoice:
     """The smallest number of envs that comes near the best throughput of up to 32 per process.
 
@@ -91,7 +97,7 @@ def choose_n_envs(
     numbers = [n for n in (n_slices * 2**k for k in range(6)) if allowed(n)]
     if not numbers:
         return NEnvsChoice(8, "n_envs=auto: the run is too short to find out")
-    step = _step_seconds(env)
+    step = _step_seconds(env, mask_key)
     rates = {}
     for n in numbers:
         work = min(n * step, -(-n // n_slices) * step + _EXCHANGE_SECONDS)
@@ -105,14 +111,16 @@ def choose_n_envs(
     return NEnvsChoice(n_envs, reason)
 
 
-def _step_seconds(env: gym.Env[Any, Any], *, n_steps: int = 500, seconds: float = 0.1) -> float:
+def _step_seconds(
+    env: gym.Env[Any, Any], mask_key: str, *, n_steps: int = 500, seconds: float = 0.1
+) -> float:
     """Mean seconds of a step with random actions, resets included, after a few to warm up."""
     env.action_space.seed(0)
     obs, info = env.reset(seed=0)
     durations: list[float] = []
     deadline = time.perf_counter() + seconds
     while len(durations) < 20 or (len(durations) < n_steps and time.perf_counter() < deadline):
-        action = allowed_action(env, obs, info)
+        action = allowed_action(env, obs, info, mask_key)
         start = time.perf_counter()
         obs, _, terminated, truncated, info = env.step(action)
         if terminated or truncated:

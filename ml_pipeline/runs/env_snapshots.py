@@ -14,13 +14,14 @@ import secrets
 import struct
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.run_folder import RunFolder, write_atomically
 
 _MAGIC = b"ml_pipeline envs 1\n"
-_SEAL_SIZE = 32
+_SEAL_SIZE = _KEY_SIZE = 32
 
 
 class SnapshotError(UserError):
@@ -90,17 +91,16 @@ def _key() -> bytes:
     path = _config_folder() / "snapshot.key"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            key = path.read_bytes()
-            if len(key) != 32:  # cut off, or emptied: a new one, which older snapshots do not fit
-                key = secrets.token_bytes(32)
-                write_atomically(path, lambda file: file.write(key))
-                path.chmod(0o600)
-            return key
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(32))
+        if path.exists() and path.stat().st_size != _KEY_SIZE:
+            path.unlink()  # cut off, or emptied; what it has sealed is not trusted any more
+        if not path.exists():
+            # Written aside and linked, so that of two processes one wins and none reads half.
+            aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+            with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
+                f.write(secrets.token_bytes(_KEY_SIZE))
+            with suppress(FileExistsError):
+                os.link(aside, path)
+            aside.unlink()
         return path.read_bytes()
     except OSError as error:
         raise SnapshotError(f"there is no key to seal it with: {error}") from error

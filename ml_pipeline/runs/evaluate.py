@@ -76,7 +76,7 @@ def evaluate(
             if done and counts_own_episodes and "episode" not in info:
                 # A wrapper ended the episode early, after a lost life: the game goes on.
                 obs, info = env.reset()
-                done = False
+                memory, done = agent.new_memory(1), False
         if done and counts_own_episodes:
             episode_return, length = float(info["episode"]["r"]), int(info["episode"]["l"])
         n_cut += not done

@@ -6,7 +6,12 @@ from typing import Any
 
 from ml_pipeline.envs.env_worker import WorkerError
 from ml_pipeline.protocols import State, Trainer
-from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint, save_checkpoint
+from ml_pipeline.runs.checkpoint import (
+    LATEST,
+    CheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+)
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.env_snapshots import (
     SnapshotError,
@@ -23,6 +28,8 @@ def save_latest(run: RunFolder, trainer: Trainer) -> None:
     A kill in between leaves the checkpoint before, and the envs that it refers to.
     """
     token = _save_envs(run, trainer)
+    if token is None and _is_saved_with_envs(run, trainer.env_steps):
+        return  # stopped amid a rollout: what is there is as new, and a resume of it is exact
     save_checkpoint(run, LATEST, {**trainer.state_dict(), "env_snapshots": token})
     sweep_snapshots(run, keep=token)
 
@@ -31,18 +38,24 @@ def _save_envs(run: RunFolder, trainer: Trainer) -> str | None:
     try:
         snapshots = trainer.env_snapshots()
         return None if snapshots is None else save_snapshots(run, snapshots)
-    except (SnapshotError, WorkerError, OSError) as error:
+    except Exception as error:  # whatever the envs or the disk do, the weights are to be saved
         reason = str(error).strip().rpartition("\n")[2]
         say(f"the envs could not be saved; a resume would begin new episodes: {reason}")
         return None
 
 
-def load_latest(run: RunFolder) -> State:
-    """The latest checkpoint; what a kill has left of unfinished files is removed."""
-    state = load_checkpoint(run, LATEST)
+def _is_saved_with_envs(run: RunFolder, env_steps: int) -> bool:
+    try:
+        state = load_checkpoint(run, LATEST)
+    except CheckpointError:
+        return False
+    return state["env_steps"] == env_steps and state["env_snapshots"] is not None
+
+
+def sweep_litter(run: RunFolder, state: State) -> None:
+    """Remove what a kill has left of unfinished files; only for whoever holds the folder's lock."""
     run.sweep()
     sweep_snapshots(run, keep=state["env_snapshots"])
-    return state
 
 
 def resume_episodes(run: RunFolder, trainer: Any, state: State, *, trust: bool) -> str:
@@ -56,7 +69,7 @@ def resume_episodes(run: RunFolder, trainer: Any, state: State, *, trust: bool) 
         if len(snapshots) != n_envs:
             raise SnapshotError(f"{len(snapshots)} envs were saved, and there are {n_envs}")
         trainer.resume_episodes(state, snapshots)
-    except (SnapshotError, WorkerError) as error:
+    except (SnapshotError, WorkerError, OSError, ValueError) as error:
         reason = str(error).strip().rpartition("\n")[2]
         return f"with new episodes: {reason}"
     return "in the midst of its episodes"

@@ -29,10 +29,16 @@ class NonFiniteError(UserError):
     """An env gave a number that is none."""
 
 
+_Outcome = tuple["NDArray[Any]", "NDArray[np.bool_]", "NDArray[np.bool_]"]
+
+
 class _Columns:
     """One vector env, the columns of the rollout that are its own, and where its envs stand."""
 
-    def __init__(self, env: VectorEnv[Any, Any, Any], first: int, *, from_infos: bool) -> None:
+    def __init__(
+        self, env: VectorEnv[Any, Any, Any], first: int, *, from_infos: bool, in_turns: bool
+    ) -> None:
+        """``in_turns``: its envs begin on the actions while others are waited for."""
         mode = env.metadata.get("autoreset_mode")
         if mode is not AutoresetMode.SAME_STEP:
             raise ValueError(
@@ -47,12 +53,28 @@ class _Columns:
         self.state: Tensor | None = None
         self.episode_start = np.ones(env.num_envs, dtype=bool)
         self.action: NDArray[Any] | None = None  # sent, and not yet answered
+        self._in_turns = in_turns
 
     def reset(self, agent: PPOAgent, seed: int) -> None:
         obs, infos = self.env.reset(seed=seed)
         self.take(agent, obs, infos)
         self.state = agent.new_memory(self.env.num_envs)
         self.episode_start = np.ones(self.env.num_envs, dtype=bool)
+
+    def send(self, action: NDArray[Any]) -> None:
+        self.action = action
+        if self._in_turns:
+            self.env.step_async(action)  # type: ignore[attr-defined]
+
+    def receive(self, agent: PPOAgent) -> tuple[_Outcome, dict[str, Any], list[Episode]]:
+        """What the envs answered; they stand at their new observations."""
+        result = self.env.step_wait() if self._in_turns else self.env.step(self.action)  # type: ignore[attr-defined]
+        obs, reward, terminated, truncated, infos = result
+        self.action = None
+        self.episode_start = terminated | truncated
+        self.take(agent, obs, infos)
+        episodes = self.stats.step(reward, self.episode_start, infos)
+        return (reward, terminated, truncated), infos, episodes
 
     def take(self, agent: PPOAgent, obs: Any, infos: Mapping[str, Any]) -> None:
         """Stand at new observations."""
@@ -103,7 +125,9 @@ class Collector:
         self.n_envs = 0
         self._columns: list[_Columns] = []
         for env in envs:
-            self._columns.append(_Columns(env, self.n_envs, from_infos=episodes_from_infos))
+            in_turns = len(envs) > 1
+            columns = _Columns(env, self.n_envs, from_infos=episodes_from_infos, in_turns=in_turns)
+            self._columns.append(columns)
             self.n_envs += env.num_envs
         self._env_seed = env_seed
         self._allow_nonfinite = allow_nonfinite
@@ -130,17 +154,21 @@ class Collector:
             for columns in self._columns:
                 if t > 0:
                     episodes += self._receive(columns, t - 1, agent, buffer)
-                self._act(columns, t, agent, buffer, noise[t, columns.place])
+                row = agent.distribution.noise_row(t)
+                self._act(columns, t, agent, buffer, noise[row, columns.place])
         for columns in self._columns:
             episodes += self._receive(columns, buffer.n_steps - 1, agent, buffer)
-        self._state_before = None
-        self._n_steps += buffer.n_steps
         return RolloutStats(episodes, time.perf_counter() - start)
+
+    def commit(self, n_steps: int) -> None:
+        """The rollout of ``n_steps`` was learned from: until then it may have been in vain."""
+        self._state_before = None
+        self._n_steps += n_steps
 
     def _begin(self, agent: PPOAgent, buffer: RolloutBuffer) -> None:
         for columns in self._columns:
             if columns.action is not None and len(self._columns) > 1:
-                columns.env.step_wait()  # type: ignore[attr-defined]  # of a rollout that was cut
+                columns.receive(agent)  # of a rollout that was cut short
             columns.action = None
             if not columns.leaves:
                 columns.reset(agent, self._env_seed + columns.place.start)
@@ -162,28 +190,21 @@ class Collector:
         seen = columns.leaves, columns.mask, columns.episode_start
         buffer.write_seen(t, columns.place, *seen, action)
         columns.state = sample.state
-        columns.action = agent.distribution.to_env(action)
-        if len(self._columns) > 1:
-            columns.env.step_async(columns.action)  # type: ignore[attr-defined]
+        columns.send(agent.distribution.to_env(action))
 
     def _receive(
         self, columns: _Columns, t: int, agent: PPOAgent, buffer: RolloutBuffer
     ) -> list[Episode]:
         """Take in what the envs answered to the actions of row ``t``."""
-        env = columns.env
-        result = env.step(columns.action) if len(self._columns) == 1 else env.step_wait()  # type: ignore[attr-defined]
-        obs, reward, terminated, truncated, infos = result
-        columns.action = None
-        buffer.write_outcome(t, columns.place, reward, terminated, truncated)
-        done = terminated | truncated
-        columns.take(agent, obs, infos)
-        columns.episode_start = done
+        outcome, infos, episodes = columns.receive(agent)
+        reward, terminated, truncated = outcome
+        buffer.write_outcome(t, columns.place, *outcome)
         self._check_reward(columns, reward, t)
         self._check_obs(columns, columns.leaves, t + 1)
         if truncated.any():
             for row in np.flatnonzero(truncated & ~terminated).tolist():
                 self._keep_final(columns, row, t, agent, buffer, infos["final_obs"][row])
-        return columns.stats.step(reward, done, infos)
+        return episodes
 
     def _keep_final(
         self,
@@ -255,12 +276,15 @@ class Collector:
         obs, infos = columns.env.resize(n_envs)
         n_new = max(n_envs - self.n_envs, 0)
         if columns.leaves:
-            columns.leaves = agent.reader.read(obs)
+            before, columns.leaves = columns.leaves, agent.reader.read(obs)
+            for name, leaf in columns.leaves.items():
+                leaf[: self.n_envs] = before[name][: len(leaf)]  # after a resume known here alone
             columns.mask = self._resized_mask(columns, infos, n_envs, agent)
         if columns.state is not None:
             new = columns.state.new_zeros(n_new, columns.state.shape[1])
             columns.state = torch.cat([columns.state, new])[:n_envs]
-        columns.episode_start = np.append(columns.episode_start, [True] * n_new)[:n_envs]
+        starts = np.concatenate([columns.episode_start, np.ones(n_new, dtype=bool)])
+        columns.episode_start = starts[:n_envs]
         columns.place = slice(0, n_envs)
         columns.stats.resize(n_envs)
         self.n_envs = n_envs
@@ -269,12 +293,14 @@ class Collector:
     def _resized_mask(
         columns: _Columns, infos: Mapping[str, Any], n_envs: int, agent: PPOAgent
     ) -> NDArray[np.bool_] | None:
-        given = agent.mask_of(infos)
         if columns.mask is None or agent.config.action_mask != "info":
             return agent.mask_in(columns.leaves, infos)
-        # The infos of a resize are those of new envs; the others stand where they stood.
         kept = columns.mask[:n_envs]
-        return kept if given is None else np.concatenate([kept, given[len(kept) :]])
+        if n_envs == len(kept):
+            return kept
+        # The infos of a resize are those of new envs; the others stand where they stood.
+        given = agent.mask_of({"action_mask": infos.get("action_mask")})
+        return None if given is None else np.concatenate([kept, given[len(kept) :]])
 
     def state_dict(self) -> State:
         """The draws of a rollout that was cut short do not count."""
@@ -289,6 +315,18 @@ class Collector:
     def _position(self) -> list[State]:
         """Where the envs stand, seen from here; belongs to a snapshot of the envs themselves."""
         return [columns.position() for columns in self._columns]
+
+    def check_position(self, position: list[State] | None, agent: PPOAgent) -> None:
+        """Refuse a position that this collector or agent could not take up."""
+        if position is None:
+            raise ValueError("where its envs stood was not saved")
+        if len(position) != len(self._columns):
+            raise ValueError("the collector is another one")
+        for state in position:
+            if (state["mask"] is not None) != agent.is_masked:
+                raise ValueError("agent.action_mask has changed")
+            if (state["state"] is not None) != bool(agent.state_size):
+                raise ValueError("the network has changed")
 
     def resume_at(self, position: list[State], agent: PPOAgent) -> None:
         """Go on in the midst of the episodes, in envs that were restored to the same point."""

@@ -26,7 +26,6 @@ from ml_pipeline.training.collectors import Collector
 from ml_pipeline.training.returns import RewardScaler, explained_variance
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
 
-_KL = UPDATE_METRICS.index("policy/approx_kl")
 _SLOWEST, _FASTEST = 1e-6, 1e-2  # bounds of an adaptive learning rate
 
 
@@ -106,6 +105,7 @@ class PPOTrainer:
         with self._shield():
             with np.errstate(over="ignore", invalid="ignore"):
                 means = self._improve(rates)
+            self.collector.commit(self.buffer.n_steps)
             self._recent.extend(stats.episodes)
             self.n_episodes += len(stats.episodes)
             self.iteration += 1
@@ -117,8 +117,8 @@ class PPOTrainer:
                 "env_steps": self.env_steps,
                 "n_envs": self.buffer.n_envs,
                 "n_completed_episodes": len(stats.episodes),
-                **_episode_means("rollout/", "", stats.episodes),
-                **_episode_means("rollout/", "_mean_100", list(self._recent)),
+                **_episode_means("", stats.episodes),
+                **_episode_means("_mean_100", list(self._recent)),
                 "rollout/total_episodes": self.n_episodes,
                 **means,
                 "policy/learning_rate": rates.learning_rate,
@@ -151,9 +151,10 @@ class PPOTrainer:
                 results.append(self.agent.update(batch, rates))
                 if self._on_cpu:
                     self._check_finite(results[-1:], epoch, len(results) - first)
-            self._check_finite(results[first:], epoch, None)
+            if not self._on_cpu:
+                self._check_finite(results[first:], epoch, None)
             if config.max_kl is not None or config.learning_rate_schedule == "adaptive":
-                kl = float(torch.stack([each.metrics[_KL] for each in results[first:]]).mean())
+                kl = _means(results[first:])["policy/approx_kl"]
                 rates = rates._replace(learning_rate=self._adapted(rates.learning_rate, kl))
                 if config.max_kl is not None and kl > config.max_kl:
                     break
@@ -166,7 +167,7 @@ class PPOTrainer:
 
     def _check_finite(self, results: list[UpdateResult], epoch: int, minibatch: int | None) -> None:
         """Stop where a loss or gradient was not finite; the weights were left as they were."""
-        if self.config.on_nonfinite == "skip" or all(bool(each.finite) for each in results):
+        if self.config.on_nonfinite == "skip" or torch.stack([r.finite for r in results]).all():
             return
         broken = next(each for each in results if not each.finite)
         names = [
@@ -206,9 +207,9 @@ class PPOTrainer:
         if self.config.learning_rate_schedule != "adaptive":
             return learning_rate
         if kl > 2.0 * self.config.target_kl:
-            learning_rate = max(learning_rate / 1.5, _SLOWEST)
+            learning_rate = max(learning_rate / 1.5, min(_SLOWEST, self.config.learning_rate))
         elif kl < 0.5 * self.config.target_kl:
-            learning_rate = min(learning_rate * 1.5, _FASTEST)
+            learning_rate = min(learning_rate * 1.5, max(_FASTEST, self.config.learning_rate))
         self._adaptive_learning_rate = learning_rate
         return learning_rate
 
@@ -240,6 +241,7 @@ class PPOTrainer:
 
     def resume_episodes(self, state: State, snapshots: Sequence[bytes]) -> None:
         """Let the envs go on where they stood when ``state`` was saved."""
+        self.collector.check_position(state["collector"]["position"], self.agent)
         rest = list(snapshots)
         for env in self.envs:
             env.restore(rest[: env.num_envs])  # type: ignore[attr-defined]
@@ -315,12 +317,12 @@ def _means(results: Sequence[UpdateResult]) -> Metrics:
     return {**metrics, "loss/skipped_updates": n_skipped} if n_skipped else metrics
 
 
-def _episode_means(prefix: str, suffix: str, episodes: Sequence[Episode]) -> Metrics:
+def _episode_means(suffix: str, episodes: Sequence[Episode]) -> Metrics:
     """Mean return and length; nothing where no episode has ended yet."""
     if not episodes:
         return {}
     returns, lengths = zip(*episodes, strict=True)
     return {
-        f"{prefix}episode_return{suffix}": float(np.mean(returns)),
-        f"{prefix}episode_length{suffix}": float(np.mean(lengths)),
+        f"rollout/episode_return{suffix}": float(np.mean(returns)),
+        f"rollout/episode_length{suffix}": float(np.mean(lengths)),
     }
