@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,7 +178,8 @@ def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) 
 
 def _say_stopping() -> None:
     # Not by print, which may be at work when the signal comes, and cannot be entered twice.
-    os.write(2, b"stopping after this iteration; once more to stop sooner\n")
+    with suppress(OSError):  # the terminal may be gone
+        os.write(1, b"stopping after this iteration; once more to stop sooner\n")
 
 
 def _say_resume(plan: RunPlan, trainer: PPOTrainer) -> None:

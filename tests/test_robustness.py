@@ -227,7 +227,7 @@ def test_an_env_that_a_module_registers_goes_by_its_id(door: Door, here: Path) -
     result = door(*small(), "env.id=my_module:Mine-v0", "vec_env=parallel", PYTHONPATH=str(TESTS))
 
     assert result.returncode == 0, result.stderr
-    assert only_run(here).parent.name == "my_module-Mine-v0"
+    assert only_run(here).parent.name == "Mine-v0"
 
 
 def test_without_checkpoints_no_command_is_printed_that_needs_one(
