@@ -247,15 +247,16 @@ def test_a_resume_beside_a_live_run_removes_nothing_of_its(trained: RunFolder) -
     assert litter.exists()
 
 
+@pytest.mark.slow
 def test_a_stop_amid_a_long_rollout_keeps_the_checkpoint_that_is_as_new(here: Path) -> None:
-    settings = [*RUN, "env.target=tiny_envs.SlowEnv", "+env.kwargs.seconds=0.15"]
+    settings = [*RUN, "env.target=tiny_envs.SlowEnv", "+env.kwargs.seconds=0.1"]
     settings += ["vec_env=serial", "~callbacks.evaluation", "n_envs=2", "agent.n_steps=40"]
     settings += ["callbacks.checkpoints.every_steps=1", "total_steps=800"]
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
     process = subprocess.Popen(door_command(*settings), cwd=here, env=environment)
     wait_until(lambda: len(list(here.glob("runs/*/*/checkpoints/latest.pt"))) == 1, 60)
     run = RunFolder.open(only_run(here))
-    time.sleep(0.5)  # into the second rollout, of 12 seconds
+    time.sleep(0.5)  # into the second rollout, of 8 seconds
 
     process.send_signal(signal.SIGTERM)
 
