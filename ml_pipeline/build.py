@@ -34,6 +34,7 @@ from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.config import TrainConfig
 from ml_pipeline.device import resolve_device
 from ml_pipeline.envs.cores import available_cores
+from ml_pipeline.envs.env_worker import WorkerError
 from ml_pipeline.envs.episode_stats import counts_episodes
 from ml_pipeline.envs.factory import EnvFactory, close_env, try_env
 from ml_pipeline.envs.snapshots import why_no_snapshot
@@ -45,10 +46,11 @@ from ml_pipeline.runs.checkpoint import (
     LATEST,
     CheckpointError,
     best_or_latest,
+    check_plain,
     load_checkpoint,
 )
 from ml_pipeline.runs.console import say
-from ml_pipeline.runs.evaluate import batch_of_one
+from ml_pipeline.runs.evaluate import batched
 from ml_pipeline.runs.record import Record
 from ml_pipeline.runs.resuming import resume_episodes, save_latest, sweep_litter
 from ml_pipeline.runs.run_folder import RunFolder, write_text
@@ -138,16 +140,19 @@ def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) 
             "the call of train under: if __name__ == '__main__':"
         )
     find_modules_in_cwd()
-    if cfg.resume is not None:
-        cfg = resumed_config(cfg, overrides)
-    plan = make_plan(checked_config(cfg))
     with ExitStack() as stack:
+        if cfg.resume is not None:
+            # Locked before anything is read: another process may be about to save.
+            stack.enter_context(RunFolder.open(str(cfg.resume)).locked())
+            cfg = resumed_config(cfg, overrides)
+        plan = make_plan(checked_config(cfg))
         stack.callback(close_env, plan.first_env)
         stack.enter_context(torch_threads(plan.device))
         signals = stack.enter_context(StopSignals(on_wait=_say_stopping))
-        plan.run.make()
-        stack.enter_context(plan.run.locked())
-        if plan.state is not None:
+        if plan.state is None:
+            plan.run.make()
+            stack.enter_context(plan.run.locked())
+        else:
             sweep_litter(plan.run, plan.state)
         record = build_record(plan, overrides, sweep)
         stack.callback(record.close)
@@ -156,8 +161,11 @@ def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) 
             for env in envs:
                 stack.callback(env.close)
             trainer = build_trainer(plan, envs, record, signals)
+            resumed = _resume(plan, trainer)
+            write_text(plan.run.config, stored_text(plan.config))
             record.begin(f"{plan.config.env.name}: {how}, {plan.device}")
-            _say_resume(plan, trainer)
+            if resumed:
+                say(resumed)
             _train(trainer, plan, record, signals)
         except Interrupted as stop:
             with signals.shielded():
@@ -182,27 +190,32 @@ def _say_stopping() -> None:
         os.write(1, b"stopping after this iteration; once more to stop sooner\n")
 
 
-def _say_resume(plan: RunPlan, trainer: PPOTrainer) -> None:
-    """Go on where the envs stood, if they can, and say what a resume does or will do."""
+def _resume(plan: RunPlan, trainer: PPOTrainer) -> str:
+    """Go on where the envs stood, if they can; what is to be said of this resume, or of a later."""
     if plan.state is not None:
         saved_env = (yaml.safe_load(plan.state["config"]) or {}).get("env")
         if saved_env == dataclasses.asdict(plan.config.env):
             how = resume_episodes(plan.run, trainer, plan.state, trust=plan.config.trust)
         else:
             how = "with new episodes: the env's settings have changed"
-        say(f"resumed at env step {plan.first_step:,} {how}")
-    elif plan.no_snapshot is not None:
-        say(f"a resume of this run will begin new episodes: {plan.no_snapshot}")
+        return f"resumed at env step {plan.first_step:,} {how}"
+    if plan.no_snapshot is not None:
+        return f"a resume of this run will begin new episodes: {plan.no_snapshot}"
+    return ""
 
 
 def _train(trainer: PPOTrainer, plan: RunPlan, record: Record, signals: StopSignals) -> None:
-    """Train to the end; a stop signal leaves a checkpoint of the last whole iteration."""
+    """Train to the end; a stop signal leaves a checkpoint of the last whole iteration.
+
+    So does an env that fails, which it does amid a rollout: no weight has changed since.
+    """
     try:
         with record.timed():
             trainer.train(plan.config.wanted_steps)
-    except Interrupted:
-        with signals.shielded():
-            save_latest(plan.run, trainer)
+    except (Interrupted, WorkerError) as error:
+        if isinstance(error, Interrupted) or trainer.env_steps > plan.first_step:
+            with signals.shielded():
+                save_latest(plan.run, trainer)
         raise
 
 
@@ -315,8 +328,8 @@ def make_plan(config: TrainConfig) -> RunPlan:
     make_env = build_env_factory(config)
     callbacks = build_callbacks(config, run_folder, make_env)
     first_env = make_env()
-    obs, info = try_env(first_env, config.env.name, mask_key=mask_key(config))
-    config = with_mask_source(config, first_env, info)
+    obs, info, step_info = try_env(first_env, config.env.name, mask_key=mask_key(config))
+    config = with_mask_source(config, first_env, info, step_info)
     agent = build_agent(config, first_env, device)
     _try_agent(agent, first_env, obs, info)
     _check_sequences(config, agent)
@@ -364,7 +377,10 @@ def with_n_envs(
 
 
 def with_mask_source(
-    config: TrainConfig, env: gym.Env[Any, Any], info: dict[str, Any]
+    config: TrainConfig,
+    env: gym.Env[Any, Any],
+    info: dict[str, Any],
+    step_info: dict[str, Any],
 ) -> TrainConfig:
     """The config with agent.action_mask=auto replaced by where this env has its masks, if at all.
 
@@ -376,6 +392,11 @@ def with_mask_source(
         in_obs = in_obs and "action_mask" in env.observation_space.spaces  # type: ignore[attr-defined]
         can_be_masked = not isinstance(env.action_space, spaces.Box)
         in_info = "action_mask" in info and can_be_masked
+        if can_be_masked and not in_obs and "action_mask" in step_info and not in_info:
+            raise ConfigError(
+                f"env {config.env.name} gives an action_mask with a step, but none with reset; let "
+                "reset give one too, or set agent.action_mask=none"
+            )
         source = "action_mask" if in_obs else "info" if in_info else "none"
     infos = "all" if source == "info" else config.vec_env.infos
     return dataclasses.replace(
@@ -393,10 +414,11 @@ def mask_key(config: TrainConfig) -> str:
 
 def _try_agent(agent: PPOAgent, env: gym.Env[Any, Any], obs: Any, info: dict[str, Any]) -> None:
     """One forward pass, so that a network of the wrong shape is found out."""
-    mask = agent.mask_of({name: [value] for name, value in info.items()})
-    batch = batch_of_one(env.observation_space, obs)
+    # Two, since a network that mixes the envs of a batch may take one.
+    mask = agent.mask_of({name: [value, value] for name, value in info.items()})
+    batch = batched(env.observation_space, [obs, obs])
     try:
-        agent.act_batch(batch, True, action_mask=mask, memory=agent.new_memory(1))
+        agent.act_batch(batch, True, action_mask=mask, memory=agent.new_memory(2))
     except UserError:
         raise
     except Exception as error:  # a user's network may do anything
@@ -447,6 +469,11 @@ def build_network(config: TrainConfig, observation_space: gym.Space[Any]) -> tor
     network = instantiate(config.network, key="network", offers=offers)
     if not isinstance(network, torch.nn.Module):
         raise ConfigError(f"network._target_ made {type(network).__name__}, no torch.nn.Module")
+    if any(torch.nn.parameter.is_lazy(each) for each in network.parameters()):
+        raise ConfigError(
+            f"network {type(network).__name__} has lazy layers, whose weights have no size yet; "
+            "give them their sizes, from observation_space, in its constructor"
+        )
     return network
 
 
@@ -563,7 +590,8 @@ def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> 
             env_steps=plan.first_step,
             loggers=loggers,
         )
-        write_text(plan.run.config, stored_text(config))
+        if plan.state is None:  # that of a resumed run changes when it has been resumed
+            write_text(plan.run.config, stored_text(config))
         on_failure.pop_all()
     return record
 
@@ -596,6 +624,7 @@ def build_callbacks(
         callbacks[name] = instantiate(entry, key=f"callbacks.{name}", offers=offers)
         if not isinstance(callbacks[name], Callback):
             raise ConfigError(f"callbacks.{name} made no ml_pipeline.protocols.Callback")
+        check_plain(callbacks[name].state_dict(), f"the state of callbacks.{name}")
     return callbacks
 
 

@@ -80,7 +80,11 @@ def instantiate(entry: Mapping[str, Any], *, key: str, offers: Mapping[str, Any]
     check_arguments(target, arguments, key=key)
     try:
         return target(**arguments)
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
         # Those of ours begin with the argument's name, so that the full key can be told.
         named = str(error).partition(" ")[0] in arguments
         raise TargetError(f"{key}{'.' if named else ': '}{error}") from error
+    except Exception as error:  # a user's class may do anything
+        raise TargetError(f"{key}: {type(error).__name__}: {error}") from error

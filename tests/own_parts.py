@@ -50,6 +50,21 @@ class KillAt(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class KillAWorkerAt(Callback):
+    """In the third iteration of a run that begins; the next rollout finds out."""
+
+    def on_iteration_logged(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        if trainer.iteration == 3:
+            os.kill(trainer.envs[0].worker_pids[0], signal.SIGKILL)  # type: ignore[attr-defined]
+
+
+class OddState(Callback):
+    """Keeps what NumPy made, which a checkpoint cannot hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": [np.float64(1.0)]}
+
+
 class Dice(Callback):
     """Draws from the generators that nobody here owns."""
 
@@ -93,6 +108,45 @@ class WrongSize(Wide):
     def __init__(self, observation_space: gym.Space[Any]) -> None:
         super().__init__(observation_space, width=8)
         self.out_features = 9
+
+
+class Lazy(Wide):
+    def __init__(self, observation_space: gym.Space[Any]) -> None:
+        super().__init__(observation_space, width=8)
+        self.layer = nn.LazyLinear(8)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        raise RuntimeError("out of luck")
+
+
+class OneAtATime(Wide):
+    """Mixes the observations of a batch."""
+
+    def __init__(self, observation_space: gym.Space[Any]) -> None:
+        super().__init__(observation_space, width=np.int64(8))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.layer(obs.view(1, -1))
+
+
+class LateMask(gym.Env[Any, Any]):
+    """Gives a mask with steps alone."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {"action_mask": np.ones(2)}
+
+
+class NoInfo(LateMask):
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, None
 
 
 class OldApi(gym.Env[Any, Any]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import signal
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ from conftest import read_rows, small
 from tiny_envs import SlowEnv
 
 from ml_pipeline.build import train
+from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
 from ml_pipeline.callbacks.workers import WorkerReport
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.stop_signals import Interrupted
 
 
 def test_evaluations_come_every_so_many_steps_and_at_the_end(here: Path) -> None:
@@ -37,6 +40,24 @@ def test_evaluation_does_not_change_the_training(here: Path) -> None:
 
     strip = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in often]
     assert strip == never
+
+
+def test_an_evaluation_that_was_cut_short_is_made_up_for_after_a_resume() -> None:
+    def no_env() -> Any:
+        raise Interrupted(signal.SIGINT)
+
+    trainer: Any = SimpleNamespace(env_steps=100, is_last_iteration=lambda: False)
+    stopped = PeriodicEvaluation(no_env, seed=1, eval_every_steps=100)  # type: ignore[arg-type]
+    stopped.on_train_start(SimpleNamespace(env_steps=50))  # type: ignore[arg-type]
+    with pytest.raises(Interrupted):
+        stopped.on_iteration_end(trainer, {})
+    resumed = PeriodicEvaluation(no_env, seed=1, eval_every_steps=100)  # type: ignore[arg-type]
+    resumed.load_state_dict(stopped.state_dict())
+    resumed.on_train_start(trainer)
+
+    trainer.env_steps = 150
+    with pytest.raises(Interrupted):  # it tries again
+        resumed.on_iteration_end(trainer, {})
 
 
 def test_best_is_the_checkpoint_of_the_best_evaluation(here: Path) -> None:

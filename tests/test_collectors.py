@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tiny_envs import BreakingEnv, CountingEnv, ForbiddingEnv, LivesEnv, MixedEnv
 
@@ -15,10 +16,28 @@ from ml_pipeline.agents.networks import MLP, Recurrent
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.config import PPOConfig
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
-from ml_pipeline.training.collectors import Collector, NonFiniteError
+from ml_pipeline.training.collectors import BadValueError, Collector
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
 
 CPU = torch.device("cpu")
+
+
+class BlindForbiddingEnv(ForbiddingEnv):
+    def _next(self) -> tuple[Any, dict[str, Any]]:
+        obs, info = super()._next()
+        return np.full_like(obs, np.nan), info
+
+
+class StrayingEnv(CountingEnv):
+    """Leaves its observation space at one of its steps."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(length=50)
+        self.observation_space = spaces.Discrete(5)
+        self.at = at
+
+    def _observe(self) -> Any:
+        return 7 if self._step == self.at else self._step % 5
 
 
 def agent_of(env: Any, network: Any = MLP, **options: Any) -> PPOAgent:
@@ -195,7 +214,7 @@ def test_a_mask_is_heeded_at_every_step_also_after_an_end(where: str) -> None:
 def test_a_number_that_is_none_is_named_with_env_and_step(what: str, words: str) -> None:
     env_fns = [partial(BreakingEnv, None), partial(BreakingEnv, what)]
 
-    with pytest.raises(NonFiniteError, match=words):
+    with pytest.raises(BadValueError, match=words):
         collected(SerialEnv(env_fns), 6)
 
 
@@ -212,17 +231,41 @@ def test_the_step_of_a_broken_number_counts_over_rollouts() -> None:
     collector.collect(agent, buffer)
     collector.commit(3)
 
-    with pytest.raises(NonFiniteError, match=r"its step 4 \(step 1 of this rollout\)"):
+    with pytest.raises(BadValueError, match=r"its step 4 \(step 1 of this rollout\)"):
         collector.collect(agent, buffer)
 
 
 def test_where_it_is_allowed_the_envs_are_still_given_numbers() -> None:
     env = SerialEnv([partial(BreakingEnv, "obs")])
 
-    buffer, _, _, _ = collected(env, 8, allow_nonfinite=True)
+    agent = agent_of(env, on_nonfinite="skip")
+    buffer, _, _, _ = collected(env, 8, agent, allow_nonfinite=True)
 
     assert np.isnan(buffer.obs[""]).any()
     assert np.isfinite(buffer.action).all()
+
+
+@pytest.mark.parametrize("network", [MLP, partial(MLP, activation="elu")], ids=["numpy", "torch"])
+def test_what_is_no_number_leads_to_nothing_that_is_forbidden(network: Any) -> None:
+    env = SerialEnv([BlindForbiddingEnv] * 4)  # raises at an action that is
+    agent = agent_of(env, network, on_nonfinite="skip", action_mask="info")
+
+    buffer, _, _, _ = collected(env, 30, agent, allow_nonfinite=True)
+
+    assert np.isnan(buffer.obs[""]).all()
+    assert len(np.unique(buffer.action)) == 4
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["sync", "double"])
+def test_an_observation_outside_of_its_space_is_named_with_env_and_step(halves: bool) -> None:
+    made = [partial(StrayingEnv, at) for at in (99, 99, 99, 3)]
+    envs = [SerialEnv(made[:2]), SerialEnv(made[2:])] if halves else [SerialEnv(made)]
+
+    words = (
+        r"an observation holds 7, which is outside of Discrete\(5\); env 3 gave it at its step 3"
+    )
+    with pytest.raises(BadValueError, match=words):
+        collected(envs, 8)
 
 
 def test_an_env_that_counts_its_own_episodes_is_believed() -> None:

@@ -160,6 +160,18 @@ def test_a_squashed_gaussian_is_torchs_own_and_lies_within_the_bounds() -> None:
     torch.testing.assert_close(entropy, drawn, atol=0.02, rtol=0)
 
 
+def test_a_number_without_a_choice_does_not_spoil_a_squashed_gaussian() -> None:
+    space = spaces.Box(np.array([-1.0, 2.0], np.float32), np.array([1.0, 2.0], np.float32))
+    squashed = SquashedGaussian(space)
+    outputs = torch.zeros(1, 2)
+
+    log_prob, entropy = squashed.log_prob_and_entropy(outputs, torch.full((1, 2), 0.3))
+
+    assert torch.isfinite(log_prob).all()
+    assert torch.isfinite(entropy).all()
+    assert squashed.to_env(np.full((1, 2), 0.3))[0, 1] == 2.0
+
+
 def test_gsde_keeps_its_noise_for_some_steps_and_scores_what_it_drew() -> None:
     distribution = StateDependentNoise(spaces.Box(-1, 1, (2,)), 3, log_std_init=-1.0, every_steps=2)
     noise = distribution.draw_noise(5, 4, torch.Generator().manual_seed(1))

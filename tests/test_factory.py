@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
+from gymnasium import spaces
 
-from ml_pipeline.envs.factory import EnvError, EnvFactory
+from ml_pipeline.envs.factory import EnvError, EnvFactory, allowed_action
 from ml_pipeline.extras import MissingExtraError, import_extra, missing_extra
 from ml_pipeline.targets import TargetError
 
@@ -75,6 +79,25 @@ def test_a_target_that_leads_nowhere_is_named(
 ) -> None:
     with pytest.raises(TargetError, match=words):
         EnvFactory(None, target, kwargs)()
+
+
+@pytest.mark.parametrize(
+    ("space", "mask", "wanted"),
+    [
+        (spaces.Discrete(3), [0, 0, 1], 2),
+        (spaces.MultiDiscrete([2, 3]), [0, 1, 1, 0, 0], [1, 0]),
+        (spaces.MultiDiscrete([[2, 3]], start=[[5, 0]]), [0, 1, 0, 0, 1], [[6, 2]]),
+        (spaces.MultiDiscrete([[2, 3]]), ([1, 0], [0, 1, 0]), [[0, 1]]),
+        (spaces.MultiBinary(2), [0, 1, 1, 0], [1, 0]),
+    ],
+)
+def test_an_action_to_try_out_keeps_to_the_mask(space: Any, mask: Any, wanted: Any) -> None:
+    env: Any = SimpleNamespace(action_space=space)
+
+    action = allowed_action(env, None, {"action_mask": mask})
+
+    assert np.asarray(action).tolist() == wanted
+    assert action in space
 
 
 def test_a_wrapper_with_an_unknown_argument_is_named_by_its_key() -> None:

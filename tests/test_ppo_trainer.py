@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_envs import BreakingEnv, CountingEnv
@@ -102,6 +103,31 @@ def test_callbacks_and_loggers_hear_in_order_until_one_asks_to_stop() -> None:
     assert listener.heard == ["start", *one, *two, "stop"]
     assert listener.logged[0]["eval/episode_return"] == 5.0
     assert trainer.stop_reason == "enough"
+
+
+class Adds(Callback):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
+        metrics["mine"] = self.value
+
+
+@pytest.mark.parametrize("value", [np.float32(1.0), np.array(1), torch.tensor(1.0), True])
+def test_a_metric_of_any_kind_is_logged_as_a_plain_number(value: Any) -> None:
+    listener = Listener()
+    trainer = trainer_of(callbacks={"mine": Adds(value)}, loggers=[listener])
+
+    trainer.train(1)
+
+    assert (listener.logged[0]["mine"], type(listener.logged[0]["mine"])) == (1.0, float)
+
+
+def test_a_metric_that_is_no_number_is_named() -> None:
+    trainer = trainer_of(callbacks={"mine": Adds("many")})
+
+    with pytest.raises(TrainingError, match="metric mine is 'many', no number"):
+        trainer.train(1)
 
 
 def test_training_ends_with_the_first_rollout_that_reaches_the_goal() -> None:

@@ -18,9 +18,11 @@ import torch
 from conftest import REPOSITORY, TESTS, Door, door_command, only_run, read_rows, small, wait_until
 
 from ml_pipeline.build import load_agent, train
+from ml_pipeline.envs.env_worker import WorkerError
 from ml_pipeline.runs.checkpoint import LATEST, CheckpointError, load_checkpoint, save_checkpoint
 from ml_pipeline.runs.env_snapshots import (
     SnapshotError,
+    UntrustedSnapshotError,
     load_snapshots,
     save_snapshots,
     snapshot_path,
@@ -43,6 +45,7 @@ CASES: dict[str, list[str]] = {
         "agent.entropy_coef=0.01",
         "agent.entropy_coef_schedule=cosine",
         "vec_env=serial",
+        "+env.wrappers.learns._target_=gymnasium.wrappers.NormalizeObservation",
     ],
     "workers, a memory, gSDE": [
         "env=pendulum",
@@ -148,26 +151,46 @@ def resume(run: RunFolder, *more: str) -> Path:
     return train([f"resume={run.path}", "total_steps=640", *more]).run_dir
 
 
-@pytest.mark.parametrize("doubt", ["another user's", "changed", "gone"])
-def test_envs_are_resumed_only_if_this_user_saved_them(
-    doubt: str,
-    trained: RunFolder,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("doubt", ["another user's", "changed", "the folder says trust: true"])
+def test_envs_that_this_user_did_not_save_stop_the_resume_and_nothing_is_lost(
+    doubt: str, trained: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (path,) = trained.checkpoints.glob("*.envs")
-    if doubt == "another user's":
-        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
-    elif doubt == "changed":
+    if doubt == "changed":
         path.write_bytes(path.read_bytes()[:-1] + b"X")
     else:
-        path.unlink()
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
+    if doubt == "the folder says trust: true":
+        text = trained.config.read_text()
+        trained.config.write_text(text.replace("trust: false", "trust: true"))
+    before = {each: each.read_bytes() for each in (path, trained.config, trained.metrics)}
+
+    with pytest.raises(UntrustedSnapshotError, match="were not saved by this user, or have"):
+        resume(trained, "agent.gamma=0.5")
+
+    assert {each: each.read_bytes() for each in before} == before
+
+
+def test_without_the_envs_that_were_saved_new_episodes_begin(
+    trained: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = trained.checkpoints.glob("*.envs")
+    path.unlink()
 
     resume(trained)
 
-    words = "is missing" if doubt == "gone" else "was not written by this user, or has changed"
-    assert f"with new episodes: {path.name} {words}" in capsys.readouterr().out
+    assert f"with new episodes: {path.name} is missing" in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_can_take_the_place_of_the_latest(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder.open(train([*RUN, "total_steps=320"]).run_dir)
+    shutil.copy(run.checkpoints / "best.pt", run.checkpoints / "latest.pt")
+
+    resume(run)
+
+    assert "with new episodes: the envs were not saved with it" in capsys.readouterr().out
 
 
 def test_trust_takes_the_envs_of_another_user(
@@ -194,7 +217,7 @@ def test_evaluation_never_reads_the_envs(trained: RunFolder, here: Path) -> None
     path.write_bytes(pickle.dumps(Bomb()))
 
     load_agent(trained.path)
-    resume(trained)
+    resume(trained)  # it is no file of ours: new episodes
 
     assert not (here / "exploded").exists()
 
@@ -222,21 +245,6 @@ def test_what_has_changed_begins_new_episodes_and_is_said(
     assert f"resumed at env step 320 with new episodes: {words}" in capsys.readouterr().out
 
 
-def test_a_folder_cannot_say_that_it_is_to_be_trusted(
-    trained: RunFolder,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
-    text = trained.config.read_text()
-    trained.config.write_text(text.replace("trust: false", "trust: true"))
-
-    resume(trained)
-
-    assert "was not written by this user" in capsys.readouterr().out
-
-
 def test_a_resume_beside_a_live_run_removes_nothing_of_its(trained: RunFolder) -> None:
     litter = trained.checkpoints / ".latest.pt.0123abcd.tmp"
     litter.write_bytes(b"half")
@@ -245,6 +253,17 @@ def test_a_resume_beside_a_live_run_removes_nothing_of_its(trained: RunFolder) -
         resume(trained)
 
     assert litter.exists()
+
+
+def test_the_weights_are_saved_when_a_worker_is_lost(here: Path) -> None:
+    settings = [*RUN, "vec_env=parallel", "vec_env.start_method=fork", "~callbacks.evaluation"]
+
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        train([*settings, "+callbacks.kill._target_=own_parts.KillAWorkerAt"])
+
+    run = RunFolder.open(only_run(here))
+    assert load_checkpoint(run, LATEST)["iteration"] == 3
+    assert train([f"resume={run.path}"]).env_steps == 640
 
 
 @pytest.mark.slow
@@ -276,11 +295,11 @@ def test_the_key_is_made_once_and_for_this_user_alone(tmp_path: Path, config_hom
     for token in tokens:
         assert load_snapshots(run, token, trust=False) == [b"one", b"", b"three"]
     key.write_bytes(b"")
-    with pytest.raises(SnapshotError, match="was not written by this user"):
+    with pytest.raises(SnapshotError, match="were not saved by this user"):
         load_snapshots(run, tokens[0], trust=False)
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"ml_pipeline envs 1\n" + b"x" * 40])
+@pytest.mark.parametrize("content", [b"", b"hello", b"ml_pipeline envs 2\n" + b"x" * 40])
 def test_damaged_snapshots_are_refused_even_if_they_are_trusted(
     content: bytes, tmp_path: Path
 ) -> None:
@@ -350,10 +369,11 @@ def test_a_resumed_run_keeps_its_folder_and_its_wandb_id(here: Path) -> None:
     result = train(settings)
     resumed = train([f"resume={result.run_dir}", "total_steps=128"])
 
-    ids = [path.name.rpartition("-")[2] for path in result.run_dir.glob("wandb/offline-run-*")]
+    files = list(result.run_dir.glob("wandb/offline-run-*/run-*.wandb"))
+    ids = [path.stem.removeprefix("run-") for path in files]
     assert resumed.run_dir == result.run_dir
     assert len(ids) == 2
-    assert set(ids) == {result.run_dir.name.rpartition("-")[2]}
+    assert set(ids) == {result.run_dir.name}
 
 
 N_KILLS = int(os.environ.get("KILLS", "12"))  # KILLS=100 for the promised two hundred in all

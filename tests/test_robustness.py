@@ -128,6 +128,7 @@ def test_an_env_that_raises_in_close_does_not_spoil_a_finished_run(here: Path) -
         ("metrics.csv", b"\xff\xfe\x00\n", r"metrics\.csv is damaged: UnicodeDecodeError"),
         ("metrics.csv", b"env_steps,a\n32,much\n", r"metrics\.csv is damaged: ValueError"),
         ("summary.json", b"{", r"summary\.json is not valid JSON"),
+        ("summary.json", b'{"seconds": "long"}', r"summary\.json is damaged: could not convert"),
         (
             "checkpoints/latest.pt",
             b"hello",
@@ -186,6 +187,10 @@ def test_settings_that_wandb_refuses_do_not_stop_a_run(
     assert "W&B off: " in result.stdout or "W&B disabled" in result.stdout
 
 
+def own_network(name: str) -> list[str]:
+    return [f"network._target_=own_parts.{name}", "~network.hidden_sizes", "~network.activation"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -193,11 +198,7 @@ def test_settings_that_wandb_refuses_do_not_stop_a_run(
         (["+callbacks.x={_target_: own_parts.Anything}"], "callbacks.x made no ml_pipeline"),
         (["+logger.x={_target_: own_parts.Anything}"], "logger.x made an object without log"),
         (
-            [
-                "network._target_=own_parts.WrongSize",
-                "~network.hidden_sizes",
-                "~network.activation",
-            ],
+            own_network("WrongSize"),
             "network cannot take an observation of shape (4,)",
         ),
         (
@@ -205,6 +206,15 @@ def test_settings_that_wandb_refuses_do_not_stop_a_run(
             "env.target=own_broken.Env: ZeroDivisionError in own_broken",
         ),
         (["env.target=own_lacking.Env"], "own_lacking needs no_such_package, which is missing"),
+        (["env.target=own_parts.LateMask"], "gives an action_mask with a step, but none with"),
+        (["env.target=own_parts.NoInfo"], "TypeError: info is None, no dict"),
+        (
+            ["+callbacks.x={_target_: own_parts.OddState}"],
+            "the state of callbacks.x['best'][0] is a numpy.float64, which a checkpoint cannot",
+        ),
+        (own_network("Lazy"), "network Lazy has lazy layers"),
+        (own_network("Failing"), "network: RuntimeError: out of luck"),
+        (own_network("OneAtATime"), "network cannot take an observation of shape (4,)"),
     ],
 )
 def test_own_parts_that_do_not_fit_are_found_before_the_run_begins(

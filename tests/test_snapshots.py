@@ -42,6 +42,19 @@ class ComesBackFresh(CountingEnv, gym.utils.EzPickle):
         gym.utils.EzPickle.__init__(self)
 
 
+class ForgetsItsStep(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__(length=50)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_step": 0}
+
+
+class Unknowing(CountingEnv):
+    def _observe(self) -> Any:
+        return np.full(2, np.nan, dtype=np.float32)
+
+
 class Unpicklable(CountingEnv):
     def __init__(self) -> None:
         super().__init__()
@@ -61,6 +74,7 @@ class Unpicklable(CountingEnv):
         partial(ForbiddingEnv, "info"),
         partial(ForbiddingEnv, "obs"),
         partial(LivesEnv.wrapped, lives=3),
+        Unknowing,
     ],
 )
 def test_these_envs_go_on_in_mid_episode(make_env: Any) -> None:
@@ -70,7 +84,8 @@ def test_these_envs_go_on_in_mid_episode(make_env: Any) -> None:
 @pytest.mark.parametrize(
     ("make_env", "words"),
     [
-        (ComesBackFresh, "another course"),
+        (ComesBackFresh, "ComesBackFresh is an EzPickle, which is unpickled as a fresh env"),
+        (ForgetsItsStep, "a restored env takes another course"),
         (Unpicklable, "TypeError: cannot pickle 'generator' object"),
     ],
 )
@@ -87,7 +102,9 @@ def test_wrappers_keep_what_they_have_counted_around_an_env_that_gives_its_state
     for _ in range(3):
         env.step(np.zeros(2))
 
-    restored = restore_snapshot(make(), take_snapshot(env))
+    restored, obs = restore_snapshot(make(), take_snapshot(env, "what was seen last"))
+
+    assert obs == "what was seen last"
 
     assert restored.get_wrapper_attr("_elapsed_steps") == 3
     assert restored.unwrapped.count == 3

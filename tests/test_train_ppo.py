@@ -35,7 +35,7 @@ from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
-from ml_pipeline.training.collectors import NonFiniteError
+from ml_pipeline.training.collectors import BadValueError
 
 
 @pytest.fixture
@@ -45,7 +45,10 @@ def started(here: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(*arguments: str) -> subprocess.Popen[str]:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen(door_command(*arguments), cwd=here, text=True, **pipes))
+        command = door_command(*arguments)
+        # A group of its own, so that signals can be sent to all of it.
+        process = subprocess.Popen(command, cwd=here, text=True, start_new_session=True, **pipes)
+        processes.append(process)
         return processes[-1]
 
     yield start
@@ -290,7 +293,7 @@ def test_a_stop_signal_saves_ends_every_process_and_the_run_goes_on(
     children = children_of(process.pid)
     assert len(children) >= 2
 
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal, timeout and SLURM do
     stdout, stderr = process.communicate(timeout=30)
 
     assert process.returncode == code, stderr
@@ -475,7 +478,7 @@ def test_an_env_that_crashes_ends_the_run_with_its_traceback_and_its_state(here:
 def test_weights_that_are_no_numbers_never_reach_a_checkpoint(here: Path) -> None:
     settings = [*small(), "env.target=tiny_envs.NanEnv", "~callbacks.evaluation"]
 
-    with pytest.raises(NonFiniteError, match=r"env 0 gave the reward nan at its step 20"):
+    with pytest.raises(BadValueError, match=r"env 0 gave the reward nan at its step 20"):
         train([*settings, "callbacks.checkpoints.every_steps=1"])
 
     state = load_checkpoint(RunFolder.open(only_run(here)), "latest")

@@ -11,12 +11,14 @@ import gc
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 import warnings
+from ast import literal_eval
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -567,6 +569,69 @@ def test_a_death_in_a_call_is_told_and_the_next_step_restarts() -> None:
         truncated = env.step(zeros(env))[3]
     assert truncated.tolist() == [False, False, False, True]
     env.close()
+
+
+def test_a_worker_that_dies_in_the_first_step_after_a_restore_shows_what_was_seen() -> None:
+    env = ParallelEnv([partial(CountingEnv, 50)], start_method="fork", on_worker_death="restart")
+    env.reset()
+    env.step(zeros(env))
+    snapshots = env.snapshot()
+    env.close()
+    env = ParallelEnv([partial(CountingEnv, 50)], start_method="fork", on_worker_death="restart")
+    env.restore(snapshots)
+    os.kill(env.worker_pids[0], signal.SIGKILL)
+
+    with pytest.warns(RuntimeWarning, match="restart 1"):
+        infos = env.step(zeros(env))[4]
+
+    assert infos["final_obs"][0].tolist() == [1.0, 1.0]
+    env.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@STARTS
+def test_a_stop_signal_is_left_to_the_parent_and_not_inherited(
+    start_method: Any, n_workers: int, number: int
+) -> None:
+    env = ParallelEnv([WhoIgnores] * 4, start_method=start_method, n_workers=n_workers)
+    env.reset()
+
+    for pid in env.worker_pids:
+        os.kill(pid, number)
+    env.step(zeros(env))
+
+    assert env.call("ignored_by_a_child") == ([],) * 4
+    env.close()
+
+
+class WhoIgnores(CountingEnv):
+    def ignored_by_a_child(self) -> list[str]:
+        """The stop signals that a program would ignore which this env starts."""
+        program = (
+            "import signal as s; "
+            "print([n for n in ('SIGTERM', 'SIGHUP') if s.getsignal(s.Signals[n]) is s.SIG_IGN])"
+        )
+        command = [sys.executable, "-S", "-c", program]
+        return literal_eval(subprocess.run(command, capture_output=True, text=True).stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("seed", [5, None])
+def test_envs_that_draw_from_global_generators_differ_between_workers(seed: int | None) -> None:
+    def drawn() -> list[float]:
+        env = ParallelEnv([GloballyRandom] * 2, start_method="fork", n_workers=2, seed=seed)
+        numbers = [float(each) for each in env.reset()[0].ravel()]
+        env.close()
+        return numbers
+
+    first, second = drawn(), drawn()
+
+    assert len(set(first)) == 4
+    assert (first == second) == (seed is not None)
+
+
+class GloballyRandom(CountingEnv):
+    def _observe(self) -> Any:
+        return np.array([random.random(), np.random.random()], dtype=np.float32)
 
 
 def test_a_restarted_env_does_not_replay_its_seed_and_repeats_with_the_run() -> None:

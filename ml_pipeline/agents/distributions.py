@@ -8,6 +8,7 @@ distribution that ``reads_features`` the features below the head follow them.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import gymnasium as gym
@@ -29,7 +30,7 @@ class ActionSpaceError(UserError):
     """An action space that no distribution here covers."""
 
 
-class Distribution(nn.Module):
+class Distribution(nn.Module, ABC):
     """What all have in common: how an action is stored, and that some can be masked."""
 
     n_outputs: int
@@ -42,25 +43,25 @@ class Distribution(nn.Module):
         self.space = space
         self.action_shape: tuple[int, ...] = (math.prod(space.shape or ()),)
 
+    @abstractmethod
     def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
         """Noise on the CPU for a rollout; item ``noise_row(t)`` is for step t."""
-        raise NotImplementedError
 
     def noise_row(self, t: int) -> int:
         return t
 
-    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor: ...
 
-    def mode(self, outputs: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def mode(self, outputs: Tensor) -> Tensor: ...
 
-    def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+    @abstractmethod
+    def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]: ...
 
+    @abstractmethod
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
         """Stored actions, [n_envs, *action_shape], as the envs take them."""
-        raise NotImplementedError
 
     def leaves_a_choice(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """[n_envs, mask_size] -> [n_envs]: whether every choice has something to choose."""
@@ -193,7 +194,8 @@ class SquashedGaussian(DiagonalGaussian):
             )
         low, high = (np.asarray(b, dtype=np.float64).flatten() for b in (space.low, space.high))
         self._low, self._half = low, 0.5 * (high - low)
-        self._log_volume = float(np.log(self._half).sum())
+        # A number that cannot be chosen has no width, and no share in the density.
+        self._log_volume = float(np.log(self._half[self._half > 0]).sum())
 
     def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         log_prob, entropy = super().log_prob_and_entropy(outputs, action)

@@ -117,6 +117,8 @@ class MLPByHand:
     def sample(self, obs: Any, mask: Any, noise: Any) -> NDArray[Any]:
         """Actions by the draws of ``Categorical`` or ``DiagonalGaussian``."""
         outputs = self.outputs(obs)
+        if self.config.on_nonfinite == "skip":
+            outputs = np.nan_to_num(outputs)
         if not self._discrete:
             return outputs + np.exp(self._log_std) * noise  # type: ignore[no-any-return]
         if mask is not None:

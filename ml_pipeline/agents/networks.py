@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
@@ -222,12 +223,13 @@ def init_orthogonal(module: nn.Module, *, gain: float, generator: torch.Generato
 
 def out_features(network: nn.Module) -> int:
     """What the network says of itself; one line on how to mend one that says nothing."""
-    if not isinstance(getattr(network, "out_features", None), int):
+    size = getattr(network, "out_features", None)
+    if not isinstance(size, (int, np.integer)):
         raise UserError(
             f"network {type(network).__name__} has no out_features; set it in its constructor "
             "to the size of what forward returns"
         )
-    return int(network.out_features)  # type: ignore[arg-type]
+    return int(size)
 
 
 def _shapes(space: gym.Space[Any]) -> list[tuple[int, ...]]:

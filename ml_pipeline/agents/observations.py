@@ -32,6 +32,14 @@ class ObservationSpaceError(UserError):
     """An observation space that the agent cannot read."""
 
 
+class ObservationError(UserError):
+    """An observation that is not of its space; ``index`` is its place in the batch."""
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 def map_obs(function: Callable[[Tensor], Tensor], obs: Obs) -> Obs:
     """``function`` of the observation, or of each of its leaves."""
     if isinstance(obs, Tensor):
@@ -52,15 +60,31 @@ class ObservationReader:
         self.leaves = dict(zip(self._paths, (leaf for _, leaf in found), strict=True))
         self.dtypes = {name: _stored_dtype(leaf) for name, leaf in self.leaves.items()}
         self.shapes = {name: leaf.shape or () for name, leaf in self.leaves.items()}
+        self._bounds = {
+            name: bounds
+            for name, leaf in self.leaves.items()
+            if (bounds := _bounds_of(leaf)) is not None
+        }
 
     def read(self, obs: Any) -> dict[str, NDArray[Any]]:
         """[n_envs, ...] arrays by leaf, of the dtypes that are stored."""
         if self.is_single:
-            return {"": np.asarray(obs, dtype=self.dtypes[""])}
-        return {
-            name: np.asarray(reduce(getitem, path, obs), dtype=self.dtypes[name])
-            for name, path in self._paths.items()
-        }
+            leaves = {"": np.asarray(obs, dtype=self.dtypes[""])}
+        else:
+            leaves = {
+                name: np.asarray(reduce(getitem, path, obs), dtype=self.dtypes[name])
+                for name, path in self._paths.items()
+            }
+        for name, (low, high) in self._bounds.items():
+            outside = (leaves[name] < low) | (leaves[name] >= high)
+            if outside.any():
+                index = int(np.argwhere(np.atleast_1d(outside))[0, 0])
+                value, which = leaves[name][outside].flat[0], f" {name!r}" if name else ""
+                raise ObservationError(
+                    f"an observation{which} holds {value}, which is outside of {self.leaves[name]}",
+                    index,
+                )
+        return leaves
 
     def to_tensors(self, leaves: dict[str, NDArray[Any]], device: torch.device) -> Obs:
         """What ``read`` gave, on the device; on the CPU the memory is shared."""
@@ -204,6 +228,15 @@ def _leaves_of(
             "PPO reads Box, Discrete, MultiDiscrete and MultiBinary observations, and Dict and "
             f"Tuple of these; this env has {space}{at}"
         )
+
+
+def _bounds_of(space: gym.Space[Any]) -> tuple[Any, Any] | None:
+    """From and up to, of what becomes one-hot: any other number would have no place there."""
+    if isinstance(space, spaces.Discrete):
+        return int(space.start), int(space.start + space.n)
+    if isinstance(space, spaces.MultiDiscrete):
+        return space.start, space.start + space.nvec
+    return None
 
 
 def _stored_dtype(space: gym.Space[Any]) -> np.dtype[Any]:

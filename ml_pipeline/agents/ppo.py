@@ -278,6 +278,8 @@ class PPOAgent:
             arrays = obs.numpy(), None if mask is None else mask.numpy(), noise.numpy()  # type: ignore[union-attr]
             return PolicySample(torch.from_numpy(self._by_hand.sample(*arrays)), None)
         outputs, state = self._outputs_of_one_step(inputs)
+        if self.config.on_nonfinite == "skip":
+            outputs = outputs.nan_to_num()  # something is to be done, and nothing forbidden
         return PolicySample(self.distribution.sample(outputs, noise), state)
 
     def _outputs_of_one_step(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:

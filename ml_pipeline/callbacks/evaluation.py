@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import gymnasium as gym
-
 from ml_pipeline.config import next_multiple, whole_steps
 from ml_pipeline.envs.factory import EnvFactory, close_env
-from ml_pipeline.protocols import Callback, Metrics, Trainer
+from ml_pipeline.protocols import Callback, Metrics, State, Trainer
 from ml_pipeline.runs.evaluate import evaluate
 from ml_pipeline.seeding import stream_seed
 
@@ -16,7 +12,8 @@ from ml_pipeline.seeding import stream_seed
 class PeriodicEvaluation(Callback):
     """Every ``eval_every_steps`` env steps, and at the end, plays ``n_episodes`` greedy episodes.
 
-    The episodes are the same ones each time, so that two evaluations differ by the policy alone.
+    The episodes are the same ones each time, and so is the env: a new one, so that what its
+    wrappers learned in the one before does not count. Two evaluations differ by the policy alone.
     """
 
     def __init__(
@@ -31,30 +28,35 @@ class PeriodicEvaluation(Callback):
         self._make_env = make_env
         self._seed = stream_seed(seed, "evaluation")
         self._next = self.eval_every_steps
-        self._env: gym.Env[Any, Any] | None = None
+        self._is_due = False
 
     def on_train_start(self, trainer: Trainer) -> None:
         self._next = next_multiple(self.eval_every_steps, trainer.env_steps)
 
     def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
-        if trainer.env_steps < self._next and not trainer.is_last_iteration():
+        self._is_due |= trainer.env_steps >= self._next or trainer.is_last_iteration()
+        if not self._is_due:
             return
         self._next = next_multiple(self.eval_every_steps, trainer.env_steps)
-        if self._env is None:
-            self._env = self._make_env()
-        result = evaluate(
-            trainer.agent,
-            self._env,
-            n_episodes=self.n_episodes,
-            seed=self._seed,
-            deterministic=True,
-        )
+        env = self._make_env()
+        try:
+            result = evaluate(
+                trainer.agent,
+                env,
+                n_episodes=self.n_episodes,
+                seed=self._seed,
+                deterministic=True,
+            )
+        finally:
+            close_env(env)
+        self._is_due = False
         metrics["eval/episode_return"] = result.mean
         metrics["eval/episode_return_std"] = result.std
         metrics["eval/episode_length"] = result.mean_length
         metrics["eval/n_cut_episodes"] = result.n_cut
 
-    def on_train_end(self, trainer: Trainer) -> None:
-        if self._env is not None:
-            close_env(self._env)
-            self._env = None
+    def state_dict(self) -> State:
+        return {"is_due": self._is_due}  # one that a stop signal cut short is made up for
+
+    def load_state_dict(self, state: State) -> None:
+        self._is_due = state["is_due"]

@@ -12,6 +12,7 @@ import ctypes
 import math
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from multiprocessing import connection, parent_process
+from types import FrameType
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import cloudpickle
@@ -54,6 +56,10 @@ STEP, CALL, CLOSE = b"s", b"c", b"x"
 # Kinds of a reply: ready to serve; done; done, with a pickled result; a pickled Fault.
 READY, DONE, RESULT, FAULT = b"h", b"d", b"r", b"f"
 PLAIN = STEP, DONE
+
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM} | (
+    {signal.SIGHUP} if hasattr(signal, "SIGHUP") else set()
+)
 
 _FOLLOW_PARENT_SECONDS = 0.25  # how often a worker looks whether its parent lives
 
@@ -309,7 +315,7 @@ class EnvSlice:
         taken = []
         for offset, env in enumerate(self.envs):
             try:
-                taken.append(take_snapshot(env))
+                taken.append(take_snapshot(env, read_row(self._arrays.obs, self.rows[offset])))
             except BaseException as error:
                 self._raise_named(offset, error)
         return taken
@@ -318,7 +324,8 @@ class EnvSlice:
         """Go on from snapshots of envs of the same build."""
         for offset, snapshot in enumerate(snapshots):
             try:
-                self.envs[offset] = restore_snapshot(self.envs[offset], snapshot)
+                self.envs[offset], obs = restore_snapshot(self.envs[offset], snapshot)
+                write_value(self._obs_rows[offset], obs, self._casts)
             except BaseException as error:
                 self._raise_named(offset, error)
         self._ended = [False] * len(self.envs)
@@ -401,6 +408,10 @@ def _number(value: Any) -> float:
     return float(np.asarray(value).reshape(()))
 
 
+def _leave_to_parent(number: int, frame: FrameType | None) -> None:
+    """Go on."""
+
+
 def worker_main(
     sock: socket.socket, inherited: Sequence[socket.socket], parent: int | None, at_once: bool
 ) -> None:
@@ -410,13 +421,14 @@ def worker_main(
     siblings would else never see that the parent has died. ``parent`` and ``at_once``: see
     ``_follow_parent``.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # Ctrl-C, a closed terminal, and the SIGTERM of timeout or SLURM go to all processes of a
+    # group. They are the parent's to handle: this worker ends when its parent says so. A handler
+    # and not SIG_IGN, which a program that an env starts would inherit.
+    for number in STOP_SIGNALS:
+        signal.signal(number, _leave_to_parent)
     if sys.platform != "win32":
-        # The parent blocked it while this process started, so that none came too early.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # A terminal that closes tells everyone in it; this worker ends when its parent says so.
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # The parent blocked them while this process started, so that none came too early.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     for end in inherited:
         end.close()
     if parent is None:
@@ -491,6 +503,7 @@ class _SliceServer:
     ) -> list[Description]:
         if not hasattr(self, "_slice"):
             self._slice = EnvSlice(options, in_worker=True)
+            _seed_global_generators(seeds[0])
         return self._slice.build(cloudpickle.loads(payload), rows, seeds)
 
     def bind(
@@ -505,6 +518,12 @@ class _SliceServer:
         self._line = memoryview(arrays.hints[worker])
         self._channel.use_hints(arrays.hints, worker)
         self._spin = Spin(spin_seconds)
+
+
+def _seed_global_generators(seed: int | None) -> None:
+    """Those of this process, for envs that draw from them: forked siblings share one state."""
+    random.seed(seed)
+    np.random.seed(None if seed is None else seed % 2**32)
 
 
 def _pickled(result: Any) -> bytes:

@@ -88,13 +88,19 @@ def _blamed_on(what: str) -> Iterator[None]:
 
 def try_env(
     env: gym.Env[Any, Any], name: str, *, mask_key: str = "action_mask"
-) -> tuple[Any, dict[str, Any]]:
-    """One reset and one step, so that an env of another API is found out; what reset gave."""
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """One reset and one step, so that an env of another API is found out.
+
+    What reset gave, and the info of the step.
+    """
     with _blamed_on(f"env {name} cannot be reset with a seed and stepped as Gymnasium 1.x asks"):
         obs, info = deepcopy(env.reset(seed=0))
         env.action_space.seed(0)
-        _, _, _, _, _ = env.step(allowed_action(env, obs, info, mask_key))
-    return obs, info
+        _, _, _, _, step_info = env.step(allowed_action(env, obs, info, mask_key))
+        for each in (info, step_info):
+            if not isinstance(each, dict):
+                raise TypeError(f"info is {each!r}, no dict")
+    return obs, info, step_info
 
 
 def allowed_action(
@@ -113,7 +119,24 @@ def allowed_action(
         if not isinstance(mask, tuple):
             mask = np.split(np.asarray(mask), space.nvec.cumsum()[:-1])
         return space.sample(tuple(np.asarray(part, dtype=np.int8) for part in mask))
-    return space.sample()
+    sizes = _numbers_of_choices(space)
+    if sizes is None:
+        return space.sample()
+    # Gymnasium has no masks of this form: as the agent takes them, choice by choice.
+    flat = mask if not isinstance(mask, tuple) else np.concatenate([np.ravel(p) for p in mask])
+    parts = np.split(np.asarray(flat).ravel() != 0, sizes.cumsum()[:-1])
+    start = space.start.ravel() if isinstance(space, spaces.MultiDiscrete) else np.zeros_like(sizes)
+    chosen = [space.np_random.choice(np.flatnonzero(part)) for part in parts]
+    return (np.array(chosen) + start).reshape(space.shape).astype(space.dtype)
+
+
+def _numbers_of_choices(space: gym.Space[Any]) -> np.ndarray[Any, Any] | None:
+    """How many values each number of an action can have; None where they cannot be counted."""
+    if isinstance(space, spaces.MultiDiscrete):
+        return space.nvec.ravel()
+    if isinstance(space, spaces.MultiBinary):
+        return np.full(int(np.prod(space.shape)), 2)
+    return None
 
 
 def close_env(env: gym.Env[Any, Any]) -> None:

@@ -238,6 +238,8 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
             raise ValueError(f"{len(snapshots)} snapshots given for {self.num_envs} envs")
         self._begin("call", "restore", lambda rows: (picked(snapshots, rows),))
         self._finish("call", None)
+        if self._last_obs is not None:
+            copy_rows(self._arrays.obs, self._last_obs, range(self.num_envs))
         self._unused_seeds = [None] * self.num_envs
 
     def get_attr(self, name: str) -> tuple[Any, ...]:

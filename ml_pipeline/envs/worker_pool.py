@@ -31,6 +31,7 @@ from ml_pipeline.envs.env_worker import (
     FAULT,
     PLAIN,
     RESULT,
+    STOP_SIGNALS,
     WorkerError,
     blamed,
     worker_main,
@@ -82,7 +83,7 @@ class Worker:
             daemon=True,
         )
         try:
-            with _sigint_blocked(), _own_default(context):
+            with _stop_signals_blocked(), _own_default(context):
                 self.process.start()
         except BaseException:
             ours.close()
@@ -220,7 +221,7 @@ class WorkerPool:
                 "(vec_env=serial), or start this process with daemon=False"
             )
         if self.start_method != "fork" and sys.platform != "win32":
-            # The first spawn would start it, and it would lift the block of SIGINT on its way.
+            # The first spawn would start it, and it would lift the block of signals on its way.
             resource_tracker.ensure_running()
         if self.start_method == "forkserver":
             # Before the block, too: its other children would inherit it.
@@ -446,12 +447,12 @@ def _own_default(context: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Children started inside inherit the block, so Ctrl-C cannot hit them half started."""
+def _stop_signals_blocked() -> Iterator[None]:
+    """Children started inside inherit the block, so that no signal hits them half started."""
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

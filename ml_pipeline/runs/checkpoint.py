@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import State
@@ -22,6 +23,8 @@ from ml_pipeline.runs.run_folder import RunFolder, write_atomically
 FORMAT = 2  # raised when an older reader could not make sense of the file
 
 LATEST, BEST = "latest", "best"
+
+_PLAIN = (Tensor, int, float, bool, str, bytes, type(None))  # the types themselves, no subclass
 
 _TRAILER = b"\nml_pipeline sha256 "
 _TRAILER_SIZE = len(_TRAILER) + 64 + 1
@@ -35,11 +38,26 @@ def checkpoint_path(run: RunFolder, name: str) -> Path:
     return run.checkpoints / f"{name}.pt"
 
 
+def check_plain(value: Any, what: str) -> None:
+    """Refuse what could be saved, but not be loaded again without running code."""
+    if isinstance(value, (dict, list, tuple)):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, part in parts:
+            check_plain(part, f"{what}[{name!r}]")
+    elif type(value) not in _PLAIN:
+        kind = f"{type(value).__module__}.{type(value).__name__}"
+        raise CheckpointError(
+            f"{what} is a {kind}, which a checkpoint cannot hold: make it a number, a string, a "
+            "tensor, or a list or dict of these"
+        )
+
+
 def save_checkpoint(run: RunFolder, name: str, state: State) -> None:
     """Replace checkpoint ``name`` of a run; the old one stays until the new one is on the disk."""
     path = checkpoint_path(run, name)
     content = io.BytesIO()
     config = run.config.read_text(encoding="utf-8") if run.config.is_file() else ""
+    check_plain(state, "state")
     torch.save({"format": FORMAT, "config": config, **state}, content)
     data = content.getvalue()
     trailer = _TRAILER + hashlib.sha256(data).hexdigest().encode() + b"\n"

@@ -18,14 +18,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from ml_pipeline.errors import UserError
-from ml_pipeline.runs.run_folder import RunFolder, write_atomically
+from ml_pipeline.runs.run_folder import RunFolder, remove, write_atomically
 
-_MAGIC = b"ml_pipeline envs 1\n"
+_MAGIC = b"ml_pipeline envs 2\n"
 _SEAL_SIZE = _KEY_SIZE = 32
 
 
 class SnapshotError(UserError):
     """The envs of a run cannot go on where they stood."""
+
+
+class UntrustedSnapshotError(SnapshotError):
+    """They could, but somebody else may have written what they would run."""
 
 
 def snapshot_path(run: RunFolder, token: str) -> Path:
@@ -56,9 +60,9 @@ def load_snapshots(run: RunFolder, token: str, *, trust: bool) -> list[bytes]:
     if not content.startswith(_MAGIC):
         raise SnapshotError(f"{path.name} is damaged")
     if not trust and not hmac.compare_digest(seal, _seal(token, body, _key())):
-        raise SnapshotError(
-            f"{path.name} was not written by this user, or has changed since; it could run any "
-            "code. If you trust who wrote it: trust=true"
+        raise UntrustedSnapshotError(
+            f"the envs in {path} were not saved by this user, or have changed since, and could run "
+            "any code. If you trust who wrote them: trust=true; to begin new episodes, delete them"
         )
     try:
         (count,) = struct.unpack_from("<I", body)
@@ -79,7 +83,7 @@ def sweep_snapshots(run: RunFolder, *, keep: str | None) -> None:
     """Remove the snapshots that no checkpoint refers to any more."""
     for path in run.checkpoints.glob("*.envs"):
         if path.stem != keep:
-            path.unlink(missing_ok=True)
+            remove(path)
 
 
 def _seal(token: str, body: bytes, key: bytes) -> bytes:
@@ -102,7 +106,7 @@ def _key() -> bytes:
                 os.link(aside, path)
             aside.unlink()
         return path.read_bytes()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         raise SnapshotError(f"there is no key to seal it with: {error}") from error
 
 

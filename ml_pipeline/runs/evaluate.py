@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -64,7 +65,7 @@ def evaluate(
         episode_return, length, done = 0.0, 0, False
         while not done and length < max_episode_steps:
             action = agent.act_batch(
-                batch_of_one(env.observation_space, obs),
+                batched(env.observation_space, [obs]),
                 deterministic,
                 action_mask=agent.mask_of({name: [value] for name, value in info.items()}),
                 memory=memory,
@@ -84,9 +85,9 @@ def evaluate(
     return Evaluation(episodes, n_cut)
 
 
-def batch_of_one(space: gym.Space[Any], obs: Any) -> Any:
-    """A single observation as a vector env of one would hand it out."""
-    if isinstance(obs, np.ndarray):
-        return obs[np.newaxis]
-    empty: Any = create_empty_array(space, 1)
-    return concatenate(space, [obs], empty)
+def batched(space: gym.Space[Any], observations: Sequence[Any]) -> Any:
+    """Observations of single envs as a vector env of them would hand them out."""
+    if isinstance(observations[0], np.ndarray):
+        return np.stack(observations)
+    empty: Any = create_empty_array(space, len(observations))
+    return concatenate(space, observations, empty)

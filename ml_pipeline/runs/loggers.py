@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlparse
 
 from ml_pipeline.runs.console import python_command
@@ -40,7 +40,7 @@ class CsvLogger:
             self._columns = list(rows[0]) if rows else []
             kept = [row for row in rows if int(row["env_steps"]) <= from_env_steps]
             write_text(path, self._text(kept, header=bool(rows)))
-        self._file = path.open("a", newline="", encoding="utf-8")
+        self._file = self._opened()
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
         row = {"env_steps": env_steps, **metrics}
@@ -62,7 +62,13 @@ class CsvLogger:
         rows = read_metrics(self._path)
         self._columns += names
         write_text(self._path, self._text(rows, header=True))
-        self._file = self._path.open("a", newline="", encoding="utf-8")
+        self._file = self._opened()
+
+    def _opened(self) -> IO[str]:
+        try:
+            return self._path.open("a", newline="", encoding="utf-8")
+        except OSError as error:
+            raise RunFolderError(f"could not write {self._path}: {error}") from error
 
     def _text(self, rows: list[Any], *, header: bool) -> str:
         text = io.StringIO()

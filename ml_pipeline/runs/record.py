@@ -25,7 +25,7 @@ from ml_pipeline.protocols import Logger
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
 from ml_pipeline.runs.console import ConsoleLogger, python_command, say
 from ml_pipeline.runs.loggers import CsvLogger, last_values
-from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _MEAN_RETURN = "rollout/episode_return_mean_100"
@@ -64,9 +64,12 @@ class Record:
         self._started = time.monotonic()
         self._overrides = list(overrides)
         before = run.read_summary()  # of a resumed run
-        self._seconds_before = float(before.get("seconds") or 0.0)
-        self._train_seconds = float(before.get("train_seconds") or 0.0)
-        self._commands_before: list[str] = before.get("commands") or []
+        try:
+            self._seconds_before = float(before.get("seconds") or 0.0)
+            self._train_seconds = float(before.get("train_seconds") or 0.0)
+            self._commands_before = list(before.get("commands") or [])
+        except (TypeError, ValueError) as error:
+            raise RunFolderError(f"{run.summary} is damaged: {error}") from error
         self._console = ConsoleLogger(total_steps, env_steps=env_steps)
         self._others = dict(loggers)
         self._said: set[str] = set()
@@ -125,11 +128,12 @@ class Record:
         }
         try:
             self.run.update_summary(facts)
-        except OSError as error:  # a full disk must not hide how the run ended
-            say(f"could not write {self.run.summary}: {error}")
+        except RunFolderError as error:  # a full disk must not hide how the run ended
+            say(str(error))
         mean = "" if math.isnan(self.mean_reward) else f", mean reward {self.mean_reward:.1f}"
         told = f"{line} at env step {env_steps:,} of {self._total_steps:,}{mean}"
-        commands = self._commands(complete=env_steps >= self._total_steps)
+        is_complete = status == "finished" and env_steps >= self._total_steps
+        commands = self._commands(complete=is_complete)
         saved = checkpoint_path(self.run, LATEST).is_file()
         if status == "finished":
             say(told)
@@ -137,6 +141,9 @@ class Record:
             for title, command in commands.items():
                 if saved or title == "compare":
                     say(f"{title + ':':<11} {command}")
+        elif saved and status == "interrupted" and env_steps >= self._total_steps:
+            # In its last evaluation: nothing is left to train.
+            say(f"{told}; evaluate it with: {commands['evaluate']}")
         elif saved:
             say(f"{told}; go on with: {commands['resume']}")
         else:

@@ -15,6 +15,7 @@ from ml_pipeline.runs.checkpoint import (
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.env_snapshots import (
     SnapshotError,
+    UntrustedSnapshotError,
     load_snapshots,
     save_snapshots,
     sweep_snapshots,
@@ -49,18 +50,22 @@ def _is_saved_with_envs(run: RunFolder, env_steps: int) -> bool:
         state = load_checkpoint(run, LATEST)
     except CheckpointError:
         return False
-    return state["env_steps"] == env_steps and state["env_snapshots"] is not None
+    return state["env_steps"] == env_steps and state.get("env_snapshots") is not None
 
 
 def sweep_litter(run: RunFolder, state: State) -> None:
     """Remove what a kill has left of unfinished files; only for whoever holds the folder's lock."""
     run.sweep()
-    sweep_snapshots(run, keep=state["env_snapshots"])
+    sweep_snapshots(run, keep=state.get("env_snapshots"))
 
 
 def resume_episodes(run: RunFolder, trainer: Any, state: State, *, trust: bool) -> str:
-    """Let the envs go on in mid-episode; the words that say so, or why they begin anew."""
-    token = state["env_snapshots"]
+    """Let the envs go on in mid-episode; the words that say so, or why they begin anew.
+
+    Snapshots that are there, but not to be trusted, are an error: the next save would replace
+    them, and whether they are is for the user to say.
+    """
+    token = state.get("env_snapshots")  # best.pt has none, and may have been copied
     if token is None:
         return "with new episodes: the envs were not saved with it"
     try:
@@ -69,6 +74,8 @@ def resume_episodes(run: RunFolder, trainer: Any, state: State, *, trust: bool) 
         if len(snapshots) != n_envs:
             raise SnapshotError(f"{len(snapshots)} envs were saved, and there are {n_envs}")
         trainer.resume_episodes(state, snapshots)
+    except UntrustedSnapshotError:
+        raise
     except (SnapshotError, WorkerError, OSError, ValueError) as error:
         reason = str(error).strip().rpartition("\n")[2]
         return f"with new episodes: {reason}"

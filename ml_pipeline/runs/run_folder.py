@@ -96,7 +96,7 @@ class RunFolder:
         """Remove what a kill has left of files that were being written."""
         for folder in (self.path, self.checkpoints):
             for path in folder.glob(".*.tmp"):
-                path.unlink(missing_ok=True)
+                remove(path)
 
     def discard_unstarted(self) -> None:
         """Remove what was made for a run that has not begun; a folder with a config stays."""
@@ -121,9 +121,20 @@ class RunFolder:
         write_text(self.summary, text + "\n")
 
 
+def remove(path: Path) -> None:
+    """Take a file away, if it is there."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"could not remove {path}: {error}") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a text file as a whole."""
-    write_atomically(path, lambda file: file.write(text.encode("utf-8")))
+    try:
+        write_atomically(path, lambda file: file.write(text.encode("utf-8")))
+    except OSError as error:
+        raise RunFolderError(f"could not write {path}: {error}") from error
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:

@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ml_pipeline.agents.observations import ObservationError
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.envs.episode_stats import EpisodeStats
 from ml_pipeline.envs.vec_env import ParallelEnv
@@ -25,8 +26,8 @@ from ml_pipeline.protocols import Episode, PolicyInput, RolloutStats, State
 from ml_pipeline.training.rollout_buffer import FinalStep, RolloutBuffer
 
 
-class NonFiniteError(UserError):
-    """An env gave a number that is none."""
+class BadValueError(UserError):
+    """An env gave a number that is none, or one that is outside of its space."""
 
 
 _Outcome = tuple["NDArray[Any]", "NDArray[np.bool_]", "NDArray[np.bool_]"]
@@ -120,7 +121,7 @@ class Collector:
         """Env i is reset with ``env_seed + i`` before the first step.
 
         ``episodes_from_infos``: see ``EpisodeStats``. ``allow_nonfinite``: play on with
-        observations and rewards that are no numbers; else they are a ``NonFiniteError``.
+        observations and rewards that are no numbers; else they are a ``BadValueError``.
         """
         self.n_envs = 0
         self._columns: list[_Columns] = []
@@ -185,8 +186,6 @@ class Collector:
         """Choose actions and, if there is something to do meanwhile, let the envs begin."""
         sample = agent.sample_batch(columns.inputs(agent), noise)
         action = sample.action.cpu().numpy()
-        if self._allow_nonfinite:
-            action = np.nan_to_num(action)
         seen = columns.leaves, columns.mask, columns.episode_start
         buffer.write_seen(t, columns.place, *seen, action)
         columns.state = sample.state
@@ -196,7 +195,11 @@ class Collector:
         self, columns: _Columns, t: int, agent: PPOAgent, buffer: RolloutBuffer
     ) -> list[Episode]:
         """Take in what the envs answered to the actions of row ``t``."""
-        outcome, infos, episodes = columns.receive(agent)
+        try:
+            outcome, infos, episodes = columns.receive(agent)
+        except ObservationError as error:
+            env = columns.place.start + error.index
+            raise BadValueError(f"{error}; env {env} gave it at {self._when(t + 1)}") from error
         reward, terminated, truncated = outcome
         buffer.write_outcome(t, columns.place, *outcome)
         self._check_reward(columns, reward, t)
@@ -241,7 +244,7 @@ class Collector:
         if self._allow_nonfinite or math.isfinite(reward @ reward):
             return
         for row in np.flatnonzero(~np.isfinite(reward)).tolist():
-            raise NonFiniteError(
+            raise BadValueError(
                 f"env {columns.place.start + row} gave the reward {reward[row]} at "
                 f"{self._when(t + 1)}; nothing was learned from it, the last checkpoint is kept"
             )
@@ -259,7 +262,7 @@ class Collector:
                 continue
             for row, *index in np.argwhere(~np.isfinite(leaf)).tolist():
                 env, which = columns.place.start + first + row, f" {name!r}" if name else ""
-                raise NonFiniteError(
+                raise BadValueError(
                     f"env {env} gave an observation{which} that is not finite at "
                     f"{self._when(t)}: number {index} is {leaf[row][tuple(index)]}; nothing was "
                     "learned from it, the last checkpoint is kept"
@@ -276,9 +279,7 @@ class Collector:
         obs, infos = columns.env.resize(n_envs)
         n_new = max(n_envs - self.n_envs, 0)
         if columns.leaves:
-            before, columns.leaves = columns.leaves, agent.reader.read(obs)
-            for name, leaf in columns.leaves.items():
-                leaf[: self.n_envs] = before[name][: len(leaf)]  # after a resume known here alone
+            columns.leaves = agent.reader.read(obs)
             columns.mask = self._resized_mask(columns, infos, n_envs, agent)
         if columns.state is not None:
             new = columns.state.new_zeros(n_new, columns.state.shape[1])

@@ -133,7 +133,8 @@ class PPOTrainer:
         with self._shield():
             if self._unlogged is None:
                 return
-            metrics, self._unlogged = self._unlogged, None
+            metrics = {name: _number(name, value) for name, value in self._unlogged.items()}
+            self._unlogged = None
             for logger in self.loggers:
                 logger.log(metrics, env_steps=self.env_steps)
             for callback in self.callbacks.values():
@@ -296,6 +297,16 @@ class PPOTrainer:
         for name, callback_state in state["callbacks"].items():
             if name in self.callbacks:  # a resumed run may have dropped or added some
                 self.callbacks[name].load_state_dict(callback_state)
+
+
+def _number(name: str, value: Any) -> float:
+    """A metric as a plain number: callbacks may add what NumPy or torch made."""
+    if type(value) in (int, float):
+        return value  # type: ignore[no-any-return]
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TrainingError(f"metric {name} is {value!r}, no number") from error
 
 
 def annealed(value: float, schedule: str, progress: float) -> float:
