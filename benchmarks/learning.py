@@ -65,6 +65,11 @@ GOALS = {
         "greedy", None, "the same without its mask", ("agent.action_mask=none",)
     ),
     "camera_and_flag": Goal("greedy", None, "32 is the most there is, 16 by one input alone"),
+    "half_cheetah_tuned": Goal("greedy", 5819.1, "rl-baselines3-zoo, one run, HalfCheetah-v3"),
+    "hopper": Goal("greedy", 2410.4, "rl-baselines3-zoo, one run, Hopper-v3"),
+    "walker2d": Goal("greedy", 3478.8, "rl-baselines3-zoo, one run, Walker2d-v3"),
+    "pong": Goal("train", 21.0, "rl-baselines3-zoo, one run"),
+    "breakout": Goal("train", 398.0, "rl-baselines3-zoo, one run"),
 }
 
 
@@ -102,7 +107,8 @@ def measured(name: str, seed: int, run: Path) -> dict[str, Any]:
         "e = evaluate(t.agent, t.env, n_episodes=100, seed=10**6, deterministic=True); "
         "print(json.dumps([e.mean, e.std, t.env_steps]))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     output = subprocess.run(
         [sys.executable, "-c", script, str(run)],
         env=environment,
