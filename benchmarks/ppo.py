@@ -2,6 +2,7 @@
 
     python benchmarks/ppo.py --envs CartPole-v1 LunarLander-v3 HalfCheetah-v5 --seeds 1 2 3
     python benchmarks/ppo.py --envs CartPole-v1 --cleanrl path/to/cleanrl/ppo.py
+    python benchmarks/ppo.py --envs LunarLander-v3 --peers ours-parallel ours-double
     python benchmarks/ppo.py --parts          # where an update's time goes, by hand and by autograd
 
 Each training is a process of its own, with one torch thread; they take turns, seed by seed, so
@@ -47,6 +48,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+PEERS = [
+    *("sb3-dummy", "sb3-subproc", "cleanrl"),
+    *("ours-serial", "ours-auto", "ours-parallel", "ours-shared", "ours-double"),
+]
+
+
 def train_ours(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> dict[str, Any]:
     from ml_pipeline.build import train
     from ml_pipeline.runs.loggers import read_metrics
@@ -73,7 +80,8 @@ def train_ours(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> di
             "agent.value_coef=1.0",  # of half the squared error: SB3's 0.5 is of the whole
             f"agent.normalize_obs={setting['normalize']}",
             f"agent.scale_reward={setting['normalize']}",
-            f"vec_env={mode}",
+            f"vec_env={'parallel' if mode == 'double' else mode}",
+            f"collector={'double' if mode == 'double' else 'sync'}",
             "device=cpu",
             "logger=none",
             "~callbacks.evaluation",
@@ -180,14 +188,15 @@ def compare(args: argparse.Namespace) -> None:
         peers = ["sb3-dummy", *(["sb3-subproc"] if setting["n_envs"] > 1 else [])]
         peers += ["cleanrl"] if args.cleanrl and not setting["normalize"] else []
         peers += ["ours-serial", *(["ours-auto"] if setting["n_envs"] > 1 else [])]
+        peers = args.peers or peers
         results: dict[str, list[dict[str, float]]] = {peer: [] for peer in peers}
         for seed in args.seeds:
             for peer in peers:
                 results[peer].append(run_once(peer, env_id, setting, seed, args.cleanrl))
         print(f"\n{env_id}, {setting['steps']:,} steps")
-        print("| | steps/s | over sb3-dummy | cpu | over sb3-dummy | return |")
+        print(f"| | steps/s | over {peers[0]} | cpu | over {peers[0]} | return |")
         print("|---|---|---|---|---|---|")
-        base = results["sb3-dummy"]
+        base = results[peers[0]]
         for peer, runs in results.items():
             cells = []
             for name in ("steps_per_second", "cpu"):
@@ -279,6 +288,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, help="env steps of a training, instead of the usual")
     parser.add_argument("--cleanrl", default="", help="CleanRL's ppo.py, for Discrete actions")
+    parser.add_argument("--peers", nargs="+", metavar="PEER", choices=PEERS)
     parser.add_argument("--parts", action="store_true")
     args = parser.parse_args()
     if args.worker:
