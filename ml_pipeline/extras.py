@@ -18,6 +18,8 @@ INSTALL_COMMANDS = {
     "ale_py": _ATARI,
     "atari": _ATARI,
     "opencv": _ATARI,
+    "hydra_joblib_launcher": 'pip install -e ".[sweep]"',
+    "hydra_submitit_launcher": 'pip install -e ".[sweep]"',
     "matplotlib": 'pip install -e ".[plots]"',
     "pygame": 'pip install "gymnasium[classic-control]"',
 }

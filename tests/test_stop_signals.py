@@ -38,10 +38,25 @@ def test_a_shielded_block_is_finished_first_however_often_the_signal_comes() -> 
             done.append("all of it")
         done.append("not this")
 
-    with StopSignals() as signals, pytest.raises(Interrupted, match="SIGTERM"):
+    with StopSignals(echo_seconds=0) as signals, pytest.raises(Interrupted, match="SIGTERM"):
         work(signals)
 
     assert done == ["all of it"]
+
+
+def test_a_signal_that_comes_twice_at_once_is_one() -> None:
+    done: list[str] = []
+
+    def work(signals: StopSignals) -> None:
+        with signals.patient():
+            send(signal.SIGINT)
+            send(signal.SIGTERM)  # told to the group, too
+            done.append("patience")
+
+    with StopSignals() as signals, pytest.raises(Interrupted, match="SIGINT"):
+        work(signals)
+
+    assert done == ["patience"]
 
 
 def test_the_handlers_before_are_back_afterwards() -> None:

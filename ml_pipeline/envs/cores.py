@@ -10,11 +10,18 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
 
+# Set for the jobs of a sweep that run side by side: their share.
+CORES_VARIABLE = "ML_PIPELINE_CORES"
+
+
 def available_cores() -> int:
-    """At least 1; the smaller of the CPU affinity and the quota of a container."""
+    """At least 1; what affinity, the quota of a container, and ML_PIPELINE_CORES all allow."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
+    share = os.environ.get(CORES_VARIABLE, "")
+    if share.isdecimal():
+        cores = min(cores, int(share))
     return max(1, math.ceil(min(cores, cgroup_cores(_CGROUPS, _OWN_CGROUP))))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+_ECHO_SECONDS = 0.5
 _GRACE_SECONDS = 4.0  # SIGTERM leaves about 10 in all, and the checkpoint is to be saved after it
 
 
@@ -25,7 +28,8 @@ class StopSignals:
     """While open, a stop signal raises ``Interrupted``.
 
     Within a ``patient`` block it does so at the block's end, but not later than after
-    ``grace_seconds`` or at a second signal; within a ``shielded`` block never before its end.
+    ``grace_seconds`` or at a second signal (one that comes at once is the same, told twice: to
+    the process and to its group); within a ``shielded`` block never before its end.
     Elsewhere at once. Outside the main thread, where Python delivers no signals, this does
     nothing. ``on_wait`` is called when a signal is being waited with.
     """
@@ -34,9 +38,12 @@ class StopSignals:
         self,
         *,
         grace_seconds: float = _GRACE_SECONDS,
+        echo_seconds: float = _ECHO_SECONDS,
         on_wait: Callable[[], object] = lambda: None,
     ) -> None:
         self._grace_seconds = grace_seconds
+        self._echo_seconds = echo_seconds
+        self._first_at = -math.inf
         self._on_wait = on_wait
         self._before: dict[int, Any] = {}
         self._shields = 0
@@ -93,6 +100,9 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first = self._pending is None
+        if not first and time.monotonic() < self._first_at + self._echo_seconds:
+            return
+        self._first_at = time.monotonic() if first else self._first_at
         self._pending = number
         self._out_of_patience = not (self._patient and first and hasattr(signal, "setitimer"))
         if not self._out_of_patience:

@@ -1,0 +1,219 @@
+"""Sweeps: what each job of a multirun has come to, noted in its folder and told at the end.
+
+A job is noted as it begins and again as it ends, by whatever process runs it; so the table is
+whole for every launcher, and a job that was killed is seen as such.
+
+Where jobs run side by side in processes of their own, a stop signal waits until all have saved,
+and jobs end with the process that started them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from ml_pipeline.errors import UserError
+from ml_pipeline.extras import missing_extra
+from ml_pipeline.runs.run_folder import write_text
+from ml_pipeline.runs.stop_signals import Interrupted
+
+_LAUNCHERS = {
+    "local": "hydra_plugins.hydra_joblib_launcher",
+    "slurm": "hydra_plugins.hydra_submitit_launcher",
+    "submitit_local": "hydra_plugins.hydra_submitit_launcher",
+}
+
+
+_STOPPED = "stopped"  # a file: no further job is to begin
+_STOP_SECONDS = 20.0  # a job takes ten at most
+_SAVE_SECONDS = 10.0
+_LOOK_SECONDS = 1.0
+
+
+class Job(NamedTuple):
+    """One job of a sweep."""
+
+    number: int
+    overrides: list[str]
+    status: str  # running | finished | interrupted | failed
+    pid: int
+    run_dir: str | None = None
+    objective: float | None = None
+    error: str | None = None
+
+
+class JobNote:
+    """What is known of a job while it runs; ``finished`` makes it a good end."""
+
+    def __init__(self, folder: Path, number: int, overrides: Sequence[str]) -> None:
+        self._folder = folder
+        self.job = Job(number, list(overrides), "running", os.getpid())
+        self._write()
+
+    def finished(self, run_dir: Path, objective: float) -> None:
+        value = objective if math.isfinite(objective) else None
+        self._end("finished", run_dir=str(run_dir), objective=value)
+
+    def stopped(self) -> None:
+        self._end("interrupted")
+
+    def failed(self, error: BaseException) -> None:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        self._end("failed", error=lines[-1])
+
+    def _end(self, status: str, **facts: Any) -> None:
+        self.job = self.job._replace(status=status, **facts)
+        self._write()
+
+    def _write(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"job_{self.job.number}.json"
+        write_text(path, json.dumps(self.job._asdict()) + "\n")
+
+
+@contextmanager
+def noted_job(folder: Path, number: int, overrides: Sequence[str]) -> Iterator[JobNote]:
+    """Note a job of a sweep, however it ends."""
+    if (folder / _STOPPED).exists():
+        raise KeyboardInterrupt  # it was still to come when the sweep was stopped
+    note = JobNote(folder, number, overrides)
+    try:
+        yield note
+    except KeyboardInterrupt:
+        note.stopped()
+        raise
+    except BaseException as error:
+        note.failed(error)
+        raise
+
+
+def read_jobs(folder: Path) -> list[Job]:
+    """In the order of their numbers."""
+    jobs = [Job(**json.loads(path.read_text())) for path in folder.glob("job_*.json")]
+    return sorted(jobs, key=lambda job: job.number)
+
+
+def jobs_table(jobs: Sequence[Job]) -> Table:
+    """A row per job, with what tells it from the others.
+
+    A job still ``running`` when the sweep is over has died.
+    """
+    common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("job", "overrides", "status", "objective", "run folder or error"):
+        table.add_column(title, overflow="fold")
+    for job in jobs:
+        table.add_row(
+            str(job.number),
+            " ".join(each for each in job.overrides if each not in common),
+            "died" if job.status == "running" else job.status,
+            "-" if job.objective is None else f"{job.objective:.1f}",
+            job.run_dir or job.error or "-",
+        )
+    return table
+
+
+class SweepReport(Callback):
+    """Hears of a multirun's folder as it begins; ``tell`` prints the table when it is over."""
+
+    _folder: Path | None = None  # of the multirun of this process
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        SweepReport._folder = Path(config.hydra.sweep.dir)
+        if "n_jobs" in config.hydra.launcher:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._stop_jobs)
+
+    def _stop_jobs(self, number: int, frame: FrameType | None) -> None:
+        """Let every job save and end, then end the sweep."""
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)  # once more ends it at once
+        folder = SweepReport._folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _STOPPED).touch()
+            told: set[int] = set()
+            deadline = time.monotonic() + _STOP_SECONDS
+            while (running := _running_jobs(folder)) and time.monotonic() < deadline:
+                for job in running:
+                    if job.pid not in told:
+                        os.kill(job.pid, number)
+                        told.add(job.pid)
+                time.sleep(0.1)
+        raise Interrupted(number)
+
+    @staticmethod
+    def tell() -> None:
+        folder = SweepReport._folder
+        jobs = read_jobs(folder) if folder is not None else []
+        if not jobs:
+            return
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 250  # a pipe has no edge to fold at
+        good = sum(job.status == "finished" for job in jobs)
+        console.print(f"\nsweep {folder}: {good} of {len(jobs)} jobs finished")
+        console.print(jobs_table(jobs))
+
+
+def _running_jobs(folder: Path) -> list[Job]:
+    return [job for job in read_jobs(folder) if job.status == "running" and _lives(job.pid)]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def end_with_parent() -> None:
+    """Stop this process as by SIGTERM when the one that started it is gone: it would train on."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_SAVE_SECONDS)
+        os._exit(143)  # joblib would wait here for jobs that nobody can send
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def check_launcher(arguments: Sequence[str]) -> None:
+    """Name the line that installs a launcher, before Hydra says only that it has none."""
+    for argument in arguments:
+        key, _, name = argument.partition("=")
+        module = _LAUNCHERS.get(name) if key == "sweep" else None
+        if module is not None and not _is_installed(module):
+            raise missing_extra(argument, UserError(module))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package above it
+        return False
+
+
+def share_of_cores(launcher: Any, n_cores: int) -> int:
+    """What one of several jobs at a time may use; ``launcher`` is Hydra's config of it."""
+    n_jobs = launcher.get("n_jobs", 1)  # joblib's; -1: as many as there are cores
+    return max(n_cores // (n_jobs if n_jobs > 0 else n_cores), 1)
