@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import webbrowser
 from collections.abc import Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ml_pipeline.errors import UserError
 
@@ -48,9 +52,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.set_defaults(command=_evaluate)
 
-    compare = commands.add_parser("compare", help="put runs side by side")
-    compare.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-    compare.add_argument("--plot", type=Path, metavar="FILE", help="draw the learning curves")
+    compare = commands.add_parser("compare", help="put runs side by side, with a report")
+    compare.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run folders, or wandb:ENTITY/PROJECT[/RUN]"
+    )
+    compare.add_argument(
+        "--by",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="group by this config key, not by all that differ; may be given again",
+    )
+    compare.add_argument("--metric", help="a column of metrics.csv; default: evaluation's return")
+    compare.add_argument(
+        "--report", type=Path, metavar="DIR", help="default: runs/reports/<env>_<date>_<time>"
+    )
+    compare.add_argument("--open", action="store_true", help="open the report in a browser")
     compare.set_defaults(command=_compare)
     return parser
 
@@ -93,26 +110,53 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    from rich.console import Console
+    from ml_pipeline.extras import MissingExtraError
+    from ml_pipeline.runs import compare
+    from ml_pipeline.runs.console import wide_console
+    from ml_pipeline.runs.report import write_report
 
+    runs = _read_runs(options.runs)
+    compare.check_one_env(runs)
+    metric = compare.chosen_metric(runs, options.metric)
+    groups = compare.grouped(runs, options.by)
+    console = wide_console()
+    console.print(compare.comparison_table(runs))
+    console.print()
+    console.print(compare.groups_table(groups, metric))
+    for line in compare.verdicts(groups, metric):
+        console.print(line, soft_wrap=True)
+    try:
+        page = write_report(options.report or _report_folder(runs[0].env), groups, metric)
+    except MissingExtraError as error:
+        if options.report is not None or options.open:
+            raise
+        print(error)  # nobody has asked for it by name
+        return
+    print(f"report: {page}")
+    if options.open:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def _read_runs(paths: Sequence[str]) -> list[Any]:
     from ml_pipeline.build import plain_config
-    from ml_pipeline.runs.compare import comparison_table, draw_curves, read_run
+    from ml_pipeline.runs.compare import read_run
+    from ml_pipeline.runs.wandb_runs import PREFIX, download
 
     runs = []
-    for path in options.runs:
-        try:
-            runs.append(read_run(path, plain_config(path)))
-        except UserError as error:  # runs/<env>/* may hold one that was stopped as it began
-            print(f"left out: {error}", file=sys.stderr)
+    for given in paths:
+        for path in download(given) if given.startswith(PREFIX) else [given]:
+            try:
+                runs.append(read_run(path, plain_config(path)))
+            except UserError as error:  # runs/<env>/* may hold one that was stopped as it began
+                print(f"left out: {error}", file=sys.stderr)
     if not runs:
         raise UserError("nothing is left to compare")
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 250  # a pipe has no edge to fold at
-    console.print(comparison_table(runs))
-    if options.plot is not None:
-        draw_curves(runs, options.plot)
-        print(f"learning curves: {options.plot}")
+    return runs
+
+
+def _report_folder(env: str) -> Path:
+    name = re.sub(r"[^\w.-]+", "-", env)
+    return Path("runs") / "reports" / f"{name}_{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
 if __name__ == "__main__":

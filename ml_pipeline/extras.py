@@ -21,6 +21,7 @@ INSTALL_COMMANDS = {
     "hydra_joblib_launcher": 'pip install -e ".[sweep]"',
     "hydra_submitit_launcher": 'pip install -e ".[sweep]"',
     "matplotlib": 'pip install -e ".[plots]"',
+    "plotly": 'pip install -e ".[plots]"',
     "pygame": 'pip install "gymnasium[classic-control]"',
 }
 

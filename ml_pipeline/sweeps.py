@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.table import Table
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import missing_extra
+from ml_pipeline.runs.console import wide_console
 from ml_pipeline.runs.run_folder import write_text
 from ml_pipeline.runs.stop_signals import Interrupted
 
@@ -163,9 +163,7 @@ class SweepReport(Callback):
         jobs = read_jobs(folder) if folder is not None else []
         if not jobs:
             return
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 250  # a pipe has no edge to fold at
+        console = wide_console()
         good = sum(job.status == "finished" for job in jobs)
         console.print(f"\nsweep {folder}: {good} of {len(jobs)} jobs finished")
         console.print(jobs_table(jobs))

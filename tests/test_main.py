@@ -1,4 +1,4 @@
-"""python -m ml_pipeline: evaluate and compare what was trained."""
+"""python -m ml_pipeline: evaluate what was trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tiny_envs import CountingEnv, EndlessEnv
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.build import load_agent, train
-from ml_pipeline.runs.compare import differing_keys
 from ml_pipeline.runs.evaluate import evaluate
 
 
@@ -56,24 +55,6 @@ def test_each_episode_of_an_evaluation_has_a_seed_of_its_own(run: str) -> None:
     assert seeds == [100, 101, 102]
 
 
-def test_compare_shows_what_differs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [str(train([*small(), f"agent.gamma={gamma}"]).run_dir) for gamma in (0.9, 0.99)]
-    capsys.readouterr()
-
-    assert main(["compare", *runs, "--plot", "curves.png"]) == 0
-
-    header, first, second, *_ = capsys.readouterr().out.splitlines()
-    assert "agent.gamma" in header
-    assert "agent.clip_range" not in header
-    assert " 0.9 " in first
-    assert " 0.99 " in second
-    assert (here / "curves.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_keys_that_differ_are_found_even_where_one_lacks_them() -> None:
-    assert differing_keys([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}]) == ["b", "c"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -88,25 +69,6 @@ def test_a_users_mistake_is_one_line_and_exit_code_1(
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
-
-
-def test_compare_leaves_out_what_is_no_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("runs/half").mkdir()
-    capsys.readouterr()
-
-    assert main(["compare", run, "runs/half"]) == 0
-
-    told = capsys.readouterr()
-    assert run in told.out
-    assert told.err == "left out: runs/half is no run folder: it has no config.yaml\n"
-
-
-@pytest.mark.parametrize("name", ["nowhere/curves.png", "curves.nonsense"])
-def test_a_picture_that_cannot_be_written_is_one_line(
-    run: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", run, "--plot", name]) == 1
-    assert f"--plot {name} cannot be written" in capsys.readouterr().err
 
 
 def test_an_episode_that_never_ends_is_cut(run: str) -> None:

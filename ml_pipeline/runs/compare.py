@@ -1,19 +1,28 @@
-"""Comparison of runs: one row each, with what differs in their configs, and their curves."""
+"""Comparison of runs: read, put into groups that differ by more than the seed, and tabulated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.table import Table
 
 from ml_pipeline.errors import UserError
-from ml_pipeline.extras import import_extra
 from ml_pipeline.runs.loggers import read_metrics
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
+from ml_pipeline.runs.statistics import Array, verdict, with_interval
 
-_CURVES = ("rollout/episode_return_mean_100", "eval/episode_return")
+EVALUATION, TRAINING = "eval/episode_return", "rollout/episode_return_mean_100"
+
+# What does not change a result, or is what a group is made of.
+_NOT_COMPARED = ("seed", "device", "resume", "trust", "objective", "vec_env.", "logger.")
+
+
+class ComparisonError(UserError):
+    """These runs cannot be put side by side as asked."""
 
 
 class RunData(NamedTuple):
@@ -24,10 +33,46 @@ class RunData(NamedTuple):
     summary: dict[str, Any]
     rows: list[dict[str, str]]  # metrics.csv
 
-    def curve(self, metric: str) -> tuple[list[int], list[float]]:
+    @property
+    def env(self) -> str:
+        return str(self.config.get("env.target") or self.config.get("env.id"))
+
+    @property
+    def env_steps(self) -> int:
+        return int(self.rows[-1]["env_steps"]) if self.rows else 0
+
+    def curve(self, metric: str) -> tuple[Array, Array]:
         """Env steps and values, where the metric was taken."""
         taken = [row for row in self.rows if row.get(metric)]
-        return [int(row["env_steps"]) for row in taken], [float(row[metric]) for row in taken]
+        return _column(taken, "env_steps"), _column(taken, metric)
+
+    def seconds(self, metric: str) -> Array:
+        """Training time so far, where the metric was taken."""
+        passed = np.cumsum([float(row.get("time/iteration_seconds") or 0) for row in self.rows])
+        return passed[[bool(row.get(metric)) for row in self.rows]]
+
+    def final(self, metric: str) -> float:
+        values = self.curve(metric)[1]
+        return float(values[-1]) if len(values) else float("nan")
+
+    def steps_per_second(self) -> float:
+        seconds = float(_column(self.rows, "time/iteration_seconds").sum())
+        first = int(self.rows[0]["env_steps"]) if self.rows else 0
+        n_rows = len(self.rows)
+        # The steps of the first row are as many as those between two rows.
+        steps = (self.env_steps - first) * n_rows / (n_rows - 1) if n_rows > 1 else self.env_steps
+        return steps / seconds if seconds else float("nan")
+
+
+class Group(NamedTuple):
+    """Runs that differ by no more than their seeds."""
+
+    label: str
+    runs: list[RunData]
+
+    def finals(self, metric: str) -> Array:
+        values = np.array([run.final(metric) for run in self.runs])
+        return np.asarray(values[np.isfinite(values)])
 
 
 def read_run(path: Path | str, config: Mapping[str, Any]) -> RunData:
@@ -35,7 +80,69 @@ def read_run(path: Path | str, config: Mapping[str, Any]) -> RunData:
     run = RunFolder.open(path)
     if not run.metrics.is_file():
         raise RunFolderError(f"{path} has no metrics.csv: it ended before its first iteration")
-    return RunData(run, _flat(config), run.read_summary(), read_metrics(run.metrics))
+    rows = read_metrics(run.metrics)
+    if not rows:
+        raise RunFolderError(f"{path} has no rows in metrics.csv: it has trained nothing yet")
+    return RunData(run, _flat(config), run.read_summary(), rows)
+
+
+def check_one_env(runs: Sequence[RunData]) -> None:
+    """Returns of different envs are no quantities of one kind."""
+    envs = sorted({run.env for run in runs})
+    if len(envs) > 1:
+        raise ComparisonError(
+            f"these runs are of {len(envs)} envs, whose returns cannot be compared: "
+            f"{', '.join(envs)}; name runs of one env"
+        )
+
+
+def chosen_metric(runs: Sequence[RunData], wanted: str | None) -> str:
+    """``wanted``, if all runs have it; else evaluation where all have one, else training."""
+    known = [{name for row in run.rows for name, value in row.items() if value} for run in runs]
+    everywhere = sorted(set.intersection(*known))
+    if wanted is None:
+        return EVALUATION if EVALUATION in everywhere else TRAINING
+    if wanted not in everywhere:
+        near = difflib.get_close_matches(wanted, everywhere, n=3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ComparisonError(f"--metric {wanted} is not in metrics.csv of every run{hint}")
+    return wanted
+
+
+def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys whose values are not the same in all configs, in the order of the first."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [key for key in keys if any(c.get(key) != configs[0].get(key) for c in configs)]
+
+
+def grouped(runs: Sequence[RunData], by: Sequence[str] = ()) -> list[Group]:
+    """By the keys ``by``, or by all that differ and can change a result, but for the seed."""
+    configs = [run.config for run in runs]
+    for key in by:
+        if not any(key in config for config in configs):
+            known = sorted({name for config in configs for name in config})
+            near = difflib.get_close_matches(key, known, n=3, cutoff=0.4)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ComparisonError(f"--by {key} is no key of these runs' configs{hint}")
+    keys = list(by) or [k for k in differing_keys(configs) if not k.startswith(_NOT_COMPARED)]
+    groups: dict[str, list[RunData]] = {}
+    for run in runs:
+        label = ", ".join(f"{key}={run.config.get(key, '-')}" for key in keys) or "all runs"
+        groups.setdefault(label, []).append(run)
+    return [Group(label, members) for label, members in groups.items()]
+
+
+def verdicts(groups: Sequence[Group], metric: str) -> list[str]:
+    """What may be claimed of each pair, in one line; of a single group, how sure its figure is."""
+    if len(groups) == 1:
+        n_runs = len(groups[0].finals(metric))
+        return ["one run: no interval can be drawn"] if n_runs == 1 else []
+    lines = []
+    for index, group in enumerate(groups):
+        for other in groups[index + 1 :]:
+            finals = group.finals(metric), other.finals(metric)
+            lines.append(verdict(group.label, finals[0], other.label, finals[1]))
+    return lines
 
 
 def comparison_table(runs: Sequence[RunData]) -> Table:
@@ -47,52 +154,43 @@ def comparison_table(runs: Sequence[RunData]) -> Table:
     for title in ("env steps", "mean(100)", "best eval", "last eval", "seconds"):
         table.add_column(title, justify="right")
     for data in runs:
-        _, means = data.curve(_CURVES[0])
-        _, evals = data.curve(_CURVES[1])
-        env_steps = int(data.rows[-1]["env_steps"]) if data.rows else 0
+        evals = data.curve(EVALUATION)[1]
         table.add_row(
             str(data.run.path),
             str(data.summary.get("status", "unknown")),
             *(str(data.config.get(key, "-")) for key in differing),
-            f"{env_steps:,}",
-            f"{means[-1]:.1f}" if means else "-",
-            f"{max(evals):.1f}" if evals else "-",
-            f"{evals[-1]:.1f}" if evals else "-",
+            f"{data.env_steps:,}",
+            _shown(data.final(TRAINING)),
+            _shown(evals.max() if len(evals) else float("nan")),
+            _shown(data.final(EVALUATION)),
             str(data.summary.get("seconds", "-")),
         )
     return table
 
 
-def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys whose values are not the same in all configs, in the order of the first."""
-    keys = dict.fromkeys(key for config in configs for key in config)
-    return [key for key in keys if any(c.get(key) != configs[0].get(key) for c in configs)]
+def groups_table(groups: Sequence[Group], metric: str) -> Table:
+    """A row per group: the interquartile mean over its seeds with its interval."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("group", overflow="fold")
+    for title in ("seeds", f"{metric}, IQM", "95 % interval", "env steps/s"):
+        table.add_column(title, justify="right")
+    for group in groups:
+        finals = group.finals(metric)
+        shown = ["-", "-"]
+        if len(finals):
+            value, low, high = with_interval(finals)
+            shown = [_shown(float(value)), f"{_shown(float(low))} to {_shown(float(high))}"]
+        speed = float(np.median([run.steps_per_second() for run in group.runs]))
+        table.add_row(group.label, str(len(group.runs)), *shown, f"{speed:,.0f}")
+    return table
 
 
-def draw_curves(runs: Sequence[RunData], path: Path) -> None:
-    """Learning curves by env steps: training episodes on the left, evaluations on the right."""
-    import_extra("matplotlib", needed_by="compare --plot")
-    from matplotlib.figure import Figure
+def _shown(value: float) -> str:
+    return f"{value:.1f}" if np.isfinite(value) else "-"
 
-    differing = differing_keys([run.config for run in runs])
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    titles = ("return of training episodes, mean of 100", "return of greedy evaluation")
-    for axes, metric, title in zip(
-        figure.subplots(1, 2, sharey=True), _CURVES, titles, strict=True
-    ):
-        for data in runs:
-            label = ", ".join(f"{key}={data.config.get(key, '-')}" for key in differing)
-            axes.plot(*data.curve(metric), label=label or data.run.name)
-        axes.set_title(title)
-        axes.set_xlabel("env steps")
-        axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    names = sorted({str(data.summary.get("env", "")) for data in runs})
-    figure.suptitle(", ".join(names))
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--plot {path} cannot be written: {error}") from error
+
+def _column(rows: Iterable[Mapping[str, str]], name: str) -> Array:
+    return np.array([float(row.get(name) or "nan") for row in rows])
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -56,6 +56,14 @@ class _PatientFile:
         return getattr(self._file, name)
 
 
+def wide_console() -> Console:
+    """For tables: a pipe has no edge to fold at."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 250
+    return console
+
+
 def say(line: str) -> None:
     """Print a line now; nobody listening is no reason to stop a run."""
     try:

@@ -1,0 +1,80 @@
+"""Runs that lie at Weights & Biases, brought into run folders: ``wandb:ENTITY/PROJECT[/RUN]``."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ml_pipeline.errors import UserError
+from ml_pipeline.runs.console import say
+from ml_pipeline.runs.loggers import CsvLogger, has_wandb_key
+from ml_pipeline.runs.run_folder import RunFolder, write_text
+
+PREFIX = "wandb:"
+
+_STATUS = {"finished": "finished", "running": "running", "killed": "interrupted"}
+_ADDED_KEYS = ("env_name", "agent_name")  # for W&B's tables; not part of a run's config
+
+
+class WandbError(UserError):
+    """What was asked for cannot be had from W&B."""
+
+
+def download(address: str, into: Path = Path("runs/wandb")) -> list[Path]:
+    """Their folders; a run that was fetched before is fetched anew."""
+    parts = address.removeprefix(PREFIX).split("/")
+    if len(parts) not in (2, 3) or not all(parts):
+        raise WandbError(f"{address} leads nowhere; write wandb:ENTITY/PROJECT or one run of it")
+    if not has_wandb_key():
+        raise WandbError(f"{address} needs a W&B key: wandb login, or WANDB_API_KEY")
+    import wandb
+
+    name = "/".join(parts)
+    try:
+        api = wandb.Api(timeout=20)
+        found = [api.run(name)] if len(parts) == 3 else list(api.runs(name))
+        folders = [_kept(run, into / parts[1] / run.id) for run in found]
+    except UserError:
+        raise
+    except Exception as error:  # whatever W&B raises
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise WandbError(f"{address} cannot be read: {reason}") from error
+    if not folders:
+        raise WandbError(f"{address} holds no runs")
+    say(f"{address}: {len(folders)} runs fetched into {into / parts[1]}")
+    return folders
+
+
+def _kept(wandb_run: Any, path: Path) -> Path:
+    run = RunFolder(path)
+    run.make()
+    config = {
+        name: value
+        for name, value in wandb_run.config.items()
+        if name not in _ADDED_KEYS and not name.startswith("_")
+    }
+    write_text(run.config, yaml.safe_dump(config, sort_keys=False))
+    run.metrics.unlink(missing_ok=True)
+    log = CsvLogger(run.metrics)
+    for row in wandb_run.scan_history():
+        metrics = {name: value for name, value in row.items() if _is_metric(name, value)}
+        if "env_steps" in metrics:
+            log.log({**metrics, "env_steps": int(metrics["env_steps"])}, env_steps=0)
+    log.close()
+    run.update_summary(
+        {
+            "status": _STATUS.get(wandb_run.state, "failed"),
+            "git_commit": wandb_run.commit,
+            "seconds": wandb_run.summary.get("_runtime"),
+            "wandb": wandb_run.url,
+        }
+    )
+    return path
+
+
+def _is_metric(name: str, value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and not name.startswith("_")
