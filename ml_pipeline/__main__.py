@@ -1,4 +1,4 @@
-"""The door for what comes after training: ``python -m ml_pipeline evaluate | compare``."""
+"""The door for what comes after training: ``python -m ml_pipeline evaluate | compare | runs``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ml_pipeline.errors import UserError
+
+STATUSES = ("running", "finished", "interrupted", "failed", "died", "unknown")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,6 +71,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--open", action="store_true", help="open the report in a browser")
     compare.set_defaults(command=_compare)
+
+    runs = commands.add_parser("runs", help="list runs; runs prune: remove some")
+    runs.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
+    runs.add_argument("--root", type=Path, default=Path("runs"), help="default: runs")
+    runs.add_argument("--env", help="only those of this env")
+    runs.add_argument(
+        "--status", action="append", choices=STATUSES, help="only those; may be given again"
+    )
+    runs.add_argument("--yes", action="store_true", help="prune: do it, and do not only show it")
+    runs.set_defaults(command=_runs)
     return parser
 
 
@@ -135,6 +147,29 @@ def _compare(options: argparse.Namespace) -> None:
     print(f"report: {page}")
     if options.open:
         webbrowser.open(page.resolve().as_uri())
+
+
+def _runs(options: argparse.Namespace) -> None:
+    from ml_pipeline.runs.console import wide_console
+    from ml_pipeline.runs.listing import find_runs, prune, runs_table
+
+    wanted = options.status or STATUSES
+    if options.action == "prune" and options.status is None:
+        raise UserError("say what to remove: --status failed --status died, for example")
+    runs = [
+        info
+        for info in find_runs(options.root)
+        if info.status in wanted and options.env in (None, info.summary.get("env"))
+    ]
+    if not runs:
+        print(f"no such runs in {options.root}")
+        return
+    wide_console().print(runs_table(runs))
+    if options.action == "prune" and not options.yes:
+        print(f"nothing is removed yet; to remove these {len(runs)} with all they hold: --yes")
+    elif options.action == "prune":
+        prune(runs)
+        print(f"{len(runs)} runs removed")
 
 
 def _read_runs(paths: Sequence[str]) -> list[Any]:

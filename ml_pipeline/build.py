@@ -584,7 +584,12 @@ def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> 
         loggers = build_loggers(config, plan.run, sweep, on_failure)
         record = Record(
             plan.run,
-            facts={"env": config.env.name, "seed": config.seed, "n_envs": config.n_envs},
+            facts={
+                "env": config.env.name,
+                "agent": _agent_name(config),
+                "seed": config.seed,
+                "n_envs": config.n_envs,
+            },
             overrides=overrides,
             total_steps=config.wanted_steps,
             env_steps=plan.first_step,
@@ -596,6 +601,10 @@ def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> 
     return record
 
 
+def _agent_name(config: TrainConfig) -> str:
+    return type(config.agent).__name__.removesuffix("Config").lower()
+
+
 def build_loggers(
     config: TrainConfig, run_folder: RunFolder, sweep: str | None, on_failure: ExitStack
 ) -> dict[str, Logger]:
@@ -603,7 +612,7 @@ def build_loggers(
     run_config = {
         **dataclasses.asdict(config),
         "env_name": config.env.name,
-        "agent_name": type(config.agent).__name__.removesuffix("Config").lower(),
+        "agent_name": _agent_name(config),
     }
     offers = {"run": run_folder, "run_config": run_config, "sweep": sweep}
     loggers: dict[str, Logger] = {}

@@ -25,7 +25,7 @@ from ml_pipeline.protocols import Logger
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
 from ml_pipeline.runs.console import ConsoleLogger, python_command, say
 from ml_pipeline.runs.loggers import CsvLogger, last_values
-from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
+from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _MEAN_RETURN = "rollout/episode_return_mean_100"
@@ -94,7 +94,7 @@ class Record:
                 "what_runs_where": line,
                 "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "commands": [*self._commands_before, self._command()],
-                "git_commit": _git_commit(),
+                "git_commit": self._note_code(),
                 "host": platform.node(),
                 "versions": {
                     "python": platform.python_version(),
@@ -180,6 +180,20 @@ class Record:
             "compare": f"{python} -m ml_pipeline compare {siblings}",
         }
 
+    def _note_code(self) -> str | None:
+        """The commit of this code, None outside of git; what has changed since goes into a file.
+
+        The commit bears a + then.
+        """
+        commit = _git("rev-parse", "HEAD")
+        if commit is None:
+            return None
+        changes = _git("diff", "HEAD")
+        if not changes:
+            return commit
+        write_text(self.run.changes, changes + "\n")
+        return f"{commit}+"
+
     def _command(self) -> str:
         """What started this leg of the run: a command line, or a call in Python."""
         if Path(sys.argv[0]).name == "train_ppo.py":
@@ -194,19 +208,19 @@ class Record:
                 self._said.add(status)
 
 
-def _git_commit() -> str | None:
-    """The commit of this code, with a + where files have changed since; None outside of git."""
-    git = ["git", "-C", str(_REPOSITORY)]
+def _git(*command: str) -> str | None:
+    """What git says of this code; None where there is no git, or no repository."""
     try:
-        head, changed = (
-            subprocess.run([*git, *command], capture_output=True, text=True, timeout=10)
-            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        result = subprocess.run(
+            ["git", "-C", str(_REPOSITORY), *command],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if head.returncode != 0:
-        return None
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def _finite(value: float) -> float | None:

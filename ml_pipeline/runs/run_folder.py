@@ -33,6 +33,7 @@ class RunFolder:
         self.metrics = path / "metrics.csv"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
+        self.changes = path / "changes.diff"  # of the code, since its commit; often not there
 
     @classmethod
     def unused(cls, root: Path, env_name: str) -> RunFolder:
@@ -91,6 +92,14 @@ class RunFolder:
             yield
         finally:
             os.close(descriptor)
+
+    def is_locked(self) -> bool:
+        """Whether a process trains in it at this moment."""
+        try:
+            with self.locked():
+                return False
+        except RunFolderError:
+            return True
 
     def sweep(self) -> None:
         """Remove what a kill has left of files that were being written."""

@@ -1,0 +1,75 @@
+"""Which runs there are, and taking away those that nobody wants any more."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from ml_pipeline.errors import UserError
+from ml_pipeline.runs.run_folder import RunFolder
+
+
+class RunInfo(NamedTuple):
+    """A run at a glance."""
+
+    run: RunFolder
+    status: str  # or died: it says running, but no process trains it
+    summary: dict[str, Any]
+
+
+def find_runs(root: Path) -> list[RunInfo]:
+    """Those under ``root``, a folder such as runs/, the newest last."""
+    if not root.is_dir():
+        raise UserError(f"{root} is no folder; runs lie in runs/ where train_ppo.py was called")
+    folders = sorted(path.parent for path in root.glob("*/*/config.yaml"))
+    return sorted((_info(RunFolder(path)) for path in folders), key=lambda info: info.run.name)
+
+
+def _info(run: RunFolder) -> RunInfo:
+    try:
+        summary = run.read_summary()
+    except UserError:  # a damaged one is listed, too
+        summary = {}
+    status = str(summary.get("status", "unknown"))
+    if status == "running" and not run.is_locked():
+        status = "died"
+    return RunInfo(run, status, summary)
+
+
+def runs_table(runs: Sequence[RunInfo]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    for title in ("env", "agent"):
+        table.add_column(title)
+    for title in ("seed", "env steps", "return"):
+        table.add_column(title, justify="right")
+    for title in ("status", "started"):
+        table.add_column(title)
+    for info in runs:
+        facts = info.summary
+        env_steps, mean = facts.get("env_steps"), facts.get("mean_reward")
+        table.add_row(
+            str(info.run.path),
+            str(facts.get("env", "-")),
+            str(facts.get("agent", "-")),
+            str(facts.get("seed", "-")),
+            f"{env_steps:,}" if isinstance(env_steps, int) else "-",
+            f"{mean:.1f}" if isinstance(mean, float) else "-",
+            info.status,
+            str(facts.get("started", "-"))[:16].replace("T", " "),
+        )
+    return table
+
+
+def prune(runs: Sequence[RunInfo]) -> None:
+    """Remove whole run folders; one that is being trained is left alone."""
+    for info in runs:
+        with info.run.locked():
+            try:
+                shutil.rmtree(info.run.path)
+            except OSError as error:
+                raise UserError(f"could not remove {info.run.path}: {error}") from error
