@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
         type=partial(_whole_number, least=0),
         help="of the first episode; default: from the run's",
     )
+    evaluate.add_argument("--video", action="store_true", help="record each episode as mp4")
+    evaluate.add_argument("--render", choices=("human",), help="show the episodes in a window")
     evaluate.set_defaults(command=_evaluate)
 
     compare = commands.add_parser("compare", help="put runs side by side, with a report")
@@ -94,20 +96,27 @@ def _evaluate(options: argparse.Namespace) -> None:
     # Imported here: torch takes seconds, and --help must not.
     from ml_pipeline.build import load_agent
     from ml_pipeline.runs.evaluate import MAX_EPISODE_STEPS, evaluate
+    from ml_pipeline.runs.run_folder import RunFolder
+    from ml_pipeline.runs.video import record_video
     from ml_pipeline.seeding import stream_seed
 
-    trained = load_agent(options.run, options.checkpoint)
+    if options.video and options.render:
+        raise UserError("--video and --render exclude each other: an env renders in one way")
+    render_mode = "rgb_array" if options.video else options.render
+    trained = load_agent(options.run, options.checkpoint, render_mode=render_mode)
     seed = options.seed
     if seed is None:
         seed = stream_seed(trained.seed, "evaluate command")
-    result = evaluate(
-        trained.agent,
-        trained.env,
-        n_episodes=options.episodes,
-        seed=seed,
-        deterministic=options.deterministic,
-    )
-    trained.env.close()
+    how = {"n_episodes": options.episodes, "seed": seed, "deterministic": options.deterministic}
+    if options.video:
+        folder = RunFolder.open(options.run).videos
+        name = f"{trained.checkpoint}-{trained.env_steps}"
+        result, videos = record_video(trained.agent, lambda: trained.env, folder, name, **how)
+        for path in videos:
+            print(path)
+    else:
+        result = evaluate(trained.agent, trained.env, **how)
+        trained.env.close()
     actions = "greedy" if options.deterministic else "sampled"
     print(
         f"{trained.env_name}, checkpoint {trained.checkpoint} of env step {trained.env_steps:,}, "

@@ -231,14 +231,19 @@ def _misfit_explained(run_folder: RunFolder) -> Iterator[None]:
         ) from error
 
 
-def load_agent(path: Path | str, checkpoint: str | None = None) -> TrainedAgent:
+def load_agent(
+    path: Path | str, checkpoint: str | None = None, *, render_mode: str | None = None
+) -> TrainedAgent:
     """The agent of a run folder, on the CPU; ``checkpoint`` None: the best where there is one."""
     find_modules_in_cwd()
     run_folder = RunFolder.open(path)
     config = checked_config(stored_config(run_folder))
     checkpoint = checkpoint or best_or_latest(run_folder)
     state = load_checkpoint(run_folder, checkpoint)
-    env = build_env_factory(config)()
+    make_env = build_env_factory(config)
+    if render_mode is not None:
+        make_env = make_env.rendering(render_mode)
+    env = make_env()
     agent = build_agent(config, env, torch.device("cpu"))
     with _misfit_explained(run_folder):
         agent.load_state_dict(state["agent"])
@@ -581,7 +586,7 @@ def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> 
     config = plan.config
     with ExitStack() as on_failure:
         on_failure.callback(plan.run.discard_unstarted)
-        loggers = build_loggers(config, plan.run, sweep, on_failure)
+        loggers = build_loggers(config, plan.run, sweep, plan.first_step, on_failure)
         record = Record(
             plan.run,
             facts={
@@ -606,7 +611,11 @@ def _agent_name(config: TrainConfig) -> str:
 
 
 def build_loggers(
-    config: TrainConfig, run_folder: RunFolder, sweep: str | None, on_failure: ExitStack
+    config: TrainConfig,
+    run_folder: RunFolder,
+    sweep: str | None,
+    env_steps: int,
+    on_failure: ExitStack,
 ) -> dict[str, Logger]:
     """Those of the config; the local record and the console are always on besides."""
     run_config = {
@@ -614,7 +623,12 @@ def build_loggers(
         "env_name": config.env.name,
         "agent_name": _agent_name(config),
     }
-    offers = {"run": run_folder, "run_config": run_config, "sweep": sweep}
+    offers = {
+        "run": run_folder,
+        "run_config": run_config,
+        "sweep": sweep,
+        "env_steps": env_steps,  # where a run is resumed; 0 for a new one
+    }
     loggers: dict[str, Logger] = {}
     for name, entry in config.logger.items():
         loggers[name] = instantiate(entry, key=f"logger.{name}", offers=offers)

@@ -22,6 +22,9 @@ INSTALL_COMMANDS = {
     "hydra_submitit_launcher": 'pip install -e ".[sweep]"',
     "matplotlib": 'pip install -e ".[plots]"',
     "plotly": 'pip install -e ".[plots]"',
+    "moviepy": 'pip install -e ".[look]"',
+    "tensorboard": 'pip install -e ".[look]"',
+    "trackio": 'pip install -e ".[look]"',
     "pygame": 'pip install "gymnasium[classic-control]"',
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
 
 if TYPE_CHECKING:
@@ -100,6 +100,12 @@ class Trainer(Protocol):
     def envs(self) -> list[VectorEnv[Any, Any, Any]]:
         """What is trained in: one vector env, or the two halves of a double-buffered collector."""
 
+    @property
+    def loggers(self) -> Sequence[Logger]: ...
+
+    def last_rollout(self) -> dict[str, NDArray[Any]]:
+        """Actions and advantages of the last rollout, to be shown."""
+
     def resize(self, n_envs: int) -> int:
         """Train in about so many envs from the next rollout on; gives the number it will be."""
 
@@ -140,7 +146,11 @@ class Callback:
 
 
 class Logger(Protocol):
-    """Where metrics go; ``env_steps`` is the x-axis of every plot."""
+    """Where metrics go; ``env_steps`` is the x-axis of every plot.
+
+    One that can show more may have ``log_histograms(values, *, env_steps)`` with arrays by name,
+    and ``log_file(path, *, kind, env_steps)`` for a "checkpoint" or a "video".
+    """
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None: ...
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import gymnasium as gym
@@ -54,6 +54,10 @@ class EnvFactory:
             with _blamed_on(f"{key} cannot be made"):
                 env = wrapper(env, **arguments)
         return env
+
+    def rendering(self, render_mode: str) -> EnvFactory:
+        """The same, for envs that are looked at."""
+        return replace(self, kwargs={**self.kwargs, "render_mode": render_mode})
 
     def _make_target(self) -> gym.Env[Any, Any]:
         maker = import_dotted(str(self.target), key="env.target")

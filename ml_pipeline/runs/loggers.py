@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlparse
 
+import numpy as np
+
 from ml_pipeline.runs.console import python_command
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 
@@ -194,7 +196,7 @@ class WandbLogger:
             wandb.teardown()
             wandb.setup(wandb.Settings(mode=mode))
 
-    def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
+    def log(self, metrics: Mapping[str, Any], *, env_steps: int) -> None:
         if self.wandb_run is None:
             return
         try:
@@ -202,6 +204,31 @@ class WandbLogger:
         except Exception as error:  # its own process may have died; the local record goes on
             self.status = f"W&B lost the run at env step {env_steps:,}: {_first_line(error)}"
             self.wandb_run = None
+
+    def log_histograms(self, values: Mapping[str, Any], *, env_steps: int) -> None:
+        if self.wandb_run is None:
+            return
+        import wandb
+
+        finite = {name: array for name, array in values.items() if np.isfinite(array).all()}
+        shown = {name: wandb.Histogram(array) for name, array in finite.items()}
+        self.log(shown, env_steps=env_steps)
+
+    def log_file(self, path: Path, *, kind: str, env_steps: int) -> None:
+        """A checkpoint becomes an artifact, a video is shown beside the curves."""
+        if self.wandb_run is None:
+            return
+        import wandb
+
+        try:
+            if kind == "video":
+                self.wandb_run.log({kind: wandb.Video(str(path)), "env_steps": env_steps})
+            else:
+                artifact = wandb.Artifact(f"{self.wandb_run.id}-{kind}", type=kind)
+                artifact.add_file(str(path))
+                self.wandb_run.log_artifact(artifact)
+        except Exception as error:  # as in log
+            self.status = f"W&B did not take {path.name}: {_first_line(error)}"
 
     def close(self) -> None:
         """Finish the upload within ``timeout_seconds``; what is left stays on the disk."""

@@ -33,6 +33,7 @@ class RunFolder:
         self.metrics = path / "metrics.csv"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
+        self.videos = path / "videos"
         self.changes = path / "changes.diff"  # of the code, since its commit; often not there
 
     @classmethod

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
 
 from ml_pipeline.agents.ppo import UPDATE_METRICS, PPOAgent, Rates, UpdateResult
 from ml_pipeline.errors import UserError
@@ -250,6 +251,10 @@ class PPOTrainer:
         self.collector.resume_at(state["collector"]["position"], self.agent)
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
+
+    def last_rollout(self) -> dict[str, NDArray[Any]]:
+        """Actions and advantages, to be shown."""
+        return {"rollout/actions": self.buffer.action, "rollout/advantages": self.buffer.advantage}
 
     def request_stop(self, reason: str) -> None:
         """End training after this iteration."""

@@ -1,0 +1,135 @@
+"""What one can look at: videos, TensorBoard, Trackio, and what W&B keeps beside the curves."""
+
+from __future__ import annotations
+
+import sqlite3
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import read_rows, small, wait_until
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
+
+from ml_pipeline.__main__ import main
+from ml_pipeline.build import train
+
+
+def test_evaluate_records_each_episode(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(small()).run_dir
+    capsys.readouterr()
+
+    assert main(["evaluate", str(run), "--video", "--episodes", "2", "--deterministic"]) == 0
+
+    *videos, _, figures = capsys.readouterr().out.splitlines()
+    assert videos == [f"{run}/videos/best-64-episode-{k}.mp4" for k in range(2)]
+    assert all(b"ftyp" in Path(video).read_bytes()[:16] for video in videos)
+    assert figures.startswith("return: mean")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--video"], "env.kwargs.render_mode is unknown; CountingEnv takes: length"),
+        (["--video", "--render", "human"], "--video and --render exclude each other"),
+    ],
+)
+def test_an_env_that_cannot_be_looked_at_is_one_line(
+    here: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train([*small(), "env.target=tiny_envs.CountingEnv"]).run_dir
+
+    assert main(["evaluate", str(run), *arguments]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_run_films_itself(here: Path) -> None:
+    run = train([*small(), "callbacks=video", "callbacks.video.every_steps=32"]).run_dir
+
+    videos = sorted(path.name for path in (run / "videos").glob("*.mp4"))
+    assert videos == ["step-32-episode-0.mp4", "step-64-episode-0.mp4"]
+
+
+def scalars(run: Path, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_tensorboard_holds_what_metrics_csv_holds_and_a_resume_leaves_no_double(
+    here: Path,
+) -> None:
+    settings = small(logger="tensorboard", callbacks__checkpoints__every_steps=10_000)
+    run = train([*settings, "callbacks.media.every_steps=32"]).run_dir
+    train([f"resume={run}", "total_steps=128"])
+
+    rows = read_rows(run)
+    told = scalars(run, "loss/policy")
+    assert [step for step, _ in told] == [int(row["env_steps"]) for row in rows]
+    assert [value for _, value in told] == pytest.approx([float(r["loss/policy"]) for r in rows])
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["histograms"]) == ["rollout/actions", "rollout/advantages"]
+
+
+def test_trackio_keeps_a_run_on_this_machine(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trackio_utils = pytest.importorskip("trackio.utils")
+    monkeypatch.setattr(trackio_utils, "TRACKIO_DIR", here / "trackio", raising=False)
+    sqlite_storage = pytest.importorskip("trackio.sqlite_storage")
+    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", here / "trackio", raising=False)
+
+    train(small(logger="trackio"))
+
+    (path,) = (here / "trackio").glob("*.db")
+    with sqlite3.connect(path) as database:
+        (count,) = database.execute("select count(*) from metrics").fetchone()
+    assert count == 2
+    assert "Trackio: " in capsys.readouterr().out
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """What W&B wrote offline: records in the log format of LevelDB, behind a header of 7 bytes."""
+    data, place, whole = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        if kind == 0:
+            place += left
+            continue
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # full, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            yield record
+
+
+def test_wandb_keeps_curves_histograms_and_the_checkpoint(here: Path) -> None:
+    settings = [*small(logger="wandb"), "logger.wandb.mode=offline"]
+    run = train([*settings, "callbacks.media.every_steps=32"]).run_dir
+    (path,) = run.glob("wandb/offline-run-*/run-*.wandb")
+    wait_until(lambda: any(r.WhichOneof("record_type") == "exit" for r in wandb_records(path)), 20)
+
+    records = list(wandb_records(path))
+
+    logged: dict[str, list[str]] = {}
+    for record in records:
+        for item in record.history.item:
+            name = item.key or "/".join(item.nested_key)
+            logged.setdefault(name, []).append(item.value_json)
+    rows = read_rows(run)
+    assert [float(value) for value in logged["loss/policy"]] == [
+        float(row["loss/policy"]) for row in rows
+    ]
+    for name in ("rollout/actions", "rollout/advantages"):
+        assert logged[f"{name}/_type"] == ['"histogram"'] * 2
+    artifacts = [(r.artifact.type, r.artifact.name) for r in records if r.artifact.name]
+    assert ("checkpoint", f"{run.name}-checkpoint") in artifacts
