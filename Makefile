@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: help setup setup-dev train test test-all check format box2d mujoco atari clean
+.PHONY: help setup setup-dev train test test-all notebooks check format box2d mujoco atari clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +31,9 @@ test: setup-dev  ## the fast tests
 
 test-all: setup-dev  ## every test that this machine can run
 	$(BIN)/python -m pytest -n auto $(ARGS)
+
+notebooks: setup-dev  ## execute every notebook from its first cell to its last
+	$(BIN)/python -m pytest --nbmake -p no:xdist notebooks $(ARGS)
 
 check: setup-dev  ## lint, format, types, layers
 	$(BIN)/ruff check .

@@ -142,7 +142,8 @@ def test_every_preset_composes_and_names_a_command_in_its_first_line() -> None:
         assert "python train_ppo.py" in lines[0], file
         group, option = file.relative_to(REPOSITORY / "conf").parent, file.stem
         if str(group) != ".":
-            config(f"{group}={option}")
+            own = ["network._target_=my_module.Mine"] if option == "own" else []  # to be named
+            config(f"{group}={option}", *own)
 
 
 def test_env_presets_use_the_one_shape_of_an_env() -> None:

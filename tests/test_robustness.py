@@ -188,7 +188,7 @@ def test_settings_that_wandb_refuses_do_not_stop_a_run(
 
 
 def own_network(name: str) -> list[str]:
-    return [f"network._target_=own_parts.{name}", "~network.hidden_sizes", "~network.activation"]
+    return ["network=own", f"network._target_=own_parts.{name}"]
 
 
 @pytest.mark.parametrize(
