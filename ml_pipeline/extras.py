@@ -8,6 +8,7 @@ from types import ModuleType
 
 from ml_pipeline.errors import UserError
 
+_EXPORT = 'pip install -e ".[export]"'
 _ATARI = 'make atari (or: pip install -e ".[atari]")'
 
 # A word in an import error -> the command that brings the package.
@@ -21,6 +22,9 @@ INSTALL_COMMANDS = {
     "hydra_joblib_launcher": 'pip install -e ".[sweep]"',
     "hydra_submitit_launcher": 'pip install -e ".[sweep]"',
     "matplotlib": 'pip install -e ".[plots]"',
+    "onnx": _EXPORT,
+    "onnxruntime": _EXPORT,
+    "onnxscript": _EXPORT,
     "pygame": 'pip install "gymnasium[classic-control]"',
 }
 
