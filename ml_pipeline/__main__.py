@@ -1,9 +1,10 @@
-"""The door for what comes after training: ``python -m ml_pipeline evaluate | compare | runs``."""
+"""The door for what comes after training: evaluate, compare, runs, export, serve, play."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stop:
+        return getattr(stop, "exit_code", 130)  # 143 where SIGTERM was caught
     return 0
 
 
@@ -83,12 +84,55 @@ def _parser() -> argparse.ArgumentParser:
     )
     runs.add_argument("--yes", action="store_true", help="prune: do it, and do not only show it")
     runs.set_defaults(command=_runs)
+
+    export = commands.add_parser("export", help="write the policy of a run as one file")
+    export.add_argument("run", help="a run folder")
+    export.add_argument("--format", choices=("pt2", "onnx"), default="pt2", help="default: pt2")
+    export.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: policy.pt2 or policy.onnx in RUN"
+    )
+    export.add_argument(
+        "--checkpoint", choices=("best", "latest"), help="default: best where there is one"
+    )
+    export.set_defaults(command=_export)
+
+    serve = commands.add_parser("serve", help="answer observations over HTTP")
+    serve.add_argument("file", help="what export has written")
+    serve.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only")
+    serve.add_argument(
+        "--port",
+        type=partial(_whole_number, least=0, most=65_535),
+        default=8321,
+        help="default: 8321; 0: any that is free",
+    )
+    serve.add_argument(
+        "--max-batch",
+        type=partial(_whole_number, least=1),
+        default=64,
+        help="observations in one pass of the policy; default: 64",
+    )
+    serve.set_defaults(command=_serve)
+
+    play = commands.add_parser("play", help="play greedy episodes, one line each")
+    play.add_argument("policy", metavar="FILE_OR_RUN", help="what export has written, or a run")
+    play.add_argument(
+        "--episodes", type=partial(_whole_number, least=1), default=5, help="default: 5"
+    )
+    play.add_argument(
+        "--seed",
+        type=partial(_whole_number, least=0),
+        default=0,
+        help="of the first episode; default: 0",
+    )
+    play.add_argument("--render", choices=("human",), help="show it in a window")
+    play.set_defaults(command=_play)
     return parser
 
 
-def _whole_number(text: str, *, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text}")
+def _whole_number(text: str, *, least: int, most: int | None = None) -> int:
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        limit = f"at least {least}" if most is None else f"{least} to {most}"
+        raise argparse.ArgumentTypeError(f"must be a whole number of {limit}, got {text}")
     return int(text)
 
 
@@ -201,6 +245,80 @@ def _read_runs(paths: Sequence[str]) -> list[Any]:
 def _report_folder(env: str) -> Path:
     name = re.sub(r"[^\w.-]+", "-", env)
     return Path("runs") / "reports" / f"{name}_{datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+
+def _export(options: argparse.Namespace) -> None:
+    from ml_pipeline.build import load_agent, plain_config, torch_threads
+    from ml_pipeline.envs.factory import close_env
+    from ml_pipeline.runs.console import python_command
+    from ml_pipeline.runs.export import export_policy
+    from ml_pipeline.runs.run_folder import RunFolder
+
+    trained = load_agent(options.run, options.checkpoint)
+    run = RunFolder.open(options.run)
+    path = options.out or run.path / f"policy.{options.format}"
+    facts = {
+        "env_name": trained.env_name,
+        "env": plain_config(options.run)["env"],
+        "run": run.name,
+        "checkpoint": trained.checkpoint,
+        "env_steps": trained.env_steps,
+        "seed": trained.seed,
+        "commit": run.read_summary().get("git_commit"),  # of the code that trained it
+    }
+    with torch_threads(trained.agent.device):
+        policy, agreement = export_policy(
+            trained.agent, trained.env, path, file_format=options.format, facts=facts
+        )
+    close_env(trained.env)
+    print(
+        f"{trained.env_name}, checkpoint {trained.checkpoint} of env step {trained.env_steps:,}: "
+        f"{path} ({path.stat().st_size / 1e3:,.0f} kB)"
+    )
+    for kind, tensors in (("inputs", policy.inputs), ("outputs", policy.outputs)):
+        shown = (f"{k} {v.dtype} {['batch', *v.shape]}" for k, v in tensors.items())
+        print(f"{kind + ':':<9} {', '.join(shown).replace(chr(39), '')}")
+    ties = agreement.n_other_actions
+    told = f"in {ties} a tie fell to the other action" if ties else "actions equal"
+    print(
+        f"checked on {agreement.n_observations:,} observations: "
+        f"max difference {agreement.max_difference:.2g}, {told}"
+    )
+    for command in ("serve", "play"):
+        line = f"{python_command()} -m ml_pipeline {command} {shlex.quote(str(path))}"
+        print(f"{command + ':':<9} {line}")
+
+
+def _serve(options: argparse.Namespace) -> None:
+    from ml_pipeline.runs.exported import ExportedPolicy
+    from ml_pipeline.runs.serve import serve
+
+    policy = ExportedPolicy.load(options.file)
+    serve(policy, host=options.host, port=options.port, max_batch=options.max_batch)
+
+
+def _play(options: argparse.Namespace) -> None:
+    import torch
+
+    from ml_pipeline.build import load_policy, torch_threads
+    from ml_pipeline.envs.factory import close_env
+    from ml_pipeline.runs.evaluate import MAX_EPISODE_STEPS, evaluate
+
+    policy, env, name = load_policy(options.policy, render=options.render)
+    print(f"{name}, greedy actions")
+    returns = []
+    try:
+        with torch_threads(torch.device("cpu")):
+            for seed in range(options.seed, options.seed + options.episodes):
+                result = evaluate(policy, env, n_episodes=1, seed=seed, deterministic=True)
+                cut = f", cut at {MAX_EPISODE_STEPS:,} steps" if result.n_cut else ""
+                (episode,) = result.episodes
+                returns.append(episode.episode_return)
+                line = f"seed {seed}: return {returns[-1]:.1f}, length {episode.length}{cut}"
+                print(line, flush=True)
+    finally:
+        close_env(env)
+    print(f"mean return of {len(returns)}: {sum(returns) / len(returns):.1f}")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from threadpoolctl import threadpool_limits
 
 from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.agents.space_data import space_to_data
 from ml_pipeline.config import TrainConfig
 from ml_pipeline.device import resolve_device
 from ml_pipeline.envs.cores import available_cores
@@ -41,7 +42,7 @@ from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.envs.vec_env_choice import choose_mode, choose_n_envs
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import Callback, Logger, State
+from ml_pipeline.protocols import Callback, Logger, Policy, State
 from ml_pipeline.runs.checkpoint import (
     LATEST,
     CheckpointError,
@@ -51,6 +52,7 @@ from ml_pipeline.runs.checkpoint import (
 )
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.evaluate import batched
+from ml_pipeline.runs.exported import ExportedPolicy
 from ml_pipeline.runs.record import Record
 from ml_pipeline.runs.resuming import resume_episodes, save_latest, sweep_litter
 from ml_pipeline.runs.run_folder import RunFolder, write_text
@@ -249,6 +251,36 @@ def load_agent(
         agent.load_state_dict(state["agent"])
         env_steps = int(state["env_steps"])
     return TrainedAgent(agent, env, config.env.name, config.seed, checkpoint, env_steps)
+
+
+def load_policy(
+    path: Path | str, *, render: str | None = None
+) -> tuple[Policy, gym.Env[Any, Any], str]:
+    """The policy of an exported file or of a run, an env for it, and the env's name."""
+    if Path(path).is_dir():
+        trained = load_agent(path)
+        if render is None:
+            return trained.agent, trained.env, trained.env_name
+        close_env(trained.env)
+        return trained.agent, _shown_env(plain_config(path)["env"], render), trained.env_name
+    find_modules_in_cwd()
+    policy = ExportedPolicy.load(path)
+    env = _shown_env(policy.metadata["env"], render)
+    for own, wanted in (
+        (env.observation_space, policy.observation_space),
+        (env.action_space, policy.action_space),
+    ):
+        if space_to_data(own) != space_to_data(wanted):
+            close_env(env)
+            raise ConfigError(f"env {policy.env_name} has {own}, {path} was made for {wanted}")
+    return policy, env, policy.env_name
+
+
+def _shown_env(entry: dict[str, Any], render: str | None) -> gym.Env[Any, Any]:
+    """The env of a config's entry, with a window where ``render`` asks for one."""
+    if render is not None:
+        entry = {**entry, "kwargs": {**entry["kwargs"], "render_mode": render}}
+    return EnvFactory(**entry)()
 
 
 def plain_config(path: Path | str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from types import ModuleType
 
 from ml_pipeline.errors import UserError
 
+_EXPORT = 'pip install -e ".[export]"'
 _ATARI = 'make atari (or: pip install -e ".[atari]")'
 
 # A word in an import error -> the command that brings the package.
@@ -25,6 +26,9 @@ INSTALL_COMMANDS = {
     "moviepy": 'pip install -e ".[look]"',
     "tensorboard": 'pip install -e ".[look]"',
     "trackio": 'pip install -e ".[look]"',
+    "onnx": _EXPORT,
+    "onnxruntime": _EXPORT,
+    "onnxscript": _EXPORT,
     "pygame": 'pip install "gymnasium[classic-control]"',
 }
 

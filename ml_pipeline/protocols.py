@@ -63,8 +63,8 @@ class RolloutStats(NamedTuple):
     seconds: float
 
 
-class Agent(Protocol):
-    """All that evaluation, self-play and notebooks may assume of an agent."""
+class Policy(Protocol):
+    """All that playing takes."""
 
     def act_batch(
         self,
@@ -81,6 +81,10 @@ class Agent(Protocol):
 
     def mask_of(self, infos: Mapping[str, Any]) -> NDArray[np.bool_] | None:
         """The action mask in the infos of a reset or step; None where there is none to heed."""
+
+
+class Agent(Policy, Protocol):
+    """All that evaluation, self-play and notebooks may assume of an agent."""
 
     def state_dict(self) -> State: ...
 

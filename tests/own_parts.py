@@ -160,3 +160,31 @@ class OldApi(gym.Env[Any, Any]):
 
     def step(self, action):
         return self.observation_space.sample(), 0.0, False, {}
+
+
+class CountingCalls(nn.Module):
+    """Gives another answer each time it is asked; a graph would repeat the first for ever."""
+
+    def __init__(self, observation_space: gym.Space[Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(observation_space.shape[0], 4)
+        self.out_features = 4
+        self.n_calls = 0
+
+    def forward(self, obs: Tensor) -> Tensor:
+        self.n_calls += 1
+        return self.layer(obs) + self.n_calls
+
+
+class Deciding(CountingCalls):
+    """Looks at the numbers to choose its way, which no graph can."""
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.layer(obs) if float(obs.sum()) > 0 else -self.layer(obs)
+
+
+class ByLength(CountingCalls):
+    """Speaks of the batch as len(obs), which the faster way to export takes for a constant."""
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.layer(obs.reshape(len(obs), -1))

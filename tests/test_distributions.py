@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -229,3 +231,31 @@ def test_an_action_space_without_a_distribution_is_named(
 ) -> None:
     with pytest.raises(ActionSpaceError, match=words):
         action_distribution(space, 8, PPOConfig(**options))
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        Categorical(spaces.Discrete(3, start=-5)),
+        MultiCategorical(spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[0, 1], [2, 3]])),
+        MultiCategorical(spaces.MultiBinary((2, 2))),
+        DiagonalGaussian(spaces.Box(-1, 1, (2, 2), np.float32)),
+        DiagonalGaussian(spaces.Box(np.array([-np.inf, 0]), np.array([0, np.inf]))),
+        DiagonalGaussian(spaces.Box(-3, 3, (4,), np.int32)),
+        SquashedGaussian(spaces.Box(np.array([-1.0, 2.0]), np.array([3.0, 2.0]))),
+        StateDependentNoise(spaces.Box(-1, 1, (2,)), 3, log_std_init=0.0, every_steps=1),
+    ],
+    ids=lambda each: f"{type(each).__name__} {each.space}",
+)
+def test_to_env_is_the_same_in_torch(distribution: Any) -> None:
+    outputs = 4.0 * torch.randn(
+        50, distribution.n_outputs, generator=torch.Generator().manual_seed(1)
+    )
+    action = distribution.mode(outputs)
+
+    given = distribution.to_env_tensor(action).numpy()
+
+    expected = distribution.to_env(action.numpy())
+    assert given.shape == expected.shape
+    assert np.allclose(given, expected, rtol=1e-6)
+    assert given[0].astype(distribution.space.dtype) in distribution.space

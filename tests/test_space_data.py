@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from ml_pipeline.agents.space_data import space_to_data
+from ml_pipeline.agents.space_data import space_from_data, space_to_data, without_infinities
 
 
 class MyBox(spaces.Box):
@@ -40,6 +40,16 @@ def test_equal_spaces_and_no_others_have_equal_data(space: spaces.Space[Any]) ->
     assert json.loads(json.dumps(data)) == data  # plain
     assert len(json.dumps(data)) < 500  # and short, also for an image
     assert [each for each in SPACES if space_to_data(each) == data] == [space]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_a_space_comes_back_from_its_data_by_way_of_strict_json(space: spaces.Space[Any]) -> None:
+    text = json.dumps(without_infinities(space_to_data(space)), allow_nan=False)
+
+    back = space_from_data(json.loads(text))
+
+    assert space_to_data(back) == space_to_data(space)
+    assert isinstance(space, MyBox) or back == space
 
 
 def test_a_space_that_ppo_does_not_know_is_refused() -> None:

@@ -63,6 +63,10 @@ class Distribution(nn.Module, ABC):
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
         """Stored actions, [n_envs, *action_shape], as the envs take them."""
 
+    @abstractmethod
+    def to_env_tensor(self, action: Tensor) -> Tensor:
+        """``to_env`` in torch, for a graph that leaves this house; whole numbers are int64."""
+
     def leaves_a_choice(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """[n_envs, mask_size] -> [n_envs]: whether every choice has something to choose."""
         return np.asarray(mask.any(axis=1))
@@ -94,6 +98,9 @@ class Categorical(Distribution):
         return log_prob, -(log_probs.exp() * log_probs).sum(dim=-1)
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
+        return action + self._start
+
+    def to_env_tensor(self, action: Tensor) -> Tensor:
         return action + self._start
 
 
@@ -141,6 +148,10 @@ class MultiCategorical(Distribution):
         shaped = (action + self._start).reshape(len(action), *(self.space.shape or ()))
         return shaped.astype(self.space.dtype)
 
+    def to_env_tensor(self, action: Tensor) -> Tensor:
+        start = torch.tensor(self._start.tolist())
+        return (action + start).reshape(action.shape[0], *(self.space.shape or ()))
+
     def leaves_a_choice(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         return np.asarray(np.logical_or.reduceat(mask, self._first, axis=1).all(axis=1))
 
@@ -178,6 +189,17 @@ class DiagonalGaussian(Distribution):
             clipped = np.rint(clipped)
         return clipped.astype(self.space.dtype)
 
+    def to_env_tensor(self, action: Tensor) -> Tensor:
+        # As NumPy clips: in the wider of the two types.
+        low, high = (
+            torch.tensor(bound.tolist(), dtype=torch.float64)
+            for bound in (self.space.low, self.space.high)
+        )
+        clipped = action.double().reshape(action.shape[0], *self.space.shape).clamp(low, high)
+        if np.issubdtype(self.space.dtype, np.integer):
+            return clipped.round().long()
+        return clipped if self.space.dtype == np.float64 else clipped.float()
+
 
 class SquashedGaussian(DiagonalGaussian):
     """A Gaussian bent into the bounds of the Box by tanh; actions are stored before the bend."""
@@ -212,6 +234,12 @@ class SquashedGaussian(DiagonalGaussian):
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
         return super().to_env(self._low + self._half * (np.tanh(action) + 1.0))
 
+    def to_env_tensor(self, action: Tensor) -> Tensor:
+        low, half = (
+            torch.tensor(each.tolist(), dtype=torch.float64) for each in (self._low, self._half)
+        )
+        return super().to_env_tensor(low + half * (action.tanh() + 1.0))
+
 
 class StateDependentNoise(Distribution):
     """gSDE: the noise is a linear function of the features that is kept for several steps.
@@ -230,6 +258,7 @@ class StateDependentNoise(Distribution):
         self.log_std = nn.Parameter(torch.full((n_features, self.n_outputs), log_std_init))
         self._every_steps = every_steps
         self._to_env = DiagonalGaussian(space).to_env
+        self._to_env_tensor = DiagonalGaussian(space).to_env_tensor
 
     def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
         n_draws = 1 + self.noise_row(n_steps - 1)
@@ -256,6 +285,9 @@ class StateDependentNoise(Distribution):
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
         return self._to_env(action)
+
+    def to_env_tensor(self, action: Tensor) -> Tensor:
+        return self._to_env_tensor(action)
 
     def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         # Detached: the features are to serve the mean, not to make noise.

@@ -58,7 +58,8 @@ class MLP(nn.Module):
 
     def forward(self, obs: Obs) -> Tensor:
         leaves = [obs] if isinstance(obs, Tensor) else list(obs.values())
-        flat = [leaf.reshape(len(leaf), -1) for leaf in leaves]
+        # Not len(leaf), which would tie an exported graph to one size of batch.
+        flat = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
         features: Tensor = self.layers(flat[0] if len(flat) == 1 else torch.cat(flat, dim=1))
         return features
 

@@ -75,6 +75,11 @@ class ObservationReader:
                 name: np.asarray(reduce(getitem, path, obs), dtype=self.dtypes[name])
                 for name, path in self._paths.items()
             }
+        self.check_bounds(leaves)
+        return leaves
+
+    def check_bounds(self, leaves: dict[str, NDArray[Any]]) -> None:
+        """Refuse what has no place in a one-hot vector."""
         for name, (low, high) in self._bounds.items():
             outside = (leaves[name] < low) | (leaves[name] >= high)
             if outside.any():
@@ -84,7 +89,6 @@ class ObservationReader:
                     f"an observation{which} holds {value}, which is outside of {self.leaves[name]}",
                     index,
                 )
-        return leaves
 
     def to_tensors(self, leaves: dict[str, NDArray[Any]], device: torch.device) -> Obs:
         """What ``read`` gave, on the device; on the CPU the memory is shared."""

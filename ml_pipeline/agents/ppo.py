@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ml_pipeline.agents.adam import FlatAdam
-from ml_pipeline.agents.distributions import FORBIDDEN, ActionSpaceError, action_distribution
+from ml_pipeline.agents.distributions import (
+    FORBIDDEN,
+    ActionSpaceError,
+    Distribution,
+    action_distribution,
+)
 from ml_pipeline.agents.mlp_by_hand import MLPByHand
 from ml_pipeline.agents.networks import init_orthogonal, out_features
 from ml_pipeline.agents.observations import (
@@ -160,21 +165,21 @@ class PPOAgent:
         """``by_hand``: let ``MLPByHand`` do the arithmetic where it can; False is for tests."""
         self.config = config
         self.device = device
-        self._spaces = {"observation_space": observation_space, "action_space": action_space}
+        self.spaces = {"observation_space": observation_space, "action_space": action_space}
         self.reader = ObservationReader(observation_space)
-        self._mask_leaf = self._find_mask_leaf()
+        self.mask_leaf = self._find_mask_leaf()
         generator = torch.Generator().manual_seed(stream_seed(seed, "weights"))
         self.model = ActorCritic(
             self.reader,
             action_space,
             build_network,
             config,
-            mask_leaf=self._mask_leaf,
+            mask_leaf=self.mask_leaf,
             generator=generator,
         )
         self.model.to(device).eval()  # but for a gradient: a user's network may have a Dropout
         self.distribution = self.model.distribution
-        self.is_masked = self._mask_leaf is not None or config.action_mask == "info"
+        self.is_masked = self.mask_leaf is not None or config.action_mask == "info"
         self._check_mask_size()
         self.state_size = sum(self.model.state_sizes)  # 0: no memory
         self.adam = FlatAdam(self.model, eps=config.adam_eps, max_grad_norm=config.max_grad_norm)
@@ -204,8 +209,8 @@ class PPOAgent:
         if not self.is_masked:
             return None
         mask: NDArray[np.bool_]
-        if self._mask_leaf is not None:
-            mask = leaves[self._mask_leaf] != 0
+        if self.mask_leaf is not None:
+            mask = leaves[self.mask_leaf] != 0
         else:
             found = self.mask_of(infos or {})
             if found is None:
@@ -214,29 +219,11 @@ class PPOAgent:
                     "one with every reset and step, and vec_env.infos must be all"
                 )
             mask = found
-        return self._checked(mask)
-
-    def _checked(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        size = self.distribution.mask_size
-        if mask.shape != (len(mask), size):
-            raise MaskError(f"an action mask must hold {size} numbers, got shape {mask.shape[1:]}")
-        stuck = np.flatnonzero(~self.distribution.leaves_a_choice(mask))
-        if len(stuck):
-            raise MaskError(f"the action mask of env {stuck[0]} allows no action: {mask[stuck[0]]}")
-        return mask
+        return checked_mask(mask, self.distribution)
 
     def mask_of(self, infos: Mapping[str, Any]) -> NDArray[np.bool_] | None:
         """The masks in a vector env's infos, [n_envs, n]."""
-        if self.config.action_mask != "info" or _MASK_KEY not in infos:
-            return None
-        missing = np.flatnonzero(~np.asarray(infos.get(f"_{_MASK_KEY}", True)))
-        if len(missing):
-            raise MaskError(f"the infos of env {missing[0]} hold no action_mask in this step")
-        given = infos[_MASK_KEY]
-        if not isinstance(given, np.ndarray) or given.dtype == object:
-            # One per choice of a MultiDiscrete space, as Gymnasium's own sample() takes them.
-            given = np.stack([np.concatenate([np.ravel(part) for part in row]) for row in given])
-        return np.asarray(given, dtype=bool)
+        return masks_in(infos) if self.config.action_mask == "info" else None
 
     def _find_mask_leaf(self) -> str | None:
         wanted, leaves = self.config.action_mask, self.reader.leaves
@@ -256,11 +243,11 @@ class PPOAgent:
             raise ActionSpaceError(
                 f"actions of {self.distribution.space} cannot be masked; agent.action_mask=none"
             )
-        if self._mask_leaf is not None:
-            shape = self.reader.shapes[self._mask_leaf]
+        if self.mask_leaf is not None:
+            shape = self.reader.shapes[self.mask_leaf]
             if shape != (self.distribution.mask_size,):
                 raise MaskError(
-                    f"the action mask {self._mask_leaf!r} of the observation has shape {shape}, "
+                    f"the action mask {self.mask_leaf!r} of the observation has shape {shape}, "
                     f"the actions want ({self.distribution.mask_size},)"
                 )
 
@@ -326,15 +313,32 @@ class PPOAgent:
     ) -> NDArray[np.generic]:
         """[n_envs, *obs] -> [n_envs, *act], fit for ``env.step``; ``memory`` goes on in place."""
         leaves = self.reader.read(obs)
+        outputs = self.outputs_of(leaves, action_mask=action_mask, memory=memory)
+        if deterministic:
+            action = self.distribution.mode(outputs)
+        else:
+            noise = self.distribution.draw_noise(1, len(outputs), self._act_generator)[0]
+            action = self.distribution.sample(outputs, noise.to(self.device))
+        return self.to_env_action(action)
+
+    @torch.no_grad()
+    def outputs_of(
+        self,
+        leaves: dict[str, NDArray[Any]],
+        *,
+        action_mask: NDArray[np.bool_] | None = None,
+        memory: Tensor | None = None,
+    ) -> Tensor:
+        """What the distribution of actions is made of, [n_envs, ...]; ``memory`` as above."""
         n_envs = len(next(iter(leaves.values())))
         if self.state_size and memory is None:
             raise ValueError("this policy has a memory; pass memory=agent.new_memory(n_envs)")
-        if self._mask_leaf is not None:
+        if self.mask_leaf is not None:
             action_mask = self.mask_in(leaves, None)
         elif self.is_masked:
             if action_mask is None:
                 raise MaskError("this policy wants masks; pass action_mask=agent.mask_of(infos)")
-            action_mask = self._checked(action_mask)
+            action_mask = checked_mask(action_mask, self.distribution)
         start = (
             torch.zeros(n_envs, dtype=torch.bool, device=self.device) if self.state_size else None
         )
@@ -342,12 +346,7 @@ class PPOAgent:
         outputs, state = self._outputs_of_one_step(inputs)
         if memory is not None and state is not None:
             memory.copy_(state)
-        if deterministic:
-            action = self.distribution.mode(outputs)
-        else:
-            noise = self.distribution.draw_noise(1, n_envs, self._act_generator)[0]
-            action = self.distribution.sample(outputs, noise.to(self.device))
-        return self.to_env_action(action)
+        return outputs
 
     def new_memory(self, n_envs: int) -> Tensor | None:
         """The memory of a policy that has one, at the beginning of ``n_envs`` episodes."""
@@ -412,7 +411,7 @@ class PPOAgent:
             self.model.preprocess.learn_moments(map_obs(lambda leaf: leaf.flatten(0, 1), obs))
 
     def state_dict(self) -> State:
-        spaces = {name: space_to_data(space) for name, space in self._spaces.items()}
+        spaces = {name: space_to_data(space) for name, space in self.spaces.items()}
         return {
             "spaces": spaces,
             "model": self.model.state_dict(),
@@ -421,13 +420,38 @@ class PPOAgent:
         }
 
     def load_state_dict(self, state: State) -> None:
-        for name, space in self._spaces.items():
+        for name, space in self.spaces.items():
             saved, own = state["spaces"][name], space_to_data(space)
             if saved != own:
                 raise ValueError(f"{name} was {saved}, and is {own}")
         self.model.load_state_dict(state["model"])
         self.adam.load_state_dict(state["adam"])
         self._act_generator.set_state(state["act_generator"])
+
+
+def masks_in(infos: Mapping[str, Any]) -> NDArray[np.bool_] | None:
+    """The action masks in a vector env's infos, [n_envs, n]; None where there are none."""
+    if _MASK_KEY not in infos:
+        return None
+    missing = np.flatnonzero(~np.asarray(infos.get(f"_{_MASK_KEY}", True)))
+    if len(missing):
+        raise MaskError(f"the infos of env {missing[0]} hold no action_mask in this step")
+    given = infos[_MASK_KEY]
+    if not isinstance(given, np.ndarray) or given.dtype == object:
+        # One per choice of a MultiDiscrete space, as Gymnasium's own sample() takes them.
+        given = np.stack([np.concatenate([np.ravel(part) for part in row]) for row in given])
+    return np.asarray(given, dtype=bool)
+
+
+def checked_mask(mask: NDArray[np.bool_], distribution: Distribution) -> NDArray[np.bool_]:
+    """The mask, if it has the right size and leaves every env an action."""
+    size = distribution.mask_size
+    if mask.shape != (len(mask), size):
+        raise MaskError(f"an action mask must hold {size} numbers, got shape {mask.shape[1:]}")
+    stuck = np.flatnonzero(~distribution.leaves_a_choice(mask))
+    if len(stuck):
+        raise MaskError(f"the action mask of env {stuck[0]} allows no action: {mask[stuck[0]]}")
+    return mask
 
 
 def normalised(advantage: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
-"""Spaces as plain data, as a checkpoint keeps them."""
+"""Spaces as plain data, as a checkpoint and an exported policy keep them."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
@@ -28,6 +30,39 @@ def space_to_data(space: gym.Space[Any]) -> State:
     if isinstance(space, spaces.Tuple):
         return {"kind": "Tuple", "parts": [space_to_data(part) for part in space]}
     raise TypeError(f"{space} is no space that PPO supports")
+
+
+def space_from_data(data: State) -> gym.Space[Any]:
+    """The space that ``space_to_data`` was given; also from what ``without_infinities`` made."""
+    kind = data["kind"]
+    if kind == "Box":
+        shape, dtype = tuple(data["shape"]), np.dtype(data["dtype"])
+        low, high = (
+            np.broadcast_to(np.asarray(data[bound], dtype=dtype), shape)
+            for bound in ("low", "high")
+        )
+        return spaces.Box(low, high, shape, dtype.type)
+    if kind == "Discrete":
+        return spaces.Discrete(data["n"], start=data["start"])
+    if kind == "MultiDiscrete":
+        return spaces.MultiDiscrete(data["nvec"], start=data["start"])
+    if kind == "MultiBinary":
+        shape = data["shape"]
+        return spaces.MultiBinary(shape[0] if len(shape) == 1 else shape)
+    if kind == "Dict":
+        return spaces.Dict({name: space_from_data(part) for name, part in data["parts"].items()})
+    if kind == "Tuple":
+        return spaces.Tuple([space_from_data(part) for part in data["parts"]])
+    raise ValueError(f"{kind!r} is no kind of space that PPO supports")
+
+
+def without_infinities(data: Any) -> Any:
+    """Plain data with "inf" and "-inf" for the infinities, which JSON does not know."""
+    if isinstance(data, dict):
+        return {name: without_infinities(part) for name, part in data.items()}
+    if isinstance(data, list):
+        return [without_infinities(part) for part in data]
+    return str(data) if isinstance(data, float) and math.isinf(data) else data
 
 
 def _short(bound: NDArray[Any]) -> Any:

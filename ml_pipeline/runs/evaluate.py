@@ -1,4 +1,4 @@
-"""Evaluation: whole episodes of an agent in a single env, with seeds that training never sees."""
+"""Evaluation: whole episodes of a policy in a single env, with seeds that training never sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from ml_pipeline.envs.episode_stats import counts_episodes
-from ml_pipeline.protocols import Agent, Episode
+from ml_pipeline.protocols import Episode, Policy
 
 # An env without a time limit may never end the episode of a good policy, or of a stuck one.
 # Longer than any usual limit: Atari's is 27,000 steps of 4 frames.
@@ -48,7 +48,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    agent: Agent,
+    agent: Policy,
     env: gym.Env[Any, Any],
     *,
     n_episodes: int,
