@@ -1,4 +1,4 @@
-"""The door for what comes after training: evaluate, compare, runs, export, serve, play."""
+"""The door beside training: evaluate, compare, runs, export, serve, play, study."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ml_pipeline.errors import UserError
+from ml_pipeline.extras import import_extra
 
 STATUSES = ("running", "finished", "interrupted", "failed", "died", "unknown")
 
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m ml_pipeline", description="Look at what train_ppo.py has trained."
+        prog="python -m ml_pipeline",
+        description="Look at what train_ppo.py has trained; search for good settings.",
     )
     commands = parser.add_subparsers(title="commands", required=True)
 
@@ -126,7 +128,61 @@ def _parser() -> argparse.ArgumentParser:
     )
     play.add_argument("--render", choices=("human",), help="show it in a window")
     play.set_defaults(command=_play)
+
+    study = commands.add_parser("study", help="search for good hyperparameters")
+    _add_study_commands(
+        study.add_subparsers(
+            title="commands", required=True, metavar="start | status | dashboard | best"
+        )
+    )
     return parser
+
+
+def _add_study_commands(commands: Any) -> None:
+    start = commands.add_parser("start", help="begin a study, join it, or go on with it")
+    start.add_argument("name", help="of the study: studies/NAME/")
+    start.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="of every trial, as for train_ppo.py; n_trials=, n_jobs= and space= are the study's",
+    )
+    start.set_defaults(command=_study_start)
+
+    status = commands.add_parser("status", help="trials, best values, trials an hour, ETA")
+    status.add_argument("name", nargs="?", help="default: a line for each study")
+    status.set_defaults(command=_study_status)
+
+    dashboard = commands.add_parser("dashboard", help="look at a study in a browser")
+    dashboard.add_argument("name")
+    dashboard.add_argument(
+        "--port", type=partial(_whole_number, least=1), default=8080, help="default: 8080"
+    )
+    dashboard.set_defaults(command=_study_dashboard)
+
+    best = commands.add_parser("best", help="write conf/experiment/best_NAME.yaml")
+    best.add_argument("name")
+    best.add_argument(
+        "--deploy", type=Path, metavar="DIR", help="keep the best policy there, if it is better"
+    )
+    best.add_argument(
+        "--episodes",
+        type=partial(_whole_number, least=1),
+        default=100,
+        help="that decide whether it is better; default: 100",
+    )
+    best.add_argument(
+        "--seed",
+        type=partial(_whole_number, least=0),
+        help="of the first of them; default: a new one each time",
+    )
+    best.set_defaults(command=_study_best)
+
+    work = commands.add_parser("work")  # what start starts
+    work.add_argument("name")
+    work.add_argument("--first", type=int, required=True)
+    work.add_argument("--parent", type=int, required=True)
+    work.set_defaults(command=_study_work)
 
 
 def _whole_number(text: str, *, least: int, most: int | None = None) -> int:
@@ -319,6 +375,40 @@ def _play(options: argparse.Namespace) -> None:
     finally:
         close_env(env)
     print(f"mean return of {len(returns)}: {sum(returns) / len(returns):.1f}")
+
+
+def _study_start(options: argparse.Namespace) -> None:
+    import_extra("optuna", needed_by="study")
+    from ml_pipeline.study.start import start
+
+    start(options.name, options.overrides)
+
+
+def _study_work(options: argparse.Namespace) -> None:
+    from ml_pipeline.study.trials import work
+
+    work(options.name, first=options.first, parent=options.parent)
+
+
+def _study_status(options: argparse.Namespace) -> None:
+    import_extra("optuna", needed_by="study")
+    from ml_pipeline.study.report import print_status
+
+    print_status(options.name)
+
+
+def _study_dashboard(options: argparse.Namespace) -> None:
+    import_extra("optuna", needed_by="study")
+    from ml_pipeline.study.dashboard import show
+
+    show(options.name, port=options.port)
+
+
+def _study_best(options: argparse.Namespace) -> None:
+    import_extra("optuna", needed_by="study")
+    from ml_pipeline.study.best import write_best
+
+    write_best(options.name, deploy=options.deploy, n_episodes=options.episodes, seed=options.seed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """From a composed config to the objects of a run, one short function per object; then the run.
 
-This is the door's inner side: the only module under ``ml_pipeline``, besides ``__main__``, that
-knows Hydra and OmegaConf. ``train(overrides)`` is the same door for notebooks.
+This is the door's inner side: with ``__main__``, ``study`` and ``sweeps`` all that knows Hydra and
+OmegaConf under ``ml_pipeline``. ``train(overrides)`` is the same door for notebooks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -116,9 +116,14 @@ class TrainedAgent(NamedTuple):
     env_steps: int
 
 
-def train(overrides: Sequence[str] = ()) -> RunResult:
-    """Train as ``python train_ppo.py`` does: ``train(["env=cartpole", "n_envs=4"])``."""
-    return run(compose_config(overrides), overrides)
+def train(
+    overrides: Sequence[str] = (), *, callbacks: Mapping[str, Callback] | None = None
+) -> RunResult:
+    """Train as ``python train_ppo.py`` does: ``train(["env=cartpole", "n_envs=4"])``.
+
+    ``callbacks`` are more than the config names, and hear of everything after those.
+    """
+    return run(compose_config(overrides), overrides, callbacks=callbacks)
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
@@ -134,8 +139,18 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
         GlobalHydra.instance().hydra = callers
 
 
-def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) -> RunResult:
-    """One run from a composed config; ``overrides`` is what the command line named."""
+def run(
+    cfg: DictConfig,
+    overrides: Sequence[str],
+    *,
+    sweep: str | None = None,
+    callbacks: Mapping[str, Callback] | None = None,
+    folder: RunFolder | None = None,
+) -> RunResult:
+    """One run from a composed config; ``overrides`` is what the command line named.
+
+    ``folder`` is where a run that begins is kept; None: a new one under ``RUN_ROOT``.
+    """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError(
             "a worker has imported the script that starts it, which would start another run; put "
@@ -147,7 +162,7 @@ def run(cfg: DictConfig, overrides: Sequence[str], *, sweep: str | None = None) 
             # Locked before anything is read: another process may be about to save.
             stack.enter_context(RunFolder.open(str(cfg.resume)).locked())
             cfg = resumed_config(cfg, overrides)
-        plan = make_plan(checked_config(cfg))
+        plan = make_plan(checked_config(cfg), callbacks=callbacks, folder=folder)
         stack.callback(close_env, plan.first_env)
         stack.enter_context(torch_threads(plan.device))
         signals = stack.enter_context(StopSignals(on_wait=_say_stopping))
@@ -345,9 +360,14 @@ def stored_config(run_folder: RunFolder) -> DictConfig:
     return merged
 
 
-def make_plan(config: TrainConfig) -> RunPlan:
+def make_plan(
+    config: TrainConfig,
+    *,
+    callbacks: Mapping[str, Callback] | None = None,
+    folder: RunFolder | None = None,
+) -> RunPlan:
     """Find every mistake that can be found before a run folder or a worker exists."""
-    run_folder, state = RunFolder.unused(RUN_ROOT, config.env.name), None
+    run_folder, state = folder or RunFolder.unused(RUN_ROOT, config.env.name), None
     if config.resume is not None:
         if config.n_envs == "auto":
             raise ConfigError("n_envs=auto cannot be combined with resume=; give a number")
@@ -363,7 +383,11 @@ def make_plan(config: TrainConfig) -> RunPlan:
     device = resolve_device(config.device)
     seed_global_generators(config.seed)
     make_env = build_env_factory(config)
-    callbacks = build_callbacks(config, run_folder, make_env)
+    all_callbacks = build_callbacks(config, run_folder, make_env)
+    for name, callback in (callbacks or {}).items():
+        if name in all_callbacks:
+            raise ConfigError(f"callbacks.{name} is named by the config and given; rename one")
+        all_callbacks[name] = callback
     first_env = make_env()
     obs, info, step_info = try_env(first_env, config.env.name, mask_key=mask_key(config))
     config = with_mask_source(config, first_env, info, step_info)
@@ -384,7 +408,7 @@ def make_plan(config: TrainConfig) -> RunPlan:
         first_env,
         agent,
         run_folder,
-        callbacks,
+        all_callbacks,
         state,
         remark,
         no_snapshot=why_no_snapshot(first_env, make_env, mask_key=mask_key(config)),

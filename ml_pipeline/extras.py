@@ -21,6 +21,8 @@ INSTALL_COMMANDS = {
     "opencv": _ATARI,
     "hydra_joblib_launcher": 'pip install -e ".[sweep]"',
     "hydra_submitit_launcher": 'pip install -e ".[sweep]"',
+    "optuna": 'pip install -e ".[study]"',
+    "optuna_dashboard": 'pip install -e ".[study]"',
     "matplotlib": 'pip install -e ".[plots]"',
     "plotly": 'pip install -e ".[plots]"',
     "moviepy": 'pip install -e ".[look]"',
