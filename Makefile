@@ -27,10 +27,10 @@ train: setup  ## train; make train ARGS="env=acrobot n_envs=8 seed=3"
 	$(BIN)/python train_ppo.py $(ARGS)
 
 test: setup-dev  ## the fast tests
-	$(BIN)/python -m pytest -n auto -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not gpu" $(ARGS)
 
 test-all: setup-dev  ## every test that this machine can run
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
 
 notebooks: setup-dev  ## execute every notebook from its first cell to its last
 	$(BIN)/python -m pytest --nbmake -p no:xdist notebooks $(ARGS)

@@ -304,29 +304,12 @@ def _report_folder(env: str) -> Path:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from ml_pipeline.build import load_agent, plain_config, torch_threads
-    from ml_pipeline.envs.factory import close_env
+    from ml_pipeline.build import export_run
     from ml_pipeline.runs.console import python_command
-    from ml_pipeline.runs.export import export_policy
-    from ml_pipeline.runs.run_folder import RunFolder
 
-    trained = load_agent(options.run, options.checkpoint)
-    run = RunFolder.open(options.run)
-    path = options.out or run.path / f"policy.{options.format}"
-    facts = {
-        "env_name": trained.env_name,
-        "env": plain_config(options.run)["env"],
-        "run": run.name,
-        "checkpoint": trained.checkpoint,
-        "env_steps": trained.env_steps,
-        "seed": trained.seed,
-        "commit": run.read_summary().get("git_commit"),  # of the code that trained it
-    }
-    with torch_threads(trained.agent.device):
-        policy, agreement = export_policy(
-            trained.agent, trained.env, path, file_format=options.format, facts=facts
-        )
-    close_env(trained.env)
+    trained, path, policy, agreement = export_run(
+        options.run, options.out, file_format=options.format, checkpoint=options.checkpoint
+    )
     print(
         f"{trained.env_name}, checkpoint {trained.checkpoint} of env step {trained.env_steps:,}: "
         f"{path} ({path.stat().st_size / 1e3:,.0f} kB)"

@@ -52,6 +52,7 @@ from ml_pipeline.runs.checkpoint import (
 )
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.evaluate import batched
+from ml_pipeline.runs.export import Agreement, export_policy
 from ml_pipeline.runs.exported import ExportedPolicy
 from ml_pipeline.runs.record import Record
 from ml_pipeline.runs.resuming import resume_episodes, save_latest, sweep_litter
@@ -273,14 +274,12 @@ def load_policy(
 ) -> tuple[Policy, gym.Env[Any, Any], str]:
     """The policy of an exported file or of a run, an env for it, and the env's name."""
     if Path(path).is_dir():
-        trained = load_agent(path)
-        if render is None:
-            return trained.agent, trained.env, trained.env_name
-        close_env(trained.env)
-        return trained.agent, _shown_env(plain_config(path)["env"], render), trained.env_name
+        trained = load_agent(path, render_mode=render)
+        return trained.agent, trained.env, trained.env_name
     find_modules_in_cwd()
     policy = ExportedPolicy.load(path)
-    env = _shown_env(policy.metadata["env"], render)
+    make_env = EnvFactory(**policy.metadata["env"])
+    env = make_env() if render is None else make_env.rendering(render)()
     for own, wanted in (
         (env.observation_space, policy.observation_space),
         (env.action_space, policy.action_space),
@@ -291,11 +290,29 @@ def load_policy(
     return policy, env, policy.env_name
 
 
-def _shown_env(entry: dict[str, Any], render: str | None) -> gym.Env[Any, Any]:
-    """The env of a config's entry, with a window where ``render`` asks for one."""
-    if render is not None:
-        entry = {**entry, "kwargs": {**entry["kwargs"], "render_mode": render}}
-    return EnvFactory(**entry)()
+def export_run(
+    path: Path | str, out: Path | None, *, file_format: str, checkpoint: str | None = None
+) -> tuple[TrainedAgent, Path, ExportedPolicy, Agreement]:
+    """Write the policy of a run as one file, ``out`` or policy.<format> in its folder."""
+    trained, run = load_agent(path, checkpoint), RunFolder.open(path)
+    out = out or run.path / f"policy.{file_format}"
+    facts = {
+        "env_name": trained.env_name,
+        "env": plain_config(path)["env"],
+        "run": run.name,
+        "checkpoint": trained.checkpoint,
+        "env_steps": trained.env_steps,
+        "seed": trained.seed,
+        "commit": run.read_summary().get("git_commit"),  # of the code that trained it
+    }
+    try:
+        with torch_threads(trained.agent.device):
+            policy, agreement = export_policy(
+                trained.agent, trained.env, out, file_format=file_format, facts=facts
+            )
+    finally:
+        close_env(trained.env)
+    return trained, out, policy, agreement
 
 
 def plain_config(path: Path | str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from ml_pipeline.runs.evaluate import evaluate
 from ml_pipeline.runs.export import _leaf_names
 from ml_pipeline.runs.exported import ExportedPolicy, PolicyFileError
 
+pytestmark = pytest.mark.xdist_group("export")  # its fixtures are made once
+
 SMALL_CNN = "{channels: [4], kernels: [3], strides: [1], hidden_size: 8}"
 
 # What is trained -> the inputs and the shape of the action that the file must have.

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import csv
 import http.server
+import os
+import signal
 import socket
+import subprocess
 import threading
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import pytest
 import wandb
-from conftest import Door, only_run, read_rows, small, wait_until
+from conftest import Door, door_command, only_run, read_rows, small, wait_until
 
 from ml_pipeline.build import train
 from ml_pipeline.runs.loggers import CsvLogger, WandbLogger, has_wandb_key
@@ -147,6 +153,37 @@ class NotFound(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Keep the test's output clean."""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for the process in /proc")
+def test_a_wandb_process_that_dies_stops_nothing_and_loses_no_row(here: Path) -> None:
+    settings = [*small(total_steps=6_400), "logger=wandb", "logger.wandb.mode=offline"]
+    settings += ["callbacks.media.every_steps=320", "vec_env=serial"]
+    command = door_command(*settings)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=here, text=True, **pipes)
+    service = partial(children_named, process.pid, "wandb-core")
+    wait_until(lambda: bool(service()) and bool(list(here.glob("runs/*/*/metrics.csv"))), 60)
+
+    for pid in service():
+        os.kill(pid, signal.SIGKILL)
+    stdout, stderr = process.communicate(timeout=60)
+
+    assert process.returncode == 0, stderr
+    assert "Traceback" not in stdout + stderr
+    assert "W&B " in stdout
+    assert len(read_rows(only_run(here))) == 200
+
+
+def children_named(parent: int, name: str) -> list[int]:
+    """Processes below ``parent`` with ``name`` in their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().decode(errors="replace")
+            if name in words and f"--pid\0{parent}\0" in words:
+                found.append(int(folder.name))
+    return found
 
 
 def test_a_key_is_found_in_the_environment_and_in_netrc(

@@ -369,11 +369,13 @@ def test_a_resumed_run_keeps_its_folder_and_its_wandb_id(here: Path) -> None:
     result = train(settings)
     resumed = train([f"resume={result.run_dir}", "total_steps=128"])
 
-    files = list(result.run_dir.glob("wandb/offline-run-*/run-*.wandb"))
-    ids = [path.stem.removeprefix("run-") for path in files]
+    def ids() -> list[str]:
+        files = result.run_dir.glob("wandb/offline-run-*/run-*.wandb")
+        return [path.stem.removeprefix("run-") for path in files]
+
     assert resumed.run_dir == result.run_dir
-    assert len(ids) == 2
-    assert set(ids) == {result.run_dir.name}
+    wait_until(lambda: len(ids()) == 2, 20)  # W&B's own process writes them
+    assert set(ids()) == {result.run_dir.name}
 
 
 N_KILLS = int(os.environ.get("KILLS", "12"))  # KILLS=100 for the promised two hundred in all

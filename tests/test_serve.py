@@ -25,6 +25,8 @@ from ml_pipeline.build import load_agent, train
 from ml_pipeline.runs.exported import Arrays, ExportedPolicy
 from ml_pipeline.runs.serve import MAX_BODY_BYTES, Batcher, PolicyServer, Query
 
+pytestmark = pytest.mark.xdist_group("serve")  # its fixtures are made once
+
 OBS = [0.1, -0.2, 0.3, -0.4]
 
 POLICIES = {

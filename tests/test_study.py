@@ -26,6 +26,8 @@ from conftest import (
     wait_until_gone,
 )
 
+pytestmark = pytest.mark.xdist_group("study")  # its fixtures are made once
+
 optuna = pytest.importorskip("optuna", reason="needs the extra: pip install -e '.[study]'")
 
 from optuna.trial import FrozenTrial, TrialState  # noqa: E402
@@ -33,6 +35,7 @@ from optuna.trial import FrozenTrial, TrialState  # noqa: E402
 from ml_pipeline.__main__ import main  # noqa: E402
 from ml_pipeline.build import ConfigError, plain_config, train  # noqa: E402
 from ml_pipeline.callbacks.pruning import Pruning  # noqa: E402
+from ml_pipeline.runs.exported import ExportedPolicy  # noqa: E402
 from ml_pipeline.runs.loggers import read_metrics  # noqa: E402
 from ml_pipeline.runs.run_folder import RunFolder  # noqa: E402
 from ml_pipeline.study import best  # noqa: E402
@@ -368,6 +371,7 @@ def test_a_policy_is_deployed_only_if_it_is_better_on_new_episodes(
 
     best._deploy(beginner, target, {"trial": 1}, 5, 100)
     first = deployed(target)
+    assert ExportedPolicy.load(target / "policy.pt2").metadata["run"]
     best._deploy(trained, target, {"trial": 2}, 5, 100)
     second = deployed(target)
     best._deploy(beginner, target, {"trial": 3}, 5, None)

@@ -66,6 +66,7 @@ def local_sweep(here: Path) -> Any:
     process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_sweep_saves_every_job_and_begins_no_other(
     local_sweep: Any, here: Path, number: int, code: int
@@ -84,6 +85,7 @@ def test_a_stopped_sweep_saves_every_job_and_begins_no_other(
     wait_until_gone([job.pid for job in jobs])
 
 
+@pytest.mark.slow
 def test_jobs_end_with_the_sweep_that_was_killed(local_sweep: Any) -> None:
     process, jobs = local_sweep
 

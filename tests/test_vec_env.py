@@ -341,18 +341,6 @@ def test_an_env_that_is_never_closed_leaves_no_process() -> None:
     assert not [process for process in multiprocessing.active_children() if process.pid in pids]
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
-def test_workers_ignore_ctrl_c(start_method: Any) -> None:
-    env = ParallelEnv([WorkerModules] * 2, start_method=start_method, n_workers=2)
-    env.reset(seed=1)
-    for pid in env.worker_pids:
-        os.kill(pid, signal.SIGINT)
-
-    assert env.call("signal_is_ignored") == (True, True)
-    assert env.step(np.zeros(2, dtype=np.int64))[0][:, 0].tolist() == [1.0, 1.0]
-    env.close()
-
-
 def test_a_spawned_worker_has_no_torch_and_stays_small() -> None:
     env_fns = [EnvFactory("CartPole-v1"), EnvFactory(None, target="tiny_envs.WorkerModules")]
     cartpole = ParallelEnv(env_fns[:1] * 4, n_workers=4)

@@ -375,9 +375,6 @@ class WorkerModules(CountingEnv):
     def pid(self) -> int:
         return os.getpid()
 
-    def signal_is_ignored(self) -> bool:
-        return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
 
 def make_broken() -> gym.Env[Any, Any]:
     raise OSError("the simulator is not installed")

@@ -15,6 +15,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlparse
@@ -203,7 +204,7 @@ class WandbLogger:
             self.wandb_run.log({**metrics, "env_steps": env_steps})
         except Exception as error:  # its own process may have died; the local record goes on
             self.status = f"W&B lost the run at env step {env_steps:,}: {_first_line(error)}"
-            self.wandb_run = None
+            self._give_up()
 
     def log_histograms(self, values: Mapping[str, Any], *, env_steps: int) -> None:
         if self.wandb_run is None:
@@ -238,6 +239,15 @@ class WandbLogger:
             self.wandb_run.finish()
         except Exception as error:  # as in log
             self.status = f"W&B did not finish ({_first_line(error)}); sync with: {self._sync}/*"
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Let go of a W&B whose own process is gone; at exit it would still try to reach it."""
+        import wandb
+
+        self.wandb_run = None
+        with suppress(Exception):  # whatever it raises: this is the end of it
+            wandb.teardown()
 
     @staticmethod
     def _resolved(mode: str) -> str:

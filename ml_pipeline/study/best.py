@@ -21,6 +21,7 @@ from optuna.trial import FrozenTrial
 
 from ml_pipeline import build
 from ml_pipeline.envs.factory import close_env
+from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import BEST, best_or_latest, checkpoint_path
 from ml_pipeline.runs.console import python_command, say
 from ml_pipeline.runs.evaluate import Evaluation, evaluate
@@ -199,10 +200,7 @@ def _replace(run: RunFolder, target: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _write_artefact(run: RunFolder, made: RunFolder) -> None:
-    """What is deployed: a run folder with its best checkpoint alone, which ``evaluate`` plays.
-
-    An exported policy would be written here as well.
-    """
+    """What is deployed: the exported policy, and the run folder with the checkpoint it is of."""
     made.make()
     shutil.copy2(run.config, made.config)
     checkpoint = checkpoint_path(run, best_or_latest(run))
@@ -210,3 +208,7 @@ def _write_artefact(run: RunFolder, made: RunFolder) -> None:
     for path in (made.config, checkpoint_path(made, BEST)):
         with path.open("rb") as file:
             os.fsync(file.fileno())
+    try:
+        build.export_run(made.path, None, file_format="pt2")
+    except UserError as error:  # a network of the user's that is no graph; the rest serves
+        say(f"without policy.pt2: {error}")
