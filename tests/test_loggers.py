@@ -84,12 +84,25 @@ def test_without_a_key_wandb_works_offline_and_says_how_to_upload(
     assert f"-m wandb sync {result.run_dir}/wandb/offline-*\n" in out
 
 
+def test_wandb_writes_into_the_run_folder_wherever_its_process_was_started(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        (here / name).mkdir()
+        monkeypatch.chdir(here / name)
+        train([*small(logger="wandb"), "logger.wandb.mode=offline"])
+
+    pattern = "*/runs/*/*/wandb/offline-run-*/run-*.wandb"
+    wait_until(lambda: len(list(here.glob(pattern))) == 2, 20)
+
+
 def test_two_wandb_runs_in_one_process_are_two_records(here: Path) -> None:
     folders = [train(small(logger="wandb", seed=seed)).run_dir / "wandb" for seed in (1, 2)]
 
     assert [len(list(folder.glob("offline-run-*"))) for folder in folders] == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listens", [True, False], ids=["silent server", "refused"])
 def test_with_a_key_but_no_server_the_run_goes_on_offline(
     door: Door, here: Path, listens: bool
@@ -161,7 +174,9 @@ def test_a_wandb_process_that_dies_stops_nothing_and_loses_no_row(here: Path) ->
     settings += ["callbacks.media.every_steps=320", "vec_env=serial"]
     command = door_command(*settings)
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=here, text=True, **pipes)
+    # Without W&B's own variables: they would lead to this process's W&B service.
+    environment = {k: v for k, v in os.environ.items() if "WANDB" not in k}
+    process = subprocess.Popen(command, cwd=here, text=True, env=environment, **pipes)
     service = partial(children_named, process.pid, "wandb-core")
     wait_until(lambda: bool(service()) and bool(list(here.glob("runs/*/*/metrics.csv"))), 60)
 

@@ -101,6 +101,7 @@ def test_ten_iterations_are_five_and_a_kill_and_five_more(
     assert [name for name in ours if ours[name] != theirs[name]] == []
 
 
+@pytest.mark.slow
 def test_a_stop_signal_waits_for_the_iteration_so_that_the_resume_is_exact(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

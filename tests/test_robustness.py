@@ -251,6 +251,7 @@ def test_without_checkpoints_no_command_is_printed_that_needs_one(
     assert "evaluate: " not in out
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_told_to_get_one(here: Path) -> None:
     arguments = [*small(), "vec_env=parallel"]
     (here / "unguarded.py").write_text(

@@ -20,6 +20,7 @@ from ml_pipeline.extras import MissingExtraError
 from ml_pipeline.sweeps import Job, check_launcher, jobs_table, noted_job, read_jobs, share_of_cores
 
 
+@pytest.mark.slow
 def test_jobs_run_side_by_side_and_a_failed_one_ends_no_other(door: Door, here: Path) -> None:
     ids = "env.id=CartPole-v1,Nope-v0"
 

@@ -109,6 +109,7 @@ def test_a_run_leaves_the_record_it_promises_and_nothing_else(here: Path) -> Non
     assert (summary["git_commit"] or "").rstrip("+") == head.stdout.strip()
 
 
+@pytest.mark.slow
 def test_the_start_says_what_runs_where_and_the_end_how_to_go_on(door: Door, here: Path) -> None:
     result = door(*small(), "vec_env=parallel", "vec_env.n_workers=2")
 
@@ -316,6 +317,7 @@ def test_a_stop_signal_saves_ends_every_process_and_the_run_goes_on(
     assert steps == list(range(32, env_steps + 65, 32))
 
 
+@pytest.mark.slow
 def test_a_stop_signal_while_a_checkpoint_is_saved_waits_for_it(started: Any, here: Path) -> None:
     wide = ["network.hidden_sizes=[1024,1024]", "callbacks.checkpoints.every_steps=1"]
     for _ in range(2):
@@ -342,6 +344,7 @@ def test_ctrl_c_ends_a_whole_sweep(started: Any, here: Path) -> None:
     assert len(list(here.glob("runs/CartPole-v1/*"))) == 1
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_run_goes_on_from_its_last_checkpoint(
     door: Door, started: Any, here: Path
 ) -> None:

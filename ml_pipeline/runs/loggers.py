@@ -144,7 +144,8 @@ class WandbLogger:
             "resume": "allow",
             "reinit": "create_new",  # never the run of another job of a sweep
             "config": dict(run_config),
-            "dir": str(run.path),
+            # Absolute: W&B's own process may have been started in another folder.
+            "dir": str(run.path.absolute()),
             "settings": wandb.Settings(
                 silent=True,
                 console="off",
