@@ -598,7 +598,9 @@ def test_a_stopped_study_saves_its_trials_and_goes_on(
     assert process.returncode == code
     assert "nothing is lost, go on with: " in output
     stopped = [trial for trial in trials_of("mine") if trial.state == TrialState.RUNNING]
-    assert all(trial.user_attrs["stopped"] for trial in stopped)
+    begun = [trial for trial in stopped if "run_dir" in trial.user_attrs]
+    assert begun
+    assert all(trial.user_attrs["stopped"] for trial in begun)
     assert not any(is_running(trial.user_attrs["pid"]) for trial in stopped)
 
     result = call(here, "start", "mine")

@@ -123,7 +123,9 @@ def _take(
 
 def _note_take(study: optuna.Study, trial: FrozenTrial) -> None:
     attrs = trial.user_attrs
-    deaths = 0 if attrs.get("stopped") else attrs.get("deaths", 0) + 1
+    # Without a run folder it was stopped, or killed, before it had begun.
+    in_order = attrs.get("stopped") or "run_dir" not in attrs
+    deaths = 0 if in_order else attrs.get("deaths", 0) + 1
     news = {"host": HOST, "pid": os.getpid(), "stopped": False, "deaths": deaths}
     for key, value in news.items():
         _note(study, trial, key, value)
