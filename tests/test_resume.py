@@ -432,7 +432,7 @@ def test_kills_while_saving_leave_a_whole_checkpoint_each_time(tmp_path: Path) -
 @pytest.mark.timeout(120 + 20 * N_KILLS)
 def test_kills_while_training_lose_at_most_one_interval(here: Path) -> None:
     """Each leg is killed at a random moment; the run that comes out is that of no kill at all."""
-    total = 128 * 8 * N_KILLS  # more than the legs get done
+    total = 128 * 40 * N_KILLS  # more than the legs get done
     settings = [*RUN, f"total_steps={total}", "callbacks.checkpoints.every_steps=128"]
     settings += ["~callbacks.evaluation", "vec_env=serial"]
     chance = random.Random(2)
@@ -445,8 +445,11 @@ def test_kills_while_training_lose_at_most_one_interval(here: Path) -> None:
     for _ in range(N_KILLS):
         process = subprocess.Popen([*leg, *arguments], cwd=here, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        while not process.stdout.readline().startswith("run folder:"):
-            pass
+        for line in process.stdout:
+            if line.startswith("run folder:"):
+                break
+        else:
+            raise AssertionError(f"a leg has ended by itself, after env step {env_steps}")
         time.sleep(0.3 * chance.random())
         process.kill()
         process.communicate()
