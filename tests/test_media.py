@@ -77,10 +77,8 @@ def test_tensorboard_holds_what_metrics_csv_holds_and_a_resume_leaves_no_double(
 def test_trackio_keeps_a_run_on_this_machine(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trackio_utils = pytest.importorskip("trackio.utils")
-    monkeypatch.setattr(trackio_utils, "TRACKIO_DIR", here / "trackio", raising=False)
-    sqlite_storage = pytest.importorskip("trackio.sqlite_storage")
-    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", here / "trackio", raising=False)
+    for module in ("trackio.utils", "trackio.sqlite_storage"):  # it has read its folder already
+        monkeypatch.setattr(f"{module}.TRACKIO_DIR", here / "trackio")
 
     train(small(logger="trackio"))
 
