@@ -140,3 +140,9 @@ def test_a_rollout_with_a_nan_leaves_no_trace_in_the_moments() -> None:
     moments = preprocess.moments_of("")
     assert moments is not None
     assert (moments.mean.item(), moments.count.item()) == (2.0, 2.0)
+
+
+def test_taking_moments_in_does_not_ask_the_device_for_a_number() -> None:
+    preprocess = Preprocess(ObservationReader(spaces.Box(-1, 1, (3,))), ignored=None, clip=2.0)
+
+    preprocess.to("meta").learn_moments(torch.zeros(5, 3, device="meta"))  # it holds no numbers

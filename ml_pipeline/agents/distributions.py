@@ -204,9 +204,8 @@ class DiagonalGaussian(Distribution):
 class SquashedGaussian(DiagonalGaussian):
     """A Gaussian bent into the bounds of the Box by tanh; actions are stored before the bend."""
 
-    # Gauss and Hermite's points and weights: a mean over a normal variable, to three digits for
-    # deviations up to e, and to more for smaller ones.
-    _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(48)
+    _nodes: Tensor
+    _weights: Tensor
 
     def __init__(self, space: spaces.Box, *, log_std_init: float = 0.0) -> None:
         super().__init__(space, log_std_init=log_std_init)
@@ -216,6 +215,12 @@ class SquashedGaussian(DiagonalGaussian):
             )
         low, high = (np.asarray(b, dtype=np.float64).flatten() for b in (space.low, space.high))
         self._low, self._half = low, 0.5 * (high - low)
+        # Gauss and Hermite's points and weights: a mean over a normal variable, to three digits
+        # for deviations up to e, and to more for smaller ones. Buffers, so that they lie on the
+        # device: a copy in every update would cost more than the arithmetic.
+        nodes, weights = np.polynomial.hermite_e.hermegauss(48)
+        for name, numbers in (("_nodes", nodes), ("_weights", weights / weights.sum())):
+            self.register_buffer(name, torch.from_numpy(numbers).float(), persistent=False)
         # A number that cannot be chosen has no width, and no share in the density.
         self._log_volume = float(np.log(self._half[self._half > 0]).sum())
 
@@ -223,12 +228,9 @@ class SquashedGaussian(DiagonalGaussian):
         log_prob, entropy = super().log_prob_and_entropy(outputs, action)
         bend = _log_tanh_slope(action).sum(dim=-1) + self._log_volume
         # The entropy has no closed form: the mean slope is integrated over the Gaussian.
-        nodes, weights = (
-            torch.tensor(each, dtype=torch.float32, device=outputs.device)
-            for each in (self._NODES, self._WEIGHTS / self._WEIGHTS.sum())
-        )
-        slopes = _log_tanh_slope(outputs.unsqueeze(-1) + self.log_std.exp().unsqueeze(-1) * nodes)
-        mean_bend = (slopes @ weights).sum(dim=-1) + self._log_volume
+        spread = self.log_std.exp().unsqueeze(-1) * self._nodes
+        slopes = _log_tanh_slope(outputs.unsqueeze(-1) + spread)
+        mean_bend = (slopes @ self._weights).sum(dim=-1) + self._log_volume
         return log_prob - bend, entropy + mean_bend
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:

@@ -188,18 +188,18 @@ class RunningMoments(nn.Module):
         return (values - self.mean) * torch.rsqrt(self.variance + 1e-8)
 
     def take_in(self, values: Tensor) -> None:
-        """[N, *shape]."""
+        """[N, *shape]; what is not finite changes nothing, and an accelerator is not waited for."""
         mean, variance = values.mean(dim=0), values.var(dim=0, correction=0)
-        if not bool(torch.isfinite(variance).all()):
-            return
+        finite = torch.isfinite(variance).all()
         total = self.count + len(values)
         share = len(values) / total
         shift = mean - self.mean
-        # In place, so that whoever holds a view of them sees the change.
         between = shift.square() * share * (1.0 - share)
-        self.variance.copy_(self.variance * (1.0 - share) + variance * share + between)
-        self.mean.add_(shift * share)
-        self.count.copy_(total)
+        merged = self.variance * (1.0 - share) + variance * share + between
+        # In place, so that whoever holds a view of them sees the change.
+        self.variance.copy_(torch.where(finite, merged, self.variance))
+        self.mean.copy_(torch.where(finite, self.mean + shift * share, self.mean))
+        self.count.copy_(torch.where(finite, total, self.count))
 
 
 def is_image(space: gym.Space[Any]) -> bool:
