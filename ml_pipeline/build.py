@@ -400,7 +400,7 @@ def make_plan(
     device = resolve_device(config.device)
     seed_global_generators(config.seed)
     make_env = build_env_factory(config)
-    all_callbacks = build_callbacks(config, run_folder, make_env)
+    all_callbacks = build_callbacks(config, run_folder, make_env, device)
     for name, callback in (callbacks or {}).items():
         if name in all_callbacks:
             raise ConfigError(f"callbacks.{name} is named by the config and given; rename one")
@@ -712,9 +712,9 @@ def build_loggers(
 
 
 def build_callbacks(
-    config: TrainConfig, run_folder: RunFolder, make_env: EnvFactory
+    config: TrainConfig, run_folder: RunFolder, make_env: EnvFactory, device: torch.device
 ) -> dict[str, Callback]:
-    offers = {"run": run_folder, "make_env": make_env, "seed": config.seed}
+    offers = {"run": run_folder, "make_env": make_env, "seed": config.seed, "device": device}
     callbacks: dict[str, Callback] = {}
     for name, entry in config.callbacks.items():
         callbacks[name] = instantiate(entry, key=f"callbacks.{name}", offers=offers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from ml_pipeline.errors import UserError
@@ -30,3 +32,22 @@ def resolve_device(name: str) -> torch.device:
                 f"device={name} asked for, but there are {count} GPUs, from cuda:0 on"
             )
     return torch.device(name)
+
+
+def held_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU that this process holds, torch's cache among them; None on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return torch.mps.driver_allocated_memory() if device.type == "mps" else None
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory that the device has, on the CPU the machine; None where that is not told."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None

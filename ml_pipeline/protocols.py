@@ -127,7 +127,8 @@ class Callback:
     """A habit of a run: override a hook.
 
     A callback named in the config gets its keys as arguments, and by name what it asks for of
-    ``make_env`` (an ``EnvFactory``), ``run`` (a ``RunFolder``) and ``seed`` (the run's).
+    ``make_env`` (an ``EnvFactory``), ``run`` (a ``RunFolder``), ``seed`` and ``device`` (the
+    run's).
     """
 
     def on_train_start(self, trainer: Trainer) -> None:

@@ -66,11 +66,12 @@ def door(here: Path) -> Door:
 
 
 def read_rows(run_dir: Path) -> list[dict[str, str]]:
-    """metrics.csv without the columns that depend on the clock and the workers."""
+    """metrics.csv without the columns that depend on the clock, the workers and the GPU."""
     with (run_dir / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "workers/"))} for row in rows
+        {k: v for k, v in row.items() if not k.startswith(("time/", "workers/", "gpu/"))}
+        for row in rows
     ]
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import read_rows, small
 from tiny_envs import SlowEnv
 
 from ml_pipeline.build import train
 from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
+from ml_pipeline.callbacks.gpu import GpuReport
 from ml_pipeline.callbacks.workers import WorkerReport
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.runs.checkpoint import load_checkpoint
@@ -123,3 +125,58 @@ def test_a_straggler_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
 
     told = capsys.readouterr().out
     assert told.count("straggler: the worker of envs 2-3 is busy") == 1
+
+
+class Counter:
+    """Stands for NVML, which gives percent, or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.n_calls = 0
+
+    def __call__(self, device: torch.device) -> float:
+        self.n_calls += 1
+        if self.error is not None:
+            raise self.error
+        return 10.0 * self.n_calls
+
+
+def reports(device: str, nvml: Counter, *, every_seconds: float) -> list[dict[str, float]]:
+    """What three iterations in a row are told."""
+    callback = GpuReport(torch.device(device), every_seconds, nvml)
+    rows: list[dict[str, float]] = [{}, {}, {}]
+    for row in rows:
+        callback.on_iteration_end(SimpleNamespace(), row)  # type: ignore[arg-type]
+    return rows
+
+
+def test_a_gpu_is_read_again_when_its_time_has_come_and_told_as_a_share() -> None:
+    often, once = Counter(), Counter()
+
+    told = [row["gpu/utilization"] for row in reports("cuda", often, every_seconds=0.0)]
+    rare = reports("cuda", once, every_seconds=1000.0)
+
+    assert told == [0.1, 0.2, 0.3]
+    assert [sorted(row) for row in rare] == [["gpu/memory_mb", "gpu/utilization"], [], []]
+    assert once.n_calls == 1
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("pynvml"), RuntimeError("no driver")])
+def test_a_utilization_that_cannot_be_read_is_left_out_and_not_asked_for_again(
+    error: Exception,
+) -> None:
+    nvml = Counter(error)
+
+    rows = reports("cuda", nvml, every_seconds=0.0)
+
+    assert [sorted(row) for row in rows] == [["gpu/memory_mb"]] * 3
+    assert nvml.n_calls == 1
+
+
+def test_a_run_on_the_cpu_has_no_gpu_to_tell_of(here: Path) -> None:
+    nvml = Counter()
+
+    assert reports("cpu", nvml, every_seconds=0.0) == [{}, {}, {}]
+    assert nvml.n_calls == 0
+    with (train(small()).run_dir / "metrics.csv").open() as file:
+        assert "gpu/" not in file.readline()
