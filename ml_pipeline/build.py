@@ -48,6 +48,7 @@ from ml_pipeline.runs.checkpoint import (
     CheckpointError,
     best_or_latest,
     check_plain,
+    checkpoint_path,
     load_checkpoint,
 )
 from ml_pipeline.runs.console import say
@@ -61,6 +62,13 @@ from ml_pipeline.runs.stop_signals import Interrupted, StopSignals
 from ml_pipeline.seeding import first_env_seed, seed_global_generators, stream_seed
 from ml_pipeline.targets import instantiate
 from ml_pipeline.training.collectors import Collector
+from ml_pipeline.training.memory import (
+    NETWORK_ADVICE,
+    activation_bytes,
+    memory_advice,
+    memory_explained,
+    ran_out_of_memory,
+)
 from ml_pipeline.training.ppo_trainer import PPOTrainer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -175,16 +183,17 @@ def run(
         record = build_record(plan, overrides, sweep)
         stack.callback(record.close)
         try:
-            envs, how = build_vec_envs(plan)
-            for env in envs:
-                stack.callback(env.close)
-            trainer = build_trainer(plan, envs, record, signals)
-            resumed = _resume(plan, trainer)
-            write_text(plan.run.config, stored_text(plan.config))
-            record.begin(f"{plan.config.env.name}: {how}, {plan.device}")
-            if resumed:
-                say(resumed)
-            _train(trainer, plan, record, signals)
+            with memory_explained(plan.device, partial(_memory_advice, plan)):
+                envs, how = build_vec_envs(plan)
+                for env in envs:
+                    stack.callback(env.close)
+                trainer = build_trainer(plan, envs, record, signals)
+                resumed = _resume(plan, trainer)
+                write_text(plan.run.config, stored_text(plan.config))
+                record.begin(f"{plan.config.env.name}: {how}, {plan.device}")
+                if resumed:
+                    say(resumed)
+                _train(trainer, plan, record, signals)
         except Interrupted as stop:
             with signals.shielded():
                 record.end("interrupted", f"stopped by {stop.signal_name}")
@@ -206,6 +215,26 @@ def _say_stopping() -> None:
     # Not by print, which may be at work when the signal comes, and cannot be entered twice.
     with suppress(OSError):  # the terminal may be gone
         os.write(1, b"stopping after this iteration; once more to stop sooner\n")
+
+
+def _memory_advice(plan: RunPlan) -> str:
+    """What the run needs and how to need less; ``DeviceMemoryError`` begins with the fact."""
+    config, space = plan.config, plan.first_env.observation_space
+    per_transition = None
+    with suppress(Exception):  # a user's network may do anything, and there is little memory left
+        # Another agent, since the run's is where no memory is.
+        agent = build_agent(config, plan.first_env, torch.device("cpu"))
+        one = agent.reader.read(batched(space, [space.sample()]))
+        per_transition = activation_bytes(agent, one)
+    advice = memory_advice(
+        plan.agent,
+        per_transition,
+        n_steps=config.agent.n_steps,
+        n_envs=int(config.n_envs),
+        n_minibatches=config.agent.n_minibatches,
+    )
+    saved = checkpoint_path(plan.run, LATEST).is_file()
+    return advice + ("; the last checkpoint is kept" if saved else "")
 
 
 def _resume(plan: RunPlan, trainer: PPOTrainer) -> str:
@@ -243,6 +272,8 @@ def _misfit_explained(run_folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, KeyError, ValueError) as error:
+        if ran_out_of_memory(error):
+            raise
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise CheckpointError(
             f"the checkpoint in {run_folder.path} does not fit its env, agent and network: {reason}"
@@ -408,8 +439,9 @@ def make_plan(
     first_env = make_env()
     obs, info, step_info = try_env(first_env, config.env.name, mask_key=mask_key(config))
     config = with_mask_source(config, first_env, info, step_info)
-    agent = build_agent(config, first_env, device)
-    _try_agent(agent, first_env, obs, info)
+    with memory_explained(device, lambda: NETWORK_ADVICE):
+        agent = build_agent(config, first_env, device)
+        _try_agent(agent, first_env, obs, info)
     _check_sequences(config, agent)
     if state is not None:
         with _misfit_explained(run_folder):
@@ -500,6 +532,8 @@ def _try_agent(agent: PPOAgent, env: gym.Env[Any, Any], obs: Any, info: dict[str
     except UserError:
         raise
     except Exception as error:  # a user's network may do anything
+        if ran_out_of_memory(error):
+            raise
         reason = f"{type(error).__name__}: {error}"
         shapes = {name or "obs": shape for name, shape in agent.reader.shapes.items()}
         shown = shapes["obs"] if list(shapes) == ["obs"] else shapes
