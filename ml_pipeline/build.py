@@ -33,12 +33,13 @@ from threadpoolctl import threadpool_limits
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.agents.space_data import space_to_data
 from ml_pipeline.config import TrainConfig
-from ml_pipeline.device import resolve_device
+from ml_pipeline.device import precision_of_products, program_mode, resolve_device
 from ml_pipeline.envs.cores import available_cores
 from ml_pipeline.envs.env_worker import WorkerError
 from ml_pipeline.envs.episode_stats import counts_episodes
 from ml_pipeline.envs.factory import EnvFactory, close_env, try_env
 from ml_pipeline.envs.snapshots import why_no_snapshot
+from ml_pipeline.envs.torch_env import TorchVectorEnv
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.envs.vec_env_choice import choose_mode, choose_n_envs
 from ml_pipeline.errors import UserError
@@ -60,8 +61,9 @@ from ml_pipeline.runs.resuming import resume_episodes, save_latest, sweep_litter
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.runs.stop_signals import Interrupted, StopSignals
 from ml_pipeline.seeding import first_env_seed, seed_global_generators, stream_seed
-from ml_pipeline.targets import instantiate
+from ml_pipeline.targets import import_dotted, instantiate
 from ml_pipeline.training.collectors import Collector
+from ml_pipeline.training.device_collector import DeviceCollector
 from ml_pipeline.training.memory import (
     NETWORK_ADVICE,
     activation_bytes,
@@ -70,6 +72,7 @@ from ml_pipeline.training.memory import (
     ran_out_of_memory,
 )
 from ml_pipeline.training.ppo_trainer import PPOTrainer
+from ml_pipeline.training.programs import Programs
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RUN_ROOT = Path("runs")
@@ -94,7 +97,9 @@ class RunPlan(NamedTuple):
 
     config: TrainConfig
     device: torch.device
+    programs: Programs
     make_env: EnvFactory
+    torch_env: type[TorchVectorEnv] | None  # the envs are tensors; None: they are in processes
     first_env: gym.Env[Any, Any]  # shows that the env can be made; measured by vec_env=auto
     agent: PPOAgent
     run: RunFolder  # of a new run: not yet on the disk
@@ -174,6 +179,7 @@ def run(
         plan = make_plan(checked_config(cfg), callbacks=callbacks, folder=folder)
         stack.callback(close_env, plan.first_env)
         stack.enter_context(torch_threads(plan.device))
+        stack.enter_context(precision_of_products(plan.config.precision, plan.device))
         signals = stack.enter_context(StopSignals(on_wait=_say_stopping))
         if plan.state is None:
             plan.run.make()
@@ -429,8 +435,10 @@ def make_plan(
                 f"to go on, raise the goal: total_steps={2 * max(done, wanted)}"
             )
     device = resolve_device(config.device)
+    programs = Programs(device, program_mode(config.compile, device), tell=say)
     seed_global_generators(config.seed)
     make_env = build_env_factory(config)
+    torch_env = find_torch_env(config)
     all_callbacks = build_callbacks(config, run_folder, make_env, device)
     for name, callback in (callbacks or {}).items():
         if name in all_callbacks:
@@ -442,26 +450,74 @@ def make_plan(
     with memory_explained(device, lambda: NETWORK_ADVICE):
         agent = build_agent(config, first_env, device)
         _try_agent(agent, first_env, obs, info)
+    if agent.remark:
+        say(agent.remark)
     _check_sequences(config, agent)
     if state is not None:
         with _misfit_explained(run_folder):
             agent.load_state_dict(state["agent"])
     remark = ""
+    if torch_env is not None:
+        _check_torch_env(config, agent)
     if config.n_envs == "auto":
-        config, remark = with_n_envs(config, first_env, agent)
+        if torch_env is not None:
+            config, remark = with_n_tensor_envs(config, device)
+        else:
+            config, remark = with_n_envs(config, first_env, agent)
         _check_sequences(config, agent)
     return RunPlan(
         config,
         device,
+        programs,
         make_env,
+        torch_env,
         first_env,
         agent,
         run_folder,
         all_callbacks,
         state,
         remark,
-        no_snapshot=why_no_snapshot(first_env, make_env, mask_key=mask_key(config)),
+        no_snapshot=None
+        if torch_env is not None
+        else why_no_snapshot(first_env, make_env, mask_key=mask_key(config)),
     )
+
+
+def find_torch_env(config: TrainConfig) -> type[TorchVectorEnv] | None:
+    """The class of envs that are tensors, if env.target names one."""
+    if config.env.target is None:
+        return None
+    target = import_dotted(config.env.target, key="env.target")
+    is_one = isinstance(target, type) and issubclass(target, TorchVectorEnv)
+    return target if is_one else None
+
+
+def _check_torch_env(config: TrainConfig, agent: PPOAgent) -> None:
+    """What envs in processes can have, and envs that are tensors cannot."""
+    name = config.env.name
+    for wrong, key, way_out in (
+        (config.env.wrappers, "env.wrappers", "write what they do into the class"),
+        (config.vec_env.mode != "auto", "vec_env", "leave vec_env=auto"),
+        (config.collector != "sync", "collector", "leave collector=sync"),
+        (agent.state_size, "network", "take one without a memory, such as network=mlp"),
+        (agent.is_masked, "agent.action_mask", "set agent.action_mask=none"),
+        (not agent.reader.is_single, "its observation space", "give one Box or Discrete"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"env {name} is a batch of tensors: {key} does not apply to it; {way_out}"
+            )
+
+
+def with_n_tensor_envs(config: TrainConfig, device: torch.device) -> tuple[TrainConfig, str]:
+    """The config with as many envs as fill a device, as far as the budget of steps allows."""
+    n_envs = 256 if device.type == "cpu" else 4096
+    while n_envs > 1 and not config.suits(n_envs):
+        n_envs //= 2
+    try:
+        return dataclasses.replace(config, n_envs=n_envs), f"n_envs=auto: {n_envs} envs"
+    except ValueError as error:
+        raise ConfigError(f"n_envs=auto found {n_envs}, but {error}") from error
 
 
 def with_n_envs(
@@ -573,6 +629,7 @@ def build_agent(config: TrainConfig, env: Any, device: torch.device) -> PPOAgent
         config.agent,
         device=device,
         seed=config.seed,
+        precision=config.precision,
     )
 
 
@@ -596,8 +653,32 @@ def _act(agent: PPOAgent, obs: Any, infos: Any) -> Any:
     return agent.act_batch(obs, True, action_mask=mask, memory=memory)
 
 
-def build_vec_envs(plan: RunPlan) -> tuple[list[ParallelEnv | SerialEnv], str]:
+def build_vec_envs(plan: RunPlan) -> tuple[list[VectorEnv[Any, Any, Any]], str]:
     """The envs, and the words that say how they run; two halves if collector=double."""
+    if plan.torch_env is not None:
+        return [make_torch_env(plan)], _how_tensors_run(plan)
+    return build_process_envs(plan)
+
+
+def make_torch_env(plan: RunPlan) -> TorchVectorEnv:
+    config = plan.config
+    try:
+        return plan.torch_env(  # type: ignore[misc]
+            config.n_envs, device=plan.device, seed=plan.env_seed, **config.env.kwargs
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"env.target={config.env.target} cannot be made: {error}") from error
+
+
+def _how_tensors_run(plan: RunPlan) -> str:
+    n_envs, mode = plan.config.n_envs, plan.programs.mode
+    how = "1 env" if n_envs == 1 else f"{n_envs} envs"
+    how += " as tensors" + (", compiled and captured" if mode == "graph" else "")
+    return how + (f" ({plan.remark})" if plan.remark else "")
+
+
+def build_process_envs(plan: RunPlan) -> tuple[list[VectorEnv[Any, Any, Any]], str]:
+    """Envs in this process, in workers, or in both."""
     config, mode, reason = plan.config, plan.config.vec_env.mode, plan.remark
     n_slices = min(config.vec_env.n_workers or available_cores(), config.n_envs)
     halves = [config.n_envs] if config.collector == "sync" else [config.n_envs // 2] * 2
@@ -628,7 +709,7 @@ def build_vec_envs(plan: RunPlan) -> tuple[list[ParallelEnv | SerialEnv], str]:
         how += f", {workers}" + (" and this process" if mode == "shared" else "")
     else:
         how += " in this process"
-    return envs, how + (f" ({reason})" if reason else "")
+    return list(envs), how + (f" ({reason})" if reason else "")
 
 
 def make_vec_env(
@@ -664,17 +745,27 @@ def build_trainer(
 ) -> PPOTrainer:
     """The trainer, in the state of the checkpoint where the run is resumed."""
     seed = plan.config.seed
-    collector = Collector(
-        envs,
-        env_seed=plan.env_seed,
-        noise_seed=stream_seed(seed, "actions"),
-        episodes_from_infos=counts_episodes(plan.first_env),
-        allow_nonfinite=plan.config.agent.on_nonfinite == "skip",
-    )
+    same: dict[str, Any] = {
+        "env_seed": plan.env_seed,
+        "noise_seed": stream_seed(seed, "actions"),
+        "programs": plan.programs,
+    }
+    collector: Collector | DeviceCollector
+    if isinstance(envs[0], TorchVectorEnv):
+        collector = DeviceCollector(envs[0], **same)
+    else:
+        from_infos = counts_episodes(plan.first_env)
+        collector = Collector(
+            envs,
+            episodes_from_infos=from_infos,
+            allow_nonfinite=plan.config.agent.on_nonfinite == "skip",
+            **same,
+        )
     trainer = PPOTrainer(
         plan.agent,
         collector,
         seed=seed,
+        programs=plan.programs,
         callbacks=plan.callbacks,
         loggers=record.loggers,
         shield=signals.shielded,

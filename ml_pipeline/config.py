@@ -17,6 +17,8 @@ START_METHODS = ("spawn", "fork", "forkserver")
 SCHEDULES = ("constant", "linear", "cosine")
 BOX_POLICIES = ("gaussian", "squashed", "gsde")
 COLLECTORS = ("sync", "double")
+COMPILE_MODES = ("auto", "off", "graph")
+PRECISIONS = ("float32", "tf32", "bf16")
 
 
 def check(fact: bool, key: str, rule: str, value: Any) -> None:
@@ -165,6 +167,8 @@ class TrainConfig:
     total_steps: float = 100_000  # env steps over all envs: a budget, see wanted_steps
     num_episodes: Optional[int] = None  # calls of train_episode_vectorized, instead of total_steps
     device: str = "auto"
+    compile: str = "auto"  # or off, or graph: compile and capture what runs on a GPU
+    precision: str = "float32"  # of products on a GPU, or tf32 or bf16: faster, less exact
     resume: Optional[str] = None  # a run folder to go on in
     trust: bool = False  # resume envs that another user has saved: that can run any code
     objective: str = "rollout/episode_return_mean_100"  # the metric that sweepers maximise
@@ -184,6 +188,9 @@ class TrainConfig:
             check(self.num_episodes >= 1, "num_episodes", "at least 1", self.num_episodes)
         named = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None
         check(named, "device", "auto | cpu | cuda | cuda:N | mps", self.device)
+        check(self.compile in COMPILE_MODES, "compile", " | ".join(COMPILE_MODES), self.compile)
+        known = self.precision in PRECISIONS
+        check(known, "precision", " | ".join(PRECISIONS), self.precision)
         check(self.collector in COLLECTORS, "collector", " | ".join(COLLECTORS), self.collector)
         if self.collector == "double":
             even = self.n_envs != "auto" and self.n_envs % 2 == 0

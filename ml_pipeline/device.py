@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -11,6 +13,30 @@ from ml_pipeline.errors import UserError
 
 class DeviceError(UserError):
     """The device that was asked for is not on this machine."""
+
+
+def program_mode(wanted: str, device: torch.device) -> str:
+    """How far work on ``device`` is compiled, by the config's word: auto, off or graph."""
+    if wanted == "graph" and device.type != "cuda":
+        raise DeviceError(
+            f"compile=graph asked for, but {device.type} has no graphs; use compile=auto"
+        )
+    return "graph" if wanted != "off" and device.type == "cuda" else "eager"
+
+
+@contextmanager
+def precision_of_products(precision: str, device: torch.device) -> Iterator[None]:
+    """Let a GPU's matrix products and convolutions be as exact as ``precision`` says."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    loose = precision != "float32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = loose
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def resolve_device(name: str) -> torch.device:

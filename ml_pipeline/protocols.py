@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
 
 if TYPE_CHECKING:
@@ -17,10 +17,11 @@ State = dict[str, Any]  # tensors, numbers, strings, and lists and dicts of thes
 
 
 class Episode(NamedTuple):
-    """A finished episode."""
+    """A finished episode, or the mean of ``n`` of them."""
 
     episode_return: float  # undiscounted sum of the rewards the env gave
-    length: int
+    length: float
+    n: int = 1
 
 
 class PolicyInput(NamedTuple):
@@ -54,6 +55,26 @@ class Minibatch(NamedTuple):
     value: Tensor  # [B], at the time of sampling
     advantage: Tensor  # [B], not normalised
     value_target: Tensor  # [B]
+
+    def mapped(self, function: Callable[[Tensor], Tensor], state: Tensor | None) -> Minibatch:
+        """``function`` of every field that has a place for each step; ``state`` has none."""
+        obs, mask, _, start = self.inputs
+        inputs = PolicyInput(
+            {name: function(leaf) for name, leaf in obs.items()}
+            if isinstance(obs, dict)
+            else function(obs),
+            None if mask is None else function(mask),
+            state,
+            None if start is None else function(start),
+        )
+        return Minibatch(inputs, *(function(field) for field in self[1:]))
+
+    def rows(self, rows: Tensor) -> Minibatch:
+        """Some transitions, or of a policy with a memory, some sequences."""
+        state = self.inputs.state
+        if state is None:
+            return self.mapped(lambda field: field[rows], None)
+        return self.mapped(lambda field: field[:, rows], state[rows])
 
 
 class RolloutStats(NamedTuple):

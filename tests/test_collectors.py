@@ -64,7 +64,7 @@ def test_a_rollout_holds_what_was_seen_before_each_action() -> None:
     assert buffer.reward[:, 0].tolist() == [10, 20, 30, 10, 20]
     assert buffer.terminated[:, 0].tolist() == [False, False, True, False, False]
     assert buffer.episode_start[:, 0].tolist() == [True, False, False, True, False]
-    assert [tuple(episode) for episode in stats.episodes] == [(60.0, 3), (100.0, 4)]
+    assert [tuple(episode) for episode in stats.episodes] == [(60.0, 3, 1), (100.0, 4, 1)]
 
 
 @pytest.mark.parametrize("network", [MLP, partial(Recurrent, size=4)], ids=["mlp", "lstm"])
@@ -164,7 +164,7 @@ def test_the_second_rollout_goes_on_where_the_first_ended() -> None:
 
     assert buffer.obs[""][:, 0, 0].tolist() == [3, 4, 0]
     assert buffer.episode_start[:, 0].tolist() == [False, False, True]
-    assert [tuple(episode) for episode in stats.episodes] == [(150.0, 5)]
+    assert [tuple(episode) for episode in stats.episodes] == [(150.0, 5, 1)]
 
 
 def test_a_memory_is_carried_over_rollouts_and_lost_at_the_end_of_an_episode() -> None:
@@ -274,7 +274,7 @@ def test_an_env_that_counts_its_own_episodes_is_believed() -> None:
     _, _, stats, _ = collected(env, 12, episodes_from_infos=True)
 
     # 12 steps are 6 lives of 2 steps each, which are two games of 3 lives.
-    assert [tuple(episode) for episode in stats.episodes] == [(6.0, 6), (6.0, 6)]
+    assert [tuple(episode) for episode in stats.episodes] == [(6.0, 6, 1), (6.0, 6, 1)]
 
 
 def test_an_env_that_resets_one_step_late_is_refused() -> None:

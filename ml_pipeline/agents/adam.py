@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import State
 
-_BETA_1, _BETA_2 = 0.9, 0.999
+BETA_1, BETA_2 = 0.9, 0.999
 
 
 class FlatAdam:
@@ -35,7 +35,7 @@ class FlatAdam:
             held = (self.values, self.grad, self._mean, self._square)
             self._arrays = tuple(each.numpy() for each in held)
             self._scratch = np.empty_like(self._arrays[0])
-        self._n_steps = torch.zeros((), device=self.values.device)
+        self.n_steps = torch.zeros((), device=self.values.device)
         self.views: dict[str, tuple[Tensor, Tensor]] = {}  # name -> values and gradient
         end = 0
         for name, parameter in zip(self.names, parameters, strict=True):
@@ -55,11 +55,11 @@ class FlatAdam:
         taken = finite.float()
         scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         grad = torch.where(finite, self.grad * scale, 0.0)
-        self._n_steps += taken
-        self._mean.lerp_(grad, (1.0 - _BETA_1) * taken)
-        self._square.lerp_(grad.square(), (1.0 - _BETA_2) * taken)
-        size = learning_rate / (1.0 - _BETA_1**self._n_steps)
-        deviation = (self._square / (1.0 - _BETA_2**self._n_steps)).sqrt_().add_(self.eps)
+        self.n_steps += taken
+        self._mean.lerp_(grad, (1.0 - BETA_1) * taken)
+        self._square.lerp_(grad.square(), (1.0 - BETA_2) * taken)
+        size = learning_rate / (1.0 - BETA_1**self.n_steps)
+        deviation = (self._square / (1.0 - BETA_2**self.n_steps)).sqrt_().add_(self.eps)
         self.values.sub_(torch.where(finite, size * self._mean / deviation, 0.0))
         return norm, finite
 
@@ -71,29 +71,38 @@ class FlatAdam:
             return norm, False
         scratch = self._scratch
         grad *= min(self.max_grad_norm / (norm + 1e-6), 1.0)
-        self._n_steps += 1
-        n_steps = int(self._n_steps)
-        mean *= _BETA_1
-        mean += np.multiply(grad, 1.0 - _BETA_1, out=scratch)
-        square *= _BETA_2
+        self.n_steps += 1
+        n_steps = int(self.n_steps)
+        mean *= BETA_1
+        mean += np.multiply(grad, 1.0 - BETA_1, out=scratch)
+        square *= BETA_2
         np.multiply(grad, grad, out=scratch)
-        scratch *= 1.0 - _BETA_2
+        scratch *= 1.0 - BETA_2
         square += scratch
         # The corrections for the first steps go into the two numbers, not into the arrays.
-        correction = math.sqrt(1.0 - _BETA_2**n_steps)
+        correction = math.sqrt(1.0 - BETA_2**n_steps)
         np.sqrt(square, out=scratch)
         scratch += self.eps * correction
         np.divide(mean, scratch, out=scratch)
-        scratch *= learning_rate * correction / (1.0 - _BETA_1**n_steps)
+        scratch *= learning_rate * correction / (1.0 - BETA_1**n_steps)
         values -= scratch
         return norm, True
+
+    @property
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """The running means of the gradients and of their squares."""
+        return self._mean, self._square
+
+    def place(self, name: str) -> int:
+        """Where the numbers of a parameter begin in ``values``."""
+        return int(self.views[name][0].storage_offset())
 
     def broken_gradients(self) -> list[str]:
         """The parameters whose gradients are not finite."""
         return [name for name, (_, grad) in self.views.items() if not torch.isfinite(grad).all()]
 
     def state_dict(self) -> State:
-        return {"mean": self._mean, "square": self._square, "n_steps": self._n_steps}
+        return {"mean": self._mean, "square": self._square, "n_steps": self.n_steps}
 
     def load_state_dict(self, state: State) -> None:
         for name, own in self.state_dict().items():

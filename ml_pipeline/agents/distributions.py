@@ -36,6 +36,7 @@ class Distribution(nn.Module, ABC):
     n_outputs: int
     mask_size = 0  # how many choices a mask covers; 0: it cannot be masked
     reads_features = False
+    has_normal_noise = True  # else uniform between 0 and 1
     action_dtype = torch.float32
 
     def __init__(self, space: gym.Space[Any]) -> None:
@@ -44,8 +45,13 @@ class Distribution(nn.Module, ABC):
         self.action_shape: tuple[int, ...] = (math.prod(space.shape or ()),)
 
     @abstractmethod
+    def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
+        """Of the noise for a rollout; item ``noise_row(t)`` is for step t."""
+
     def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
-        """Noise on the CPU for a rollout; item ``noise_row(t)`` is for step t."""
+        """Noise for a rollout, on the CPU."""
+        draw = torch.randn if self.has_normal_noise else torch.rand
+        return draw(self.noise_shape(n_steps, n_envs), generator=generator)
 
     def noise_row(self, t: int) -> int:
         return t
@@ -67,6 +73,10 @@ class Distribution(nn.Module, ABC):
     def to_env_tensor(self, action: Tensor) -> Tensor:
         """``to_env`` in torch, for a graph that leaves this house; whole numbers are int64."""
 
+    @abstractmethod
+    def to_torch_env(self, action: Tensor) -> Tensor:
+        """``to_env`` for envs that are tensors: in float32, on the device of both."""
+
     def leaves_a_choice(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """[n_envs, mask_size] -> [n_envs]: whether every choice has something to choose."""
         return np.asarray(mask.any(axis=1))
@@ -75,6 +85,7 @@ class Distribution(nn.Module, ABC):
 class Categorical(Distribution):
     """Discrete actions; ``outputs`` are logits."""
 
+    has_normal_noise = False
     action_dtype = torch.int64
 
     def __init__(self, space: spaces.Discrete) -> None:
@@ -83,8 +94,8 @@ class Categorical(Distribution):
         self.n_outputs = self.mask_size = int(space.n)
         self._start = int(space.start)
 
-    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
-        return torch.rand(n_steps, n_envs, generator=generator)
+    def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
+        return n_steps, n_envs
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         return _drawn(torch.softmax(outputs, dim=-1), noise)
@@ -103,12 +114,17 @@ class Categorical(Distribution):
     def to_env_tensor(self, action: Tensor) -> Tensor:
         return action + self._start
 
+    def to_torch_env(self, action: Tensor) -> Tensor:
+        return action + self._start
+
 
 class MultiCategorical(Distribution):
     """Several choices at once, each with logits of its own: MultiDiscrete and MultiBinary."""
 
+    has_normal_noise = False
     action_dtype = torch.int64
     _place: Tensor
+    _first_values: Tensor
 
     def __init__(self, space: spaces.MultiDiscrete | spaces.MultiBinary) -> None:
         super().__init__(space)
@@ -124,9 +140,11 @@ class MultiCategorical(Distribution):
         for row, (size, end) in enumerate(zip(sizes, sizes.cumsum(), strict=True)):
             place[row, :size] = np.arange(end - size, end)
         self.register_buffer("_place", torch.from_numpy(place), persistent=False)
+        first_values = torch.tensor(self._start.tolist())
+        self.register_buffer("_first_values", first_values, persistent=False)
 
-    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
-        return torch.rand(n_steps, n_envs, len(self._place), generator=generator)
+    def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
+        return n_steps, n_envs, len(self._place)
 
     def _logits(self, outputs: Tensor) -> Tensor:
         """[..., n_choices, most]"""
@@ -152,6 +170,10 @@ class MultiCategorical(Distribution):
         start = torch.tensor(self._start.tolist())
         return (action + start).reshape(action.shape[0], *(self.space.shape or ()))
 
+    def to_torch_env(self, action: Tensor) -> Tensor:
+        shaped = action + self._first_values
+        return shaped.reshape(action.shape[0], *(self.space.shape or ()))
+
     def leaves_a_choice(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         return np.asarray(np.logical_or.reduceat(mask, self._first, axis=1).all(axis=1))
 
@@ -160,14 +182,17 @@ class DiagonalGaussian(Distribution):
     """Box actions; ``outputs`` are means, the log standard deviation is one free vector."""
 
     space: spaces.Box
+    lowest: Tensor
+    highest: Tensor
 
     def __init__(self, space: spaces.Box, *, log_std_init: float = 0.0) -> None:
         super().__init__(space)
         (self.n_outputs,) = self.action_shape
         self.log_std = nn.Parameter(torch.full((self.n_outputs,), log_std_init))
+        _keep_bounds(self, space)
 
-    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
-        return torch.randn(n_steps, n_envs, self.n_outputs, generator=generator)
+    def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
+        return n_steps, n_envs, self.n_outputs
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         return outputs + self.log_std.exp() * noise
@@ -199,6 +224,9 @@ class DiagonalGaussian(Distribution):
         if np.issubdtype(self.space.dtype, np.integer):
             return clipped.round().long()
         return clipped if self.space.dtype == np.float64 else clipped.float()
+
+    def to_torch_env(self, action: Tensor) -> Tensor:
+        return _within_bounds(self, action)
 
 
 class SquashedGaussian(DiagonalGaussian):
@@ -242,6 +270,10 @@ class SquashedGaussian(DiagonalGaussian):
         )
         return super().to_env_tensor(low + half * (action.tanh() + 1.0))
 
+    def to_torch_env(self, action: Tensor) -> Tensor:
+        low, high = self.lowest.flatten(), self.highest.flatten()
+        return super().to_torch_env(low + 0.5 * (high - low) * (action.tanh() + 1.0))
+
 
 class StateDependentNoise(Distribution):
     """gSDE: the noise is a linear function of the features that is kept for several steps.
@@ -261,10 +293,10 @@ class StateDependentNoise(Distribution):
         self._every_steps = every_steps
         self._to_env = DiagonalGaussian(space).to_env
         self._to_env_tensor = DiagonalGaussian(space).to_env_tensor
+        _keep_bounds(self, space)
 
-    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
-        n_draws = 1 + self.noise_row(n_steps - 1)
-        return torch.randn(n_draws, n_envs, *self.log_std.shape, generator=generator)
+    def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
+        return 1 + self.noise_row(n_steps - 1), n_envs, *self.log_std.shape
 
     def noise_row(self, t: int) -> int:
         return t // self._every_steps if self._every_steps else 0
@@ -291,9 +323,26 @@ class StateDependentNoise(Distribution):
     def to_env_tensor(self, action: Tensor) -> Tensor:
         return self._to_env_tensor(action)
 
+    def to_torch_env(self, action: Tensor) -> Tensor:
+        return _within_bounds(self, action)
+
     def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         # Detached: the features are to serve the mean, not to make noise.
         return outputs[..., : self.n_outputs], outputs[..., self.n_outputs :].detach()
+
+
+def _keep_bounds(distribution: nn.Module, space: spaces.Box) -> None:
+    """The bounds of the actions, which go with the distribution to its device."""
+    for name, bound in (("lowest", space.low), ("highest", space.high)):
+        values = torch.from_numpy(np.asarray(bound, dtype=np.float32))
+        distribution.register_buffer(name, values, persistent=False)
+
+
+def _within_bounds(distribution: Any, action: Tensor) -> Tensor:
+    shaped = action.reshape(action.shape[0], *distribution.space.shape)
+    clipped = shaped.clamp(distribution.lowest, distribution.highest)
+    is_whole = np.issubdtype(distribution.space.dtype, np.integer)
+    return clipped.round().long() if is_whole else clipped
 
 
 def _drawn(probs: Tensor, noise: Tensor) -> Tensor:

@@ -91,10 +91,13 @@ class ObservationReader:
                 )
 
     def to_tensors(self, leaves: dict[str, NDArray[Any]], device: torch.device) -> Obs:
-        """What ``read`` gave, on the device; on the CPU the memory is shared."""
+        """What ``read`` gave, on the device; on the CPU the memory is shared.
+
+        Nothing waits for a copy out of pinned memory, which must stay as it is until it is used.
+        """
         tensors = {
             # Contiguous: torch takes no array that runs backwards, as flipped images do.
-            name: torch.from_numpy(np.ascontiguousarray(leaf)).to(device)
+            name: torch.from_numpy(np.ascontiguousarray(leaf)).to(device, non_blocking=True)
             for name, leaf in leaves.items()
         }
         return tensors[""] if self.is_single else tensors

@@ -1,13 +1,16 @@
 """PPOAgent: an actor, a critic, and the clipped update that improves both.
 
 ``update`` is one gradient step; how many there are, and on which minibatches, is the trainer's.
+Small MLPs have faster ways to the same numbers: ``MLPByHand`` on the CPU, ``MLPFused`` on a GPU.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -35,6 +38,9 @@ from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Minibatch, Obs, PolicyInput, PolicySample, State
 from ml_pipeline.seeding import stream_seed
 
+if TYPE_CHECKING:
+    from ml_pipeline.agents.mlp_fused import MLPFused
+
 NetworkBuilder = Callable[[gym.Space[Any]], nn.Module]
 
 _MASK_KEY = "action_mask"  # in infos, and in Dict observations
@@ -58,11 +64,14 @@ class MaskError(UserError):
 
 
 class Rates(NamedTuple):
-    """What is annealed, at its value of now."""
+    """What is annealed, at its value of now.
 
-    learning_rate: float
-    clip_range: float
-    entropy_coef: float
+    On a device they may be 0-d tensors, which a captured graph reads anew each time.
+    """
+
+    learning_rate: Any
+    clip_range: Any
+    entropy_coef: Any
 
 
 class UpdateResult(NamedTuple):
@@ -160,10 +169,16 @@ class PPOAgent:
         *,
         device: torch.device,
         seed: int,
+        precision: str = "float32",
         by_hand: bool = True,
     ) -> None:
-        """``by_hand``: let ``MLPByHand`` do the arithmetic where it can; False is for tests."""
+        """``precision``: of the products on a GPU, float32, tf32 or bf16.
+
+        ``by_hand``: let ``MLPByHand`` or ``MLPFused`` do the arithmetic where they can; False is
+        for tests.
+        """
         self.config = config
+        self.precision = precision
         self.device = device
         self.spaces = {"observation_space": observation_space, "action_space": action_space}
         self.reader = ObservationReader(observation_space)
@@ -187,6 +202,30 @@ class PPOAgent:
         self._by_hand: MLPByHand | None = None
         if by_hand and device.type == "cpu" and MLPByHand.fits(self.model):
             self._by_hand = MLPByHand(self.model, self.adam, config)
+        self.remark = ""  # on what was tried, and did not work
+        self.fused: MLPFused | None = self._find_fused() if by_hand else None
+
+    def _find_fused(self) -> MLPFused | None:
+        """The kernels for small MLPs, where they cover this one; Triton comes with torch's CUDA."""
+        if self.device.type != "cuda" or torch.version.hip is not None:
+            return None
+        if importlib.util.find_spec("triton") is None:
+            return None
+        from ml_pipeline.agents.mlp_fused import MLPFused
+
+        if not MLPFused.fits(self.model):
+            return None
+        fused = MLPFused(self.model, self.adam, self.config, precision=self.precision)
+        reason = fused.why_not()
+        if reason is None:
+            return fused
+        self.remark = f"plain torch does the work of the kernels for small MLPs: {reason}"
+        return None
+
+    def _rounding(self) -> AbstractContextManager[Any]:
+        """Lets a GPU multiply in bf16 where that is asked for; tf32 is a setting of torch's."""
+        wanted = self.precision == "bf16" and self.device.type != "cpu"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted)
 
     # Inputs: from what the envs give to what the model takes.
 
@@ -258,8 +297,23 @@ class PPOAgent:
         return self.distribution.draw_noise(n_steps, n_envs, generator).to(self.device)
 
     @torch.no_grad()
-    def sample_batch(self, inputs: PolicyInput, noise: Tensor) -> PolicySample:
-        """Act in all envs with noise [n_envs, ...]."""
+    def sample_batch(
+        self, inputs: PolicyInput, noise: Tensor, out: Tensor | None = None
+    ) -> PolicySample:
+        """Act in all envs with noise [n_envs, ...]; ``out`` is where the actions are to be."""
+        sample = self._sample(inputs, noise, out)
+        if out is not None and sample.action is not out:
+            out.copy_(sample.action)
+        return sample
+
+    def _sample(self, inputs: PolicyInput, noise: Tensor, out: Tensor | None) -> PolicySample:
+        if self.fused is not None and inputs.action_mask is None:
+            if out is None:
+                distribution = self.distribution
+                shape = (len(noise), *distribution.action_shape)
+                out = torch.empty(shape, dtype=distribution.action_dtype, device=self.device)
+            self.fused.sample(inputs.obs, noise, out)  # type: ignore[arg-type]
+            return PolicySample(out, None)
         if self._by_hand is not None:
             obs, mask, *_ = inputs
             arrays = obs.numpy(), None if mask is None else mask.numpy(), noise.numpy()  # type: ignore[union-attr]
@@ -274,10 +328,11 @@ class PPOAgent:
             outputs = torch.from_numpy(self._by_hand.outputs(inputs.obs.numpy()))  # type: ignore[union-attr]
             mask = inputs.action_mask
             return outputs if mask is None else outputs.masked_fill(~mask, FORBIDDEN), None
-        if inputs.state is None:
-            return self.model.policy(inputs), None
-        outputs, _, state = self.model(_with_time(inputs))
-        return outputs[0], state
+        with self._rounding():
+            if inputs.state is None:
+                return self.model.policy(inputs).float(), None
+            outputs, _, state = self.model(_with_time(inputs))
+        return outputs[0].float(), state
 
     @torch.no_grad()
     def score_batch(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,20 +342,35 @@ class PPOAgent:
             arrays = obs.numpy(), None if mask is None else mask.numpy(), action.numpy()  # type: ignore[union-attr]
             scores = self._by_hand.score(*arrays)
             return torch.from_numpy(scores[0]), torch.from_numpy(scores[1])
-        outputs, value, _ = self.model(inputs)
-        log_prob, _ = self.distribution.log_prob_and_entropy(outputs, action)
-        return log_prob, value
+        if self.fused is not None and inputs.action_mask is None:
+            return self.fused.score(inputs.obs, action)  # type: ignore[arg-type]
+        with self._rounding():
+            outputs, value, _ = self.model(inputs)
+        log_prob, _ = self.distribution.log_prob_and_entropy(outputs.float(), action)
+        return log_prob, value.float()
 
     @torch.no_grad()
-    def value_batch(self, inputs: PolicyInput) -> Tensor:
-        """[B]; of a policy with a memory, after its state and one more observation."""
+    def value_batch(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor:
+        """[B]; of a policy with a memory, after its state and one more observation.
+
+        ``wanted``, a mask, is for who needs but a few: the others may be any finite number.
+        """
         if self._by_hand is not None:
-            return torch.from_numpy(self._by_hand.value(inputs.obs.numpy()))  # type: ignore[union-attr]
-        if inputs.state is not None:
-            _, values, _ = self.model(_with_time(inputs))
-            return values[0]  # type: ignore[no-any-return]
-        _, value, _ = self.model(inputs)
-        return value  # type: ignore[no-any-return]
+            obs = inputs.obs.numpy()  # type: ignore[union-attr]
+            if wanted is None:
+                return torch.from_numpy(self._by_hand.value(obs))
+            value = torch.zeros(len(obs))
+            if wanted.any():
+                value[wanted] = torch.from_numpy(self._by_hand.value(obs[wanted.numpy()]))
+            return value
+        if self.fused is not None:
+            return self.fused.value(inputs.obs, wanted)  # type: ignore[arg-type]
+        with self._rounding():
+            if inputs.state is not None:
+                _, values, _ = self.model(_with_time(inputs))
+                return values[0].float()  # type: ignore[no-any-return]
+            _, value, _ = self.model(inputs)
+        return value.float()  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def act_batch(
@@ -358,6 +428,21 @@ class PPOAgent:
 
     # Learning.
 
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Tensor) -> UpdateResult:
+        """One gradient step per minibatch, without a wait for the device in between.
+
+        ``rollout`` is flat, [N, ...], or of a policy with a memory [T, n_envs, ...]; ``order``
+        are its rows, or its envs. ``rates`` are those of ``Rates``. What is told has a row for
+        each minibatch.
+        """
+        n_minibatches = self.config.n_minibatches
+        if self.fused is not None and rollout.inputs.action_mask is None:
+            return UpdateResult(*self.fused.epoch(rollout, order, n_minibatches, rates))
+        # NumPy wants numbers, and a graph wants tensors.
+        now = Rates(*(rates.tolist() if self._by_hand is not None else rates.unbind()))
+        results = [self.update(rollout.rows(rows), now) for rows in order.view(n_minibatches, -1)]
+        return UpdateResult(*(torch.stack(each) for each in zip(*results, strict=True)))
+
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
         """One gradient step on one minibatch."""
         if self._by_hand is not None:
@@ -372,7 +457,9 @@ class PPOAgent:
         """Leave the gradients of the loss; all metrics but the norm, and the loss."""
         config, clip_range = self.config, rates.clip_range
         self.model.train()
-        outputs, value, _ = self.model(batch.inputs)
+        with self._rounding():
+            outputs, value, _ = self.model(batch.inputs)
+        outputs, value = outputs.float(), value.float()
         self.model.eval()
         log_prob, entropy = self.distribution.log_prob_and_entropy(outputs, batch.action)
         log_ratio = log_prob - batch.log_prob
@@ -409,6 +496,8 @@ class PPOAgent:
         """Take a rollout's observations, [T, n_envs, ...], into the running normalisation."""
         if self.config.normalize_obs:
             self.model.preprocess.learn_moments(map_obs(lambda leaf: leaf.flatten(0, 1), obs))
+            if self.fused is not None:
+                self.fused.learn_moments()
 
     def state_dict(self) -> State:
         spaces = {name: space_to_data(space) for name, space in self.spaces.items()}
@@ -426,6 +515,8 @@ class PPOAgent:
                 raise ValueError(f"{name} was {saved}, and is {own}")
         self.model.load_state_dict(state["model"])
         self.adam.load_state_dict(state["adam"])
+        if self.fused is not None:
+            self.fused.learn_moments()
         self._act_generator.set_state(state["act_generator"])
 
 

@@ -63,6 +63,8 @@ class EnvFactory:
         maker = import_dotted(str(self.target), key="env.target")
         if not callable(maker):
             raise TargetError(f"env.target={self.target} is no class or function that makes an env")
+        # A batch of envs that are tensors: a single one of them is made apart.
+        maker = getattr(maker, "single_env", maker)
         check_arguments(maker, self.kwargs, key="env.kwargs")
         with _blamed_on(f"env.target={self.target} cannot be made"):
             env = maker(**self.kwargs)

@@ -22,6 +22,9 @@ from ml_pipeline.runs.env_snapshots import (
 )
 from ml_pipeline.runs.run_folder import RunFolder
 
+# In the place of a token, where the checkpoint itself holds the envs: they are tensors.
+_IN_CHECKPOINT = "in the checkpoint"
+
 
 def save_latest(run: RunFolder, trainer: Trainer) -> None:
     """Save what a resume needs: first the envs, then the checkpoint that refers to them.
@@ -38,7 +41,9 @@ def save_latest(run: RunFolder, trainer: Trainer) -> None:
 def _save_envs(run: RunFolder, trainer: Trainer) -> str | None:
     try:
         snapshots = trainer.env_snapshots()
-        return None if snapshots is None else save_snapshots(run, snapshots)
+        if snapshots is None:
+            return None
+        return save_snapshots(run, snapshots) if snapshots else _IN_CHECKPOINT
     except Exception as error:  # whatever the envs or the disk do, the weights are to be saved
         reason = str(error).strip().rpartition("\n")[2]
         say(f"the envs could not be saved; a resume would begin new episodes: {reason}")
@@ -69,10 +74,12 @@ def resume_episodes(run: RunFolder, trainer: Any, state: State, *, trust: bool) 
     if token is None:
         return "with new episodes: the envs were not saved with it"
     try:
-        snapshots = load_snapshots(run, token, trust=trust)
-        n_envs = sum(env.num_envs for env in trainer.envs)
-        if len(snapshots) != n_envs:
-            raise SnapshotError(f"{len(snapshots)} envs were saved, and there are {n_envs}")
+        snapshots: list[bytes] = []
+        if token != _IN_CHECKPOINT:
+            snapshots = load_snapshots(run, token, trust=trust)
+            n_envs = sum(env.num_envs for env in trainer.envs)
+            if len(snapshots) != n_envs:
+                raise SnapshotError(f"{len(snapshots)} envs were saved, and there are {n_envs}")
         trainer.resume_episodes(state, snapshots)
     except UntrustedSnapshotError:
         raise

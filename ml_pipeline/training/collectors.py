@@ -19,10 +19,14 @@ from torch import Tensor
 
 from ml_pipeline.agents.observations import ObservationError
 from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.config import PPOConfig
 from ml_pipeline.envs.episode_stats import EpisodeStats
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Episode, PolicyInput, RolloutStats, State
+from ml_pipeline.training.device_acting import DeviceActing
+from ml_pipeline.training.programs import Programs
+from ml_pipeline.training.returns import RewardScaler
 from ml_pipeline.training.rollout_buffer import FinalStep, RolloutBuffer
 
 
@@ -54,6 +58,7 @@ class _Columns:
         self.state: Tensor | None = None
         self.episode_start = np.ones(env.num_envs, dtype=bool)
         self.action: NDArray[Any] | None = None  # sent, and not yet answered
+        self.acting: DeviceActing | None = None  # where the policy is on a GPU
         self._in_turns = in_turns
 
     def reset(self, agent: PPOAgent, seed: int) -> None:
@@ -109,6 +114,8 @@ class _Columns:
 class Collector:
     """Rollouts of ``agent`` in ``envs``, whose columns follow one another."""
 
+    is_interruptible = True
+
     def __init__(
         self,
         envs: Sequence[VectorEnv[Any, Any, Any]],
@@ -117,9 +124,11 @@ class Collector:
         noise_seed: int,
         episodes_from_infos: bool = False,
         allow_nonfinite: bool = False,
+        programs: Programs | None = None,
     ) -> None:
         """Env i is reset with ``env_seed + i`` before the first step.
 
+        ``programs`` captures what is done on a GPU; None: nothing.
         ``episodes_from_infos``: see ``EpisodeStats``. ``allow_nonfinite``: play on with
         observations and rewards that are no numbers; else they are a ``BadValueError``.
         """
@@ -131,6 +140,7 @@ class Collector:
             self._columns.append(columns)
             self.n_envs += env.num_envs
         self._env_seed = env_seed
+        self._programs = programs
         self._allow_nonfinite = allow_nonfinite
         self._generator = torch.Generator().manual_seed(noise_seed)
         self._state_before: Tensor | None = None  # the generator's, while a rollout is under way
@@ -144,6 +154,14 @@ class Collector:
     def is_between_rollouts(self) -> bool:
         """Whether the envs stand where the last whole rollout has left them."""
         return self._state_before is None
+
+    def new_buffer(self, n_steps: int, agent: PPOAgent) -> RolloutBuffer:
+        return RolloutBuffer(n_steps, self.n_envs, agent)
+
+    def new_scaler(self, config: PPOConfig) -> RewardScaler | None:
+        if not config.scale_reward:
+            return None
+        return RewardScaler(self.n_envs, gamma=config.gamma, clip=config.clip_reward)
 
     def collect(self, agent: PPOAgent, buffer: RolloutBuffer) -> RolloutStats:
         """Fill ``buffer``; ``last_inputs`` is what the policy sees after its last row."""
@@ -171,6 +189,9 @@ class Collector:
             if columns.action is not None and len(self._columns) > 1:
                 columns.receive(agent)  # of a rollout that was cut short
             columns.action = None
+            if agent.device.type == "cuda" and columns.acting is None:
+                programs = self._programs or Programs(agent.device)
+                columns.acting = DeviceActing(agent, columns.env.num_envs, programs)
             if not columns.leaves:
                 columns.reset(agent, self._env_seed + columns.place.start)
                 self._check_obs(columns, columns.leaves, 0)
@@ -184,11 +205,15 @@ class Collector:
         self, columns: _Columns, t: int, agent: PPOAgent, buffer: RolloutBuffer, noise: Tensor
     ) -> None:
         """Choose actions and, if there is something to do meanwhile, let the envs begin."""
-        sample = agent.sample_batch(columns.inputs(agent), noise)
-        action = sample.action.cpu().numpy()
         seen = columns.leaves, columns.mask, columns.episode_start
+        if columns.acting is not None:
+            action = columns.acting(columns.leaves, columns.mask, columns.state, seen[2], noise)
+            columns.state = columns.acting.state
+        else:
+            sample = agent.sample_batch(columns.inputs(agent), noise)
+            action = sample.action.cpu().numpy()
+            columns.state = sample.state
         buffer.write_seen(t, columns.place, *seen, action)
-        columns.state = sample.state
         columns.send(agent.distribution.to_env(action))
 
     def _receive(
@@ -287,6 +312,7 @@ class Collector:
         starts = np.concatenate([columns.episode_start, np.ones(n_new, dtype=bool)])
         columns.episode_start = starts[:n_envs]
         columns.place = slice(0, n_envs)
+        columns.acting = None
         columns.stats.resize(n_envs)
         self.n_envs = n_envs
 
@@ -317,10 +343,10 @@ class Collector:
         """Where the envs stand, seen from here; belongs to a snapshot of the envs themselves."""
         return [columns.position() for columns in self._columns]
 
-    def check_position(self, position: list[State] | None, agent: PPOAgent) -> None:
-        """Refuse a position that this collector or agent could not take up."""
-        if position is None:
-            raise ValueError("where its envs stood was not saved")
+    def _checked(self, position: list[State] | None, agent: PPOAgent) -> list[State]:
+        """A position that this collector and agent can take up."""
+        if not isinstance(position, list):
+            raise ValueError("where its envs stood was not saved, or of envs of another kind")
         if len(position) != len(self._columns):
             raise ValueError("the collector is another one")
         for state in position:
@@ -328,8 +354,19 @@ class Collector:
                 raise ValueError("agent.action_mask has changed")
             if (state["state"] is not None) != bool(agent.state_size):
                 raise ValueError("the network has changed")
+        return position
 
-    def resume_at(self, position: list[State], agent: PPOAgent) -> None:
-        """Go on in the midst of the episodes, in envs that were restored to the same point."""
-        for columns, state in zip(self._columns, position, strict=True):
+    def snapshots(self) -> list[bytes]:
+        """All envs as bytes."""
+        return [each for env in self.envs for each in env.snapshot()]  # type: ignore[attr-defined]
+
+    def resume_at(
+        self, position: list[State] | None, snapshots: Sequence[bytes], agent: PPOAgent
+    ) -> None:
+        """Go on in the midst of the episodes."""
+        rest, states = list(snapshots), self._checked(position, agent)
+        for env in self.envs:
+            env.restore(rest[: env.num_envs])  # type: ignore[attr-defined]
+            del rest[: env.num_envs]
+        for columns, state in zip(self._columns, states, strict=True):
             columns.resume_at(state, agent)

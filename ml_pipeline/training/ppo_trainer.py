@@ -23,8 +23,8 @@ from ml_pipeline.seeding import (
     set_global_generators_state,
     stream_seed,
 )
-from ml_pipeline.training.collectors import Collector
-from ml_pipeline.training.returns import RewardScaler, explained_variance
+from ml_pipeline.training.epochs import Epochs
+from ml_pipeline.training.programs import Programs
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
 
 _SLOWEST, _FASTEST = 1e-6, 1e-2  # bounds of an adaptive learning rate
@@ -40,24 +40,29 @@ class PPOTrainer:
     def __init__(
         self,
         agent: PPOAgent,
-        collector: Collector,
+        collector: Any,
         *,
         seed: int,
+        programs: Programs | None = None,
         callbacks: Mapping[str, Callback] | None = None,
         loggers: Sequence[Logger] = (),
         shield: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         patience: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """``shield`` opens a block that a stop signal must not tear, ``patience`` one that it
-        should rather wait for: see ``StopSignals``."""
+        """``collector`` is a ``Collector`` or a ``DeviceCollector``.
+
+        ``programs`` captures what the agent does on a GPU; None: nothing. ``shield`` opens a block
+        that a stop signal must not tear, ``patience`` one that it should rather wait for: see
+        ``StopSignals``.
+        """
         self.agent = agent
         self.collector = collector
         self.config = agent.config
         self.callbacks = dict(callbacks or {})
         self.loggers = list(loggers)
-        self.buffer = self._new_buffer()
-        self._scaler = self._new_scaler()
-        self._on_cpu = agent.device.type == "cpu"
+        self._programs = programs or Programs(agent.device)
+        self._scaler = collector.new_scaler(self.config)
+        self._make_buffer()
         self._adaptive_learning_rate = self.config.learning_rate
         self.iteration = 0
         self.env_steps = 0
@@ -98,17 +103,25 @@ class PPOTrainer:
 
     def train_episode_vectorized(self) -> Metrics:
         """One iteration: collect a [T, n_envs] rollout, improve on it, return the metrics."""
+        if self.collector.is_interruptible:
+            return self._train_episode(self._shield)
+        with self._shield():
+            return self._train_episode(contextlib.nullcontext)
+
+    def _train_episode(self, shield: Callable[[], AbstractContextManager[None]]) -> Metrics:
         start = time.perf_counter()
         rates = self._rates()
         # What overflows is found and named: NumPy need not warn besides.
         with np.errstate(over="ignore", invalid="ignore"):
             stats = self.collector.collect(self.agent, self.buffer)
-        with self._shield():
+        with shield():
             with np.errstate(over="ignore", invalid="ignore"):
                 means = self._improve(rates)
+            episodes = stats.episodes
+            n_episodes = sum(episode.n for episode in episodes)
             self.collector.commit(self.buffer.n_steps)
-            self._recent.extend(stats.episodes)
-            self.n_episodes += len(stats.episodes)
+            self._recent.extend(episodes)
+            self.n_episodes += n_episodes
             self.iteration += 1
             n_steps = self.buffer.n_steps * self.buffer.n_envs
             self.env_steps += n_steps
@@ -117,9 +130,9 @@ class PPOTrainer:
                 "iteration": self.iteration,
                 "env_steps": self.env_steps,
                 "n_envs": self.buffer.n_envs,
-                "n_completed_episodes": len(stats.episodes),
-                **_episode_means("", stats.episodes),
-                **_episode_means("_mean_100", list(self._recent)),
+                "n_completed_episodes": n_episodes,
+                **_episode_means("", episodes),
+                **_episode_means("_mean_100", _latest(self._recent, 100)),
                 "rollout/total_episodes": self.n_episodes,
                 **means,
                 "policy/learning_rate": rates.learning_rate,
@@ -147,34 +160,63 @@ class PPOTrainer:
         last = self.collector.last_inputs(self.agent)
         buffer.finish(last, gamma=config.gamma, lam=config.gae_lambda, scaler=self._scaler)
         results: list[UpdateResult] = []
-        for epoch in range(1, config.n_epochs + 1):
+        epoch = 0
+        while epoch < config.n_epochs:
             first = len(results)
-            for batch in buffer.minibatches(config.n_minibatches, self._generator):
-                results.append(self.agent.update(batch, rates))
-                if self._on_cpu:
-                    self._check_finite(results[-1:], epoch, len(results) - first)
-            if not self._on_cpu:
-                self._check_finite(results[first:], epoch, None)
-            if config.max_kl is not None or config.learning_rate_schedule == "adaptive":
-                kl = _means(results[first:])["policy/approx_kl"]
+            if self._epochs is not None:
+                results.append(self._epochs.run(rates, self._generator))
+                epoch += self._epochs.n_epochs
+            else:
+                epoch += 1
+                for batch in buffer.minibatches(config.n_minibatches, self._generator):
+                    results.append(self.agent.update(batch, rates))
+                    if not results[-1].finite:
+                        told = _on_host(results[-1:])
+                        self._check_finite(*told, epoch, len(results) - first)
+            if self._looks_at_kl:
+                kl = _means(*_on_host(results[first:]))["policy/approx_kl"]
                 rates = rates._replace(learning_rate=self._adapted(rates.learning_rate, kl))
                 if config.max_kl is not None and kl > config.max_kl:
                     break
         self.agent.learn_moments(buffer.obs_tensors())
-        return {**_means(results), **self._quality(), "policy/n_epochs": float(epoch)}
+        # Here, and not before, a device is waited for: a step that was not finite changed nothing.
+        metrics, finite = _on_host(results)
+        quality, is_finite = buffer.facts().tolist()
+        if self._epochs is not None:
+            self._check_values(bool(is_finite))
+            self._check_finite(metrics, finite, epoch, None)
+        means = _means(metrics, finite)
+        return {**means, "value/explained_variance": quality, "policy/n_epochs": float(epoch)}
 
-    def _quality(self) -> Metrics:
-        quality = explained_variance(self.buffer.value, self.buffer.value_target)
-        return {"value/explained_variance": quality}
+    @property
+    def _looks_at_kl(self) -> bool:
+        """Whether something depends on the KL of each epoch."""
+        config = self.config
+        return config.max_kl is not None or config.learning_rate_schedule == "adaptive"
 
-    def _check_finite(self, results: list[UpdateResult], epoch: int, minibatch: int | None) -> None:
-        """Stop where a loss or gradient was not finite; the weights were left as they were."""
-        if self.config.on_nonfinite == "skip" or torch.stack([r.finite for r in results]).all():
+    def _check_values(self, is_finite: bool) -> None:
+        if is_finite or self.config.on_nonfinite == "skip":
             return
-        broken = next(each for each in results if not each.finite)
+        raise TrainingError(
+            f"iteration {self.iteration + 1}: an env gave an observation or a reward that is not "
+            "finite; the last checkpoint is kept. To find it, train a few envs with compile=off "
+            "and look at what the env's advance returns"
+        )
+
+    def _check_finite(
+        self,
+        metrics: NDArray[Any],
+        finite: NDArray[np.bool_],
+        epoch: int,
+        minibatch: int | None,
+    ) -> None:
+        """Stop where a loss or gradient was not finite; the weights were left as they were."""
+        if self.config.on_nonfinite == "skip" or finite.all():
+            return
+        broken = metrics[np.flatnonzero(~finite)[0]]
         names = [
             name
-            for name, value in zip(UPDATE_METRICS, broken.metrics.tolist(), strict=True)
+            for name, value in zip(UPDATE_METRICS, broken.tolist(), strict=True)
             if not math.isfinite(value)
         ]
         where = "" if minibatch is None else f", minibatch {minibatch}"
@@ -217,16 +259,15 @@ class PPOTrainer:
 
     @property
     def envs(self) -> list[VectorEnv[Any, Any, Any]]:
-        return self.collector.envs
+        return self.collector.envs  # type: ignore[no-any-return]
 
-    def _new_buffer(self) -> RolloutBuffer:
-        return RolloutBuffer(self.config.n_steps, self.collector.n_envs, self.agent)
-
-    def _new_scaler(self) -> RewardScaler | None:
-        if not self.config.scale_reward:
-            return None
-        config, n_envs = self.config, self.collector.n_envs
-        return RewardScaler(n_envs, gamma=config.gamma, clip=config.clip_reward)
+    def _make_buffer(self) -> None:
+        """With it, what learns from it: on the CPU minibatch by minibatch, elsewhere by epochs."""
+        self.buffer = self.collector.new_buffer(self.config.n_steps, self.agent)
+        self._epochs: Epochs | None = None
+        if not isinstance(self.buffer, RolloutBuffer) or self.agent.device.type != "cpu":
+            n_epochs = 1 if self._looks_at_kl else self.config.n_epochs
+            self._epochs = Epochs(self.agent, self.buffer, self._programs, n_epochs=n_epochs)
 
     def resize(self, n_envs: int) -> int:
         """At most ``n_envs``: a rollout must still cut into equal minibatches; at least that."""
@@ -236,25 +277,20 @@ class PPOTrainer:
         n_envs = max(n_envs // multiple, 1) * multiple
         if n_envs != self.collector.n_envs:
             self.collector.resize(n_envs, self.agent)
-            self.buffer = self._new_buffer()
+            self._make_buffer()
             if self._scaler is not None:
                 self._scaler.resize(n_envs)
         return n_envs
 
     def resume_episodes(self, state: State, snapshots: Sequence[bytes]) -> None:
         """Let the envs go on where they stood when ``state`` was saved."""
-        self.collector.check_position(state["collector"]["position"], self.agent)
-        rest = list(snapshots)
-        for env in self.envs:
-            env.restore(rest[: env.num_envs])  # type: ignore[attr-defined]
-            del rest[: env.num_envs]
-        self.collector.resume_at(state["collector"]["position"], self.agent)
+        self.collector.resume_at(state["collector"]["position"], snapshots, self.agent)
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
 
     def last_rollout(self) -> dict[str, NDArray[Any]]:
         """Actions and advantages, to be shown."""
-        return {"rollout/actions": self.buffer.action, "rollout/advantages": self.buffer.advantage}
+        return self.buffer.shown()  # type: ignore[no-any-return]
 
     def request_stop(self, reason: str) -> None:
         """End training after this iteration."""
@@ -263,11 +299,12 @@ class PPOTrainer:
     def env_snapshots(self) -> list[bytes] | None:
         """All envs as bytes, to go on in the midst of their episodes.
 
-        None where they do not stand between two rollouts, or cannot be had.
+        None where they do not stand between two rollouts, or cannot be had; empty where
+        ``state_dict`` has them.
         """
         if not self.collector.is_between_rollouts or not self.snapshots_envs:
             return None
-        return [each for env in self.envs for each in env.snapshot()]  # type: ignore[attr-defined]
+        return self.collector.snapshots()  # type: ignore[no-any-return]
 
     def state_dict(self) -> State:
         """Everything that goes on from here."""
@@ -323,22 +360,39 @@ def annealed(value: float, schedule: str, progress: float) -> float:
     return value
 
 
-def _means(results: Sequence[UpdateResult]) -> Metrics:
-    """Of the updates that were made; one transfer from the device for all of them."""
-    finite = torch.stack([each.finite for each in results])
-    table = torch.stack([each.metrics for each in results])
-    means = torch.where(finite.unsqueeze(1), table, 0.0).sum(dim=0) / finite.sum().clamp(min=1)
-    *values, n_skipped = torch.cat([means, (~finite).sum().unsqueeze(0)]).tolist()
-    metrics = dict(zip(UPDATE_METRICS, values, strict=True))
-    return {**metrics, "loss/skipped_updates": n_skipped} if n_skipped else metrics
+def _on_host(results: Sequence[UpdateResult]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Metrics, [n, 6], and flags, [n], of n gradient steps: one transfer from the device."""
+    metrics = torch.cat([each.metrics.view(-1, len(UPDATE_METRICS)) for each in results])
+    finite = torch.cat([each.finite.view(-1) for each in results])
+    table = torch.cat([metrics, finite.unsqueeze(1)], dim=1).cpu().numpy()
+    return table[:, :-1], table[:, -1] != 0
+
+
+def _means(metrics: NDArray[Any], finite: NDArray[np.bool_]) -> Metrics:
+    """Of the updates that were made."""
+    n_skipped = int((~finite).sum())
+    values = np.where(finite[:, None], metrics, 0.0).sum(axis=0) / max(len(finite) - n_skipped, 1)
+    means = dict(zip(UPDATE_METRICS, values.tolist(), strict=True))
+    return {**means, "loss/skipped_updates": float(n_skipped)} if n_skipped else means
+
+
+def _latest(episodes: Sequence[Episode], n: int) -> list[Episode]:
+    """The last ``n``; more, where the mean of several is all that is known of them."""
+    latest: list[Episode] = []
+    for episode in reversed(episodes):
+        if n <= 0:
+            break
+        latest.append(episode)
+        n -= episode.n
+    return latest[::-1]
 
 
 def _episode_means(suffix: str, episodes: Sequence[Episode]) -> Metrics:
     """Mean return and length; nothing where no episode has ended yet."""
     if not episodes:
         return {}
-    returns, lengths = zip(*episodes, strict=True)
+    returns, lengths, weights = zip(*episodes, strict=True)
     return {
-        f"rollout/episode_return{suffix}": float(np.mean(returns)),
-        f"rollout/episode_length{suffix}": float(np.mean(lengths)),
+        f"rollout/episode_return{suffix}": float(np.average(returns, weights=weights)),
+        f"rollout/episode_length{suffix}": float(np.average(lengths, weights=weights)),
     }

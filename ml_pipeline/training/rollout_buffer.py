@@ -19,7 +19,7 @@ from torch import Tensor
 from ml_pipeline.agents.observations import map_obs
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.protocols import Minibatch, Obs, PolicyInput
-from ml_pipeline.training.returns import RewardScaler, gae
+from ml_pipeline.training.returns import RewardScaler, explained_variance, gae
 
 _SCORED_NUMBERS = 2**24  # of observations at a time: a rollout of images would fill the memory
 
@@ -42,7 +42,7 @@ class RolloutBuffer:
         self._agent = agent
         grid, reader, distribution = (n_steps, n_envs), agent.reader, agent.distribution
         self.obs = {
-            name: np.zeros((*grid, *reader.shapes[name]), dtype=reader.dtypes[name])
+            name: _zeros((*grid, *reader.shapes[name]), reader.dtypes[name], agent.device)
             for name in reader.leaves
         }
         # An empty tensor knows the NumPy dtype that goes with its own.
@@ -57,7 +57,8 @@ class RolloutBuffer:
         self.truncated = np.zeros(grid, dtype=bool)
         self.final_steps: list[FinalStep] = []
         self.value = self.advantage = self.value_target = np.zeros(grid, dtype=np.float32)
-        self._learned: Minibatch | None = None
+        self._learned: Minibatch | None = None  # [T, n_envs, ...] on the device
+        self._orders: Tensor | None = None
 
     def begin(self) -> None:
         """Before the first row of a new rollout."""
@@ -115,21 +116,69 @@ class RolloutBuffer:
         reward = self.reward if scaler is None else scaler.scaled(self.reward, done)
         self.advantage = gae(reward, self.value, next_value, done, gamma=gamma, lam=lam)
         self.value_target = self.advantage + self.value
-        self._learned = Minibatch(
-            inputs,
-            action,
-            log_prob,
-            value,
-            torch.from_numpy(self.advantage).to(agent.device),
-            torch.from_numpy(self.value_target).to(agent.device),
+        self._keep(
+            Minibatch(
+                inputs,
+                action,
+                log_prob,
+                value,
+                torch.from_numpy(self.advantage).to(agent.device),
+                torch.from_numpy(self.value_target).to(agent.device),
+            )
         )
+
+    def _keep(self, rollout: Minibatch) -> None:
+        """On a device always in the same place: a captured update looks for it there."""
+        if self._learned is None or self._agent.device.type == "cpu":
+            self._learned = rollout
+            return
+        for held, new in zip(_tensors(self._learned), _tensors(rollout), strict=True):
+            held.copy_(new)
+
+    @property
+    def learned(self) -> Minibatch:
+        """The finished rollout, flat, [N, ...]; of a policy with a memory, [T, n_envs, ...]."""
+        if self._learned is None:
+            raise RuntimeError("the rollout was never finished")
+        if self.state is not None:
+            return self._learned
+        return self._learned.mapped(lambda field: field.flatten(0, 1), None)
+
+    def shuffle(self, generator: torch.Generator, n_orders: int) -> None:
+        """Draw so many orders on the host, so that they are those of a run on the CPU."""
+        n_items = self._n_items()
+        drawn = [torch.randperm(n_items, generator=generator) for _ in range(n_orders)]
+        orders, device = torch.stack(drawn), self._agent.device
+        if self._orders is None or len(self._orders) != n_orders:
+            self._orders = torch.empty_like(orders, device=device)
+        pinned = orders.pin_memory() if device.type == "cuda" else orders
+        self._orders.copy_(pinned, non_blocking=True)
+
+    def order(self, number: int) -> Tensor:
+        """Rows of ``learned``, or of a policy with a memory its envs, shuffled."""
+        if self._orders is None:
+            raise RuntimeError("the rollout was never shuffled")
+        return self._orders[number]
+
+    def facts(self) -> Tensor:
+        """Explained variance, and whether all that the envs gave was finite, as 0 or 1.
+
+        The second is 1 here: a ``Collector`` has looked at each step.
+        """
+        return torch.tensor([explained_variance(self.value, self.value_target), 1.0])
+
+    def shown(self) -> dict[str, NDArray[Any]]:
+        """Actions and advantages, for people to look at."""
+        return {"rollout/actions": self.action, "rollout/advantages": self.advantage}
+
+    def _n_items(self) -> int:
+        return self.n_envs if self.state is not None else self.n_steps * self.n_envs
 
     def minibatches(self, n_minibatches: int, generator: torch.Generator) -> Iterator[Minibatch]:
         """The whole rollout once, shuffled, in equal parts; whole sequences if it has a memory."""
         if self._learned is None:
             raise RuntimeError("minibatches of a rollout that was never finished")
-        is_recurrent = self.state is not None
-        n_items = self.n_envs if is_recurrent else self.n_steps * self.n_envs
+        is_recurrent, n_items = self.state is not None, self._n_items()
         if n_items % n_minibatches:
             what = "sequences" if is_recurrent else "transitions"
             raise ValueError(
@@ -140,13 +189,12 @@ class RolloutBuffer:
         size = n_items // n_minibatches
         if is_recurrent:
             for begin in range(0, n_items, size):
-                envs = order[begin : begin + size]
-                yield _mapped(self._learned, lambda field: field[:, envs], self.state[envs])  # type: ignore[index] # noqa: B023
+                yield self._learned.rows(order[begin : begin + size])
             return
         # Shuffled once per epoch: the minibatches are then slices, without a copy of their own.
-        shuffled = _mapped(self._learned, lambda field: field.flatten(0, 1)[order], None)
+        shuffled = self.learned.rows(order)
         for begin in range(0, n_items, size):
-            yield _mapped(shuffled, lambda field: field[begin : begin + size], None)  # noqa: B023
+            yield shuffled.mapped(lambda field: field[begin : begin + size], None)  # noqa: B023
 
     def obs_tensors(self) -> Obs:
         """[T, n_envs, ...] on the device, once finished."""
@@ -192,19 +240,19 @@ class RolloutBuffer:
         return log_prob.view(self.n_steps, -1), value.view(self.n_steps, -1)
 
 
+def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> NDArray[Any]:
+    """In pinned memory where the device is a GPU: it then fetches them without a wait."""
+    zeros = np.zeros(shape, dtype=dtype)
+    return torch.from_numpy(zeros).pin_memory().numpy() if device.type == "cuda" else zeros
+
+
 def _part(inputs: PolicyInput, rows: slice) -> PolicyInput:
     mask = inputs.action_mask
     obs = map_obs(lambda leaf: leaf[rows], inputs.obs)
     return PolicyInput(obs, None if mask is None else mask[rows], None, None)
 
 
-def _mapped(batch: Minibatch, function: Any, state: Tensor | None) -> Minibatch:
-    """``function`` of every field that has a place for each step."""
-    obs, mask, _, start = batch.inputs
-    inputs = PolicyInput(
-        map_obs(function, obs),
-        None if mask is None else function(mask),
-        state,
-        None if start is None else function(start),
-    )
-    return Minibatch(inputs, *(function(field) for field in batch[1:]))
+def _tensors(rollout: Minibatch) -> list[Tensor]:
+    obs, *rest = rollout.inputs
+    leaves = list(obs.values()) if isinstance(obs, dict) else [obs]
+    return [*leaves, *(each for each in rest if each is not None), *rollout[1:]]

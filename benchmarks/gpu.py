@@ -1,0 +1,322 @@
+"""PPO whole on a GPU: CartPole as tensors, at PureJaxRL's settings, beside PureJaxRL's figures.
+
+    python benchmarks/gpu.py                              # learns, then times all sizes and modes
+    python benchmarks/gpu.py --sizes 2048x32 --modes graph --precisions tf32
+    python benchmarks/gpu.py --draw                       # only the picture, from the JSON
+
+First a policy is trained: unless the mean length of the episodes reaches 475, nothing is timed.
+Then each size (envs x steps) and mode is timed: whole iterations of the trainer by the wall clock,
+metrics read on the host each time; the parts by the device's clock. Medians over the rounds. The
+two floors are counted, not measured: operations over the rate of a large product, and bytes over
+the bandwidth of a large copy, both measured here. JAX multiplies in tf32 by default; the figures
+of PureJaxRL are of such a run on an H200 (jitted as a whole, the same networks and settings).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ml_pipeline.agents.networks import MLP
+from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.config import PPOConfig
+from ml_pipeline.device import precision_of_products
+from ml_pipeline.envs.tasks.cartpole import TorchCartPole
+from ml_pipeline.training.device_collector import DeviceCollector
+from ml_pipeline.training.ppo_trainer import PPOTrainer
+from ml_pipeline.training.programs import MODES, Programs
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+PUREJAXRL = {"2048x32": 18.0, "8192x32": 41.8, "32768x32": 68.5, "131072x16": 82.3}  # M steps/s
+SOLVED = 475.0
+MAX_ITERATIONS = 400  # of the training that shows that it learns
+
+
+def new_trainer(size: str, mode: str, precision: str, *, learning_rate: float) -> PPOTrainer:
+    """CartPole with two 64-64 tanh networks, 4 epochs of 4 minibatches."""
+    n_envs, n_steps = map(int, size.split("x"))
+    config = PPOConfig(
+        learning_rate=learning_rate, n_steps=n_steps, n_epochs=4, n_minibatches=4, entropy_coef=0.01
+    )
+    device = torch.device("cuda")
+    env = TorchCartPole(n_envs, device=device, seed=1)
+    agent = PPOAgent(
+        env.single_observation_space,
+        env.single_action_space,
+        MLP,
+        config,
+        device=device,
+        seed=1,
+        precision=precision,
+    )
+    programs = Programs(device, mode)
+    collector = DeviceCollector(env, env_seed=1, noise_seed=2, programs=programs)
+    return PPOTrainer(agent, collector, seed=1, programs=programs)
+
+
+def learn(precision: str) -> dict[str, Any]:
+    """Train until the episodes of an iteration are long enough, or for too long."""
+    trainer = new_trainer("2048x32", "graph", precision, learning_rate=1e-3)
+    begin, length = time.perf_counter(), 0.0
+    for _ in range(MAX_ITERATIONS):
+        metrics = trainer.train_episode_vectorized()
+        length = metrics.get("rollout/episode_length", 0.0)
+        if length >= SOLVED:
+            break
+    return {
+        "precision": precision,
+        "mean_episode_length": length,
+        "iterations": trainer.iteration,
+        "env_steps": trainer.env_steps,
+        "seconds": time.perf_counter() - begin,  # compilation included
+    }
+
+
+def timed(trainer: PPOTrainer, rounds: int) -> dict[str, Any]:
+    """Steps per second by the wall clock, and what the parts of an iteration take."""
+    buffer = trainer.buffer
+    n_steps = buffer.n_steps * buffer.n_envs
+    begin = time.perf_counter()
+    for _ in range(4):  # compiles and captures
+        trainer.train_episode_vectorized()
+    torch.cuda.synchronize()
+    setup = time.perf_counter() - begin
+    seconds = []
+    for _ in range(rounds):
+        begin, count = time.perf_counter(), 0
+        while count < 3 or time.perf_counter() - begin < 0.25:
+            trainer.train_episode_vectorized()
+            count += 1
+        seconds.append((time.perf_counter() - begin) / count)
+    typical = statistics.median(seconds)
+    return {
+        "ms": typical * 1e3,
+        "ms_range": [min(seconds) * 1e3, max(seconds) * 1e3],
+        "million_steps_per_second": n_steps / typical / 1e6,
+        "setup_seconds": setup,
+        "parts_ms": parts(trainer, rounds),
+    }
+
+
+def parts(trainer: PPOTrainer, rounds: int) -> dict[str, float]:
+    """Rollout, its end (scores and GAE) and all epochs, by the device's clock."""
+    config, rates = trainer.config, trainer._rates()
+    found: dict[str, list[float]] = {"rollout": [], "gae": [], "update": []}
+
+    def finish() -> None:
+        last = trainer.collector.last_inputs(trainer.agent)
+        trainer.buffer.finish(last, gamma=config.gamma, lam=config.gae_lambda, scaler=None)
+
+    def update() -> None:
+        trainer._epochs.run(rates, trainer._generator)  # type: ignore[union-attr]
+
+    def collect() -> None:
+        trainer.collector.collect(trainer.agent, trainer.buffer)
+
+    for _ in range(rounds):
+        found["rollout"].append(elapsed(collect))
+        found["gae"].append(elapsed(finish))
+        found["update"].append(elapsed(update))
+        trainer.collector.commit(trainer.buffer.n_steps)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def elapsed(function: Callable[[], Any]) -> float:
+    """Milliseconds on the device."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    function()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def ceilings() -> dict[str, float]:
+    """What the device can do: bytes per second of a copy, operations per second of a product."""
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    left, right = (torch.randn(8192, 8192, device="cuda") for _ in range(2))
+
+    def copy() -> None:
+        target.copy_(source)
+
+    def multiply() -> None:
+        torch.matmul(left, right)
+
+    def median(function: Callable[[], None]) -> float:
+        for _ in range(3):
+            function()
+        return statistics.median(elapsed(function) for _ in range(10)) / 1e3
+
+    found = {"bytes_per_second": 2 * source.nbytes / median(copy)}
+    for precision in ("float32", "tf32"):
+        with precision_of_products(precision, torch.device("cuda")):
+            found[f"{precision}_flops_per_second"] = 2 * 8192**3 / median(multiply)
+    return found
+
+
+def floor_ms(size: str, rate: dict[str, float], precision: str) -> dict[str, float]:
+    """The least an iteration takes, by operations (products alone) and by bytes."""
+    n_envs, n_steps = map(int, size.split("x"))
+    n = n_envs * n_steps
+    layers = {"actor": [4, 64, 64, 2], "critic": [4, 64, 64, 1]}
+    forward = {
+        name: sum(n_in * n_out for n_in, n_out in pairwise(sizes)) for name, sizes in layers.items()
+    }
+    first = 2 * 4 * 64  # no gradient flows on into the observations
+    acting = forward["actor"] + sum(forward.values())  # in the rollout, and when it is scored
+    learning = 3 * sum(forward.values()) - first
+    operations = 2 * n * (acting + 4 * learning)
+    # Written once by the rollout: observation, final observation, action, reward, two flags. Read
+    # again to be scored; then log_prob, value, advantage and target; all of it once per epoch.
+    step = 16 + 16 + 8 + 4 + 2
+    numbers = n * (step + (16 + 8 + 4 + 2) + 4 * 4 + 4 * (16 + 8 + 3 * 4 + 8))
+    flops = rate["float32_flops_per_second" if precision == "float32" else "tf32_flops_per_second"]
+    return {
+        "gflop": operations / 1e9,
+        "megabytes": numbers / 1e6,
+        "ms_by_operations": 1e3 * operations / flops,
+        "ms_by_bytes": 1e3 * numbers / rate["bytes_per_second"],
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "date": str(date.today()),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "purejaxrl_million_steps_per_second": PUREJAXRL,
+        "ceilings": ceilings(),
+        "learned": [],
+        "timed": [],
+    }
+    for precision in args.precisions:
+        with precision_of_products(precision, torch.device("cuda")):
+            learned = learn(precision)
+        found["learned"].append(learned)
+        length, steps = learned["mean_episode_length"], learned["env_steps"] / 1e6
+        print(f"learned in {precision}: mean episode length {length:.1f} after {steps:.1f}M steps")
+        if length < SOLVED:
+            raise SystemExit(f"CartPole is not solved ({SOLVED} is asked for): nothing is timed")
+    print("| size | precision | mode | M steps/s | x PureJaxRL | ms | rollout / gae / update ms |"
+          " floor ms | peak MB |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|")
+    for precision in args.precisions:
+        for size in args.sizes:
+            for mode in args.modes:
+                found["timed"].append(row(size, mode, precision, args.rounds, found["ceilings"]))
+    return found
+
+
+def row(
+    size: str, mode: str, precision: str, rounds: int, rate: dict[str, float]
+) -> dict[str, Any]:
+    """One line of the table."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with precision_of_products(precision, torch.device("cuda")):
+        trainer = new_trainer(size, mode, precision, learning_rate=2.5e-4)
+        result = timed(trainer, rounds)
+    floor = floor_ms(size, rate, precision)
+    result |= {"size": size, "mode": mode, "precision": precision, "floor": floor}
+    result["peak_megabytes"] = torch.cuda.max_memory_allocated() / 1e6
+    result["fused"] = trainer.agent.fused is not None
+    speed = result["million_steps_per_second"]
+    reference = PUREJAXRL.get(size)
+    result["times_purejaxrl"] = speed / reference if reference else None
+    cells = [
+        f"{size} | {precision} | {mode} | {speed:.1f}",
+        f"{speed / reference:.2f}" if reference else "-",
+        f"{result['ms']:.2f}",
+        " / ".join(f"{each:.2f}" for each in result["parts_ms"].values()),
+        f"{max(floor['ms_by_operations'], floor['ms_by_bytes']):.2f}",
+        f"{result['peak_megabytes']:.0f}",
+    ]
+    print(f"| {' | '.join(cells)} |", flush=True)
+    return result
+
+
+def commit() -> str | None:
+    command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Speed by size, one line per mode, and where the time goes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    sizes = list(PUREJAXRL)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    left.plot(sizes, list(PUREJAXRL.values()), "k--o", label="PureJaxRL (tf32)")
+    lines = sorted({(each["precision"], each["mode"]) for each in found["timed"]})
+    for precision, mode in lines:
+        rows = {
+            e["size"]: e for e in found["timed"] if (e["precision"], e["mode"]) == (precision, mode)
+        }
+        speeds = [
+            rows[size]["million_steps_per_second"] if size in rows else None for size in sizes
+        ]
+        left.plot(sizes, speeds, "-o", label=f"{mode}, {precision}")
+    left.set_yscale("log")
+    left.set_ylabel("million env steps per second")
+    left.set_xlabel("envs x steps of a rollout")
+    left.legend(fontsize=8)
+    best = [e for e in found["timed"] if e["mode"] == "graph" and e["precision"] == "tf32"]
+    bottom = [0.0] * len(best)
+    for part in ("rollout", "gae", "update"):
+        heights = [each["parts_ms"][part] for each in best]
+        right.bar([each["size"] for each in best], heights, bottom=bottom, label=part)
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    floors = [max(e["floor"]["ms_by_operations"], e["floor"]["ms_by_bytes"]) for e in best]
+    right.plot([e["size"] for e in best], floors, "k_", markersize=30, label="floor")
+    right.set_ylabel("milliseconds per iteration (graph, tf32)")
+    right.set_xlabel("envs x steps of a rollout")
+    right.legend(fontsize=8)
+    figure.suptitle(f"PPO on CartPole, {found['device']}, {found['date']}", fontsize=11)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", default=list(PUREJAXRL))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--precisions", nargs="+", default=["float32", "tf32", "bf16"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
+    parser.add_argument("--draw", action="store_true", help="only the picture, from gpu.json")
+    args = parser.parse_args()
+    path = args.out / "gpu.json"
+    if not args.draw:
+        if not torch.cuda.is_available():
+            raise SystemExit("this torch sees no GPU; the picture alone: --draw")
+        args.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(measure(args), indent=1) + "\n")
+    try:
+        draw(json.loads(path.read_text()), args.out / "gpu.png")
+    except ImportError as error:
+        print(f"no picture: {error}; python -m pip install matplotlib, then --draw")
+
+
+if __name__ == "__main__":
+    main()
