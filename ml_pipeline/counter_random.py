@@ -51,11 +51,17 @@ def uniform(seed: Tensor, counter: Tensor, n: int) -> Tensor:
     Row i depends on seed[i] and counter[i] only: not on N, nor on the other rows; and fewer
     numbers are the first of more.
     """
-    block = _count(-(-n // 4), seed.device)
-    low, high = _halves(counter[:, None])
-    seed_low, seed_high = _halves(seed[:, None])
-    words = philox((low, high, block, _constant(_ROWS, seed.device)), (seed_low, seed_high))
-    return _unit(torch.stack(words, dim=-1).flatten(1)[:, :n])
+    return torch.stack(uniform_columns(seed, counter, n), dim=1)
+
+
+def uniform_columns(seed: Tensor, counter: Tensor, n: int) -> tuple[Tensor, ...]:
+    """The columns of ``uniform``, [N] each: so a compiler makes one kernel of them and their use."""
+    words: list[Tensor] = []
+    low, high = _halves(counter)
+    for number in range(-(-n // 4)):
+        block, domain = _constant(number, seed.device), _constant(_ROWS, seed.device)
+        words += philox((low, high, block, domain), _halves(seed))
+    return tuple(_unit(word) for word in words[:n])
 
 
 def rand(key: Tensor, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:

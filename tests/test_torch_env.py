@@ -25,8 +25,9 @@ class Walk(TorchVectorEnv):
     single_action_space = spaces.Discrete(2)
     n_draws: ClassVar[int] = 1
 
-    def begin(self, draws: Tensor) -> State:
-        return draws[:, 0], draws.expand(-1, 6).reshape(-1, 2, 3)  # a part with more dimensions
+    def begin(self, draws: tuple[Tensor, ...]) -> State:
+        (draw,) = draws
+        return draw, draw[:, None, None].expand(-1, 2, 3).clone()  # a part with more dimensions
 
     def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
         place = state[0] + 2.0 * action - 1.0

@@ -97,8 +97,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         self._needs_reset = True
 
     @abstractmethod
-    def begin(self, draws: Tensor) -> State:
-        """The first state of an episode per env; ``draws`` is [N, n_draws], uniform in [0, 1)."""
+    def begin(self, draws: tuple[Tensor, ...]) -> State:
+        """The first state of an episode per env; ``n_draws`` tensors [N], uniform in [0, 1)."""
 
     @abstractmethod
     def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
@@ -212,7 +212,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     def _begin_anew(self, position: Position, outcome: Outcome) -> tuple[Position, Outcome]:
         """The autoreset, by masks; where no episode has ended it changes nothing."""
         done = outcome.terminated | outcome.truncated
-        fresh = self.begin(counter_random.uniform(self.seeds, position.n_episodes, self.n_draws))
+        fresh = self.begin(self._draws(position.n_episodes))
         pairs = zip(fresh, position.state, strict=True)
         state = tuple(_choose(done, new, old) for new, old in pairs)
         position = Position(
@@ -225,9 +225,12 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
 
     def _begun(self, n_episodes: Tensor) -> Position:
         """Every env at the beginning of the episode of this number."""
-        state = self.begin(counter_random.uniform(self.seeds, n_episodes, self.n_draws))
+        state = self.begin(self._draws(n_episodes))
         episode_return = torch.zeros(self.num_envs, dtype=torch.float32, device=self.device)
         return Position(state, torch.zeros_like(n_episodes), episode_return, n_episodes + 1)
+
+    def _draws(self, n_episodes: Tensor) -> tuple[Tensor, ...]:
+        return counter_random.uniform_columns(self.seeds, n_episodes, self.n_draws)
 
     def _set_seed(self, seed: int) -> None:
         if not 0 <= seed < _MAX_SEED:

@@ -21,7 +21,7 @@ from ml_pipeline.training.device_returns import (
     explained_variance,
     gae,
 )
-from ml_pipeline.training.programs import Programs
+from ml_pipeline.training.programs import Programs, send
 
 _MAX_KEY = 2**62
 
@@ -53,6 +53,7 @@ class DeviceBuffer:
         self.learned = Minibatch(inputs, *(field.flatten(0, 1) for field in fields))
         self._keys = zeros(1, dtype=torch.int64)  # one for each shuffle
         self._permutation = programs.compiled(counter_random.permutation, "the shuffle")
+        self._judge = programs.compiled(_facts_of, "a look at the rollout")
         self._programs = programs
         self._finish: Any = None
 
@@ -83,7 +84,6 @@ class DeviceBuffer:
         final = PolicyInput(self.final_obs.flatten(0, 1), None, None, None)
         final_value = agent.value_batch(final, wanted=cut).view_as(self.reward)
         reward = self.reward
-        is_finite = torch.isfinite(reward).all() & torch.isfinite(self.obs).all()
         if scaler is not None:
             reward = scaler.scaled(reward, self.terminated | self.truncated)
         outcomes = Outcomes(
@@ -92,15 +92,14 @@ class DeviceBuffer:
         advantage, target = gae(outcomes, gamma=gamma, lam=lam)
         self.advantage.copy_(advantage)
         self._target.copy_(target)
-        quality = explained_variance(self._value, target)
-        self._facts.copy_(torch.stack([quality, is_finite.float()]))
+        self._facts.copy_(self._judge(self._value, target, self.reward, self.obs))
 
     def shuffle(self, generator: torch.Generator, n_orders: int) -> None:
         """Draw what ``order`` depends on, so many times."""
         keys = torch.randint(_MAX_KEY, (n_orders,), generator=generator)
         if len(self._keys) != n_orders:
             self._keys = torch.empty_like(keys, device=self._keys.device)
-        self._keys.copy_(keys)
+        send(keys, self._keys)
 
     def order(self, number: int) -> Tensor:
         """All rows of ``learned``, shuffled: the same order on every device."""
@@ -121,6 +120,11 @@ class DeviceBuffer:
             "rollout/actions": self.action.cpu().numpy(),
             "rollout/advantages": self.advantage.cpu().numpy(),
         }
+
+
+def _facts_of(value: Tensor, target: Tensor, reward: Tensor, obs: Tensor) -> Tensor:
+    is_finite = torch.isfinite(reward).all() & torch.isfinite(obs).all()
+    return torch.stack([explained_variance(value, target), is_finite.float()])
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:

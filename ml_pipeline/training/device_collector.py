@@ -66,9 +66,9 @@ class DeviceCollector:
         self._state_before: Tensor | None = None  # the generator's, while a rollout is under way
         self._programs = programs
         self._key = torch.zeros((), dtype=torch.int64, device=env.device)
-        # Per env: how many episodes have ended in this rollout, their returns and their lengths.
-        self._ended = torch.zeros(3, self.n_envs, device=env.device)
-        self.totals = torch.zeros(3, device=env.device)  # the same of all envs
+        self._nothing = torch.zeros(self.n_envs, device=env.device)
+        # How many episodes have ended in the last rollout, their returns, and their lengths.
+        self.totals = torch.zeros(3, device=env.device)
         self._obs: Tensor | None = None  # to act on, of a run that is resumed
         self._buffer: DeviceBuffer | None = None
         self._rollout: Any = None
@@ -117,48 +117,51 @@ class DeviceCollector:
         self._buffer = buffer
         if self._obs is not None:
             buffer.obs[-1].copy_(self._obs)
-        env, ended, distribution = self.env, self._ended, agent.distribution
+        env, distribution = self.env, agent.distribution
         noise_shape = distribution.noise_shape(buffer.n_steps, self.n_envs)
         draw = counter_random.randn if distribution.has_normal_noise else counter_random.rand
 
-        def noise() -> Tensor:
-            return draw(self._key, noise_shape)
+        def noise(key: Tensor) -> Tensor:
+            return draw(key, noise_shape)
 
         def advance(
             parts: list[Tensor],
+            ended: list[Tensor],
             action: Tensor,
             next_obs: Tensor,
             final_obs: Tensor,
             reward: Tensor,
             terminated: Tensor,
             truncated: Tensor,
-        ) -> None:
-            """One step of the envs, which also writes the rollout: all of it makes one kernel."""
+        ) -> tuple[list[Tensor], list[Tensor]]:
+            """One step of the envs, which also writes the rollout: it makes a kernel or a few.
+
+            Where the envs stand is not written in place: what reads it would have to wait.
+            """
             env_action = distribution.to_torch_env(action)
             position, outcome = env.transition(_position(parts), env_action)
-            for held, new in zip(parts, _parts(position), strict=True):
-                held.copy_(new)
             next_obs.copy_(outcome.obs)
             final_obs.copy_(outcome.final_obs)
             reward.copy_(outcome.reward)
             terminated.copy_(outcome.terminated)
             truncated.copy_(outcome.truncated)
-            _count_ended(ended, outcome)
+            return _parts(position), _with_ended(ended, outcome)
 
         draw_noise = self._programs.compiled(noise, "the noise of the actions")
         step = self._programs.compiled(advance, f"a step of {type(env).__name__}")
 
         def rollout() -> None:
-            ended.zero_()
-            drawn = draw_noise()
+            drawn = draw_noise(self._key)
             buffer.obs[0].copy_(buffer.obs[-1])
-            parts = _parts(env.position)
+            held = _parts(env.position)
+            parts, ended = held, [self._nothing] * 3
             for t in range(buffer.n_steps):
                 inputs = PolicyInput(buffer.obs[t], None, None, None)
                 row = drawn[distribution.noise_row(t)]
                 agent.sample_batch(inputs, row, out=buffer.action[t])
-                step(
+                parts, ended = step(
                     parts,
+                    ended,
                     buffer.action[t],
                     buffer.obs[t + 1],
                     buffer.final_obs[t],
@@ -166,7 +169,9 @@ class DeviceCollector:
                     buffer.terminated[t],
                     buffer.truncated[t],
                 )
-            self.totals.copy_(ended.sum(dim=1))
+            for place, part in zip(held, parts, strict=True):
+                place.copy_(part)
+            self.totals.copy_(torch.stack(ended).sum(dim=1))
 
         def without_gradient() -> None:
             with torch.no_grad():
@@ -237,7 +242,8 @@ def _position(parts: list[Tensor]) -> Position:
     return Position(tuple(parts[:-3]), *parts[-3:])
 
 
-def _count_ended(ended: Tensor, outcome: Outcome) -> None:
+def _with_ended(ended: list[Tensor], outcome: Outcome) -> list[Tensor]:
+    """How many episodes have ended in each env, their returns, and their lengths, summed up."""
     done = outcome.terminated | outcome.truncated
     told = (torch.ones_like(outcome.reward), outcome.episode_return, outcome.episode_length)
-    ended.add_(torch.stack([torch.where(done, each, 0.0) for each in told]))
+    return [old + torch.where(done, new, 0.0) for old, new in zip(ended, told, strict=True)]

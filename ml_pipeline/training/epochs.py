@@ -6,7 +6,7 @@ import torch
 
 from ml_pipeline.agents.ppo import PPOAgent, Rates, UpdateResult
 from ml_pipeline.training.device_buffer import DeviceBuffer
-from ml_pipeline.training.programs import Programs
+from ml_pipeline.training.programs import Programs, send
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
 
 
@@ -29,7 +29,7 @@ class Epochs:
 
     def run(self, rates: Rates, generator: torch.Generator) -> UpdateResult:
         """All that the gradient steps tell, a row for each; it stays on the device."""
-        self._rates.copy_(torch.tensor(rates))
+        send(torch.tensor(rates), self._rates)
         self._buffer.shuffle(generator, self.n_epochs)
         metrics, finite = self._epochs()
         # The next run leaves its results in the same place.

@@ -19,6 +19,7 @@ from torch import Tensor
 from ml_pipeline.agents.observations import map_obs
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.protocols import Minibatch, Obs, PolicyInput
+from ml_pipeline.training.programs import send
 from ml_pipeline.training.returns import RewardScaler, explained_variance, gae
 
 _SCORED_NUMBERS = 2**24  # of observations at a time: a rollout of images would fill the memory
@@ -151,8 +152,7 @@ class RolloutBuffer:
         orders, device = torch.stack(drawn), self._agent.device
         if self._orders is None or len(self._orders) != n_orders:
             self._orders = torch.empty_like(orders, device=device)
-        pinned = orders.pin_memory() if device.type == "cuda" else orders
-        self._orders.copy_(pinned, non_blocking=True)
+        send(orders, self._orders)
 
     def order(self, number: int) -> Tensor:
         """Rows of ``learned``, or of a policy with a memory its envs, shuffled."""

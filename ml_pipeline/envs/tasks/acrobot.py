@@ -30,8 +30,8 @@ class TorchAcrobot(TorchVectorEnv):
     max_episode_steps = 500
     twin: ClassVar[str | None] = "Acrobot-v1"
 
-    def begin(self, draws: Tensor) -> State:
-        return (draws * 0.2 - 0.1).unbind(1)
+    def begin(self, draws: tuple[Tensor, ...]) -> State:
+        return tuple(draw * 0.2 - 0.1 for draw in draws)
 
     def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
         torque = action.to(torch.float32) - 1.0

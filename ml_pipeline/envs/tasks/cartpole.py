@@ -32,8 +32,8 @@ class TorchCartPole(TorchVectorEnv):
     max_episode_steps = 500
     twin: ClassVar[str | None] = "CartPole-v1"
 
-    def begin(self, draws: Tensor) -> State:
-        return (draws * 0.1 - 0.05).unbind(1)
+    def begin(self, draws: tuple[Tensor, ...]) -> State:
+        return tuple(draw * 0.1 - 0.05 for draw in draws)
 
     def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
         x, speed, angle, turn = state

@@ -30,8 +30,8 @@ class TorchMountainCarContinuous(TorchVectorEnv):
     max_episode_steps = 999
     twin: ClassVar[str | None] = "MountainCarContinuous-v0"
 
-    def begin(self, draws: Tensor) -> State:
-        position = draws[:, 0] * 0.2 - 0.6
+    def begin(self, draws: tuple[Tensor, ...]) -> State:
+        position = draws[0] * 0.2 - 0.6
         return position, torch.zeros_like(position)
 
     def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:

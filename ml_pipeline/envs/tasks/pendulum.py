@@ -28,8 +28,8 @@ class TorchPendulum(TorchVectorEnv):
     max_episode_steps = 200
     twin: ClassVar[str | None] = "Pendulum-v1"
 
-    def begin(self, draws: Tensor) -> State:
-        angle, speed = (draws * 2.0 - 1.0).unbind(1)
+    def begin(self, draws: tuple[Tensor, ...]) -> State:
+        angle, speed = (draw * 2.0 - 1.0 for draw in draws)
         return angle * math.pi, speed
 
     def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
