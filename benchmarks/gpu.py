@@ -32,6 +32,7 @@ from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.config import PPOConfig
 from ml_pipeline.device import precision_of_products
 from ml_pipeline.envs.tasks.cartpole import TorchCartPole
+from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.device_collector import DeviceCollector
 from ml_pipeline.training.ppo_trainer import PPOTrainer
 from ml_pipeline.training.programs import MODES, Programs
@@ -43,31 +44,35 @@ SOLVED = 475.0
 MAX_ITERATIONS = 400  # of the training that shows that it learns
 
 
-def new_trainer(size: str, mode: str, precision: str, *, learning_rate: float) -> PPOTrainer:
+def new_trainer(
+    size: str, mode: str, precision: str, *, learning_rate: float, seed: int = 1
+) -> PPOTrainer:
     """CartPole with two 64-64 tanh networks, 4 epochs of 4 minibatches."""
     n_envs, n_steps = map(int, size.split("x"))
     config = PPOConfig(
         learning_rate=learning_rate, n_steps=n_steps, n_epochs=4, n_minibatches=4, entropy_coef=0.01
     )
     device = torch.device("cuda")
-    env = TorchCartPole(n_envs, device=device, seed=1)
+    env = TorchCartPole(n_envs, device=device, seed=seed)
     agent = PPOAgent(
         env.single_observation_space,
         env.single_action_space,
         MLP,
         config,
         device=device,
-        seed=1,
+        seed=seed,
         precision=precision,
     )
     programs = Programs(device, mode)
-    collector = DeviceCollector(env, env_seed=1, noise_seed=2, programs=programs)
-    return PPOTrainer(agent, collector, seed=1, programs=programs)
+    collector = DeviceCollector(
+        env, env_seed=seed, noise_seed=stream_seed(seed, "actions"), programs=programs
+    )
+    return PPOTrainer(agent, collector, seed=seed, programs=programs)
 
 
-def learn(precision: str) -> dict[str, Any]:
+def learn(precision: str, seed: int) -> dict[str, Any]:
     """Train until the episodes of an iteration are long enough, or for too long."""
-    trainer = new_trainer("2048x32", "graph", precision, learning_rate=1e-3)
+    trainer = new_trainer("2048x32", "graph", precision, learning_rate=1e-3, seed=seed)
     begin, length = time.perf_counter(), 0.0
     for _ in range(MAX_ITERATIONS):
         metrics = trainer.train_episode_vectorized()
@@ -76,6 +81,7 @@ def learn(precision: str) -> dict[str, Any]:
             break
     return {
         "precision": precision,
+        "seed": seed,
         "mean_episode_length": length,
         "iterations": trainer.iteration,
         "env_steps": trainer.env_steps,
@@ -204,10 +210,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     for precision in args.precisions:
         with precision_of_products(precision, torch.device("cuda")):
-            learned = learn(precision)
-        found["learned"].append(learned)
-        length, steps = learned["mean_episode_length"], learned["env_steps"] / 1e6
-        print(f"learned in {precision}: mean episode length {length:.1f} after {steps:.1f}M steps")
+            learned = [learn(precision, seed) for seed in args.seeds]
+        found["learned"] += learned
+        length = min(each["mean_episode_length"] for each in learned)
+        steps = " ".join(f"{each['env_steps'] / 1e6:.1f}M" for each in learned)
+        print(f"learned in {precision}: mean episode length >= {length:.1f} after {steps} steps")
         if length < SOLVED:
             raise SystemExit(f"CartPole is not solved ({SOLVED} is asked for): nothing is timed")
     print("| size | precision | mode | M steps/s | x PureJaxRL | ms | rollout / gae / update ms |"
@@ -302,6 +309,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(PUREJAXRL))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--precisions", nargs="+", default=["float32", "tf32", "bf16"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
     parser.add_argument("--draw", action="store_true", help="only the picture, from gpu.json")

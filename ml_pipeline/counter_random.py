@@ -55,7 +55,7 @@ def uniform(seed: Tensor, counter: Tensor, n: int) -> Tensor:
 
 
 def uniform_columns(seed: Tensor, counter: Tensor, n: int) -> tuple[Tensor, ...]:
-    """The columns of ``uniform``, [N] each: so a compiler makes one kernel of them and their use."""
+    """The columns of ``uniform``, [N] each: a compiler makes one kernel of them and their use."""
     words: list[Tensor] = []
     low, high = _halves(counter)
     for number in range(-(-n // 4)):

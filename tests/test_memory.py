@@ -133,7 +133,10 @@ def test_the_advice_names_what_is_needed_and_what_to_change() -> None:
 
     advice = memory_advice(agent, 1_000, n_steps=1_000, n_envs=100, n_minibatches=4)
 
-    assert "agent.n_steps=1000 x n_envs=100 takes about 5.1 MB, and as much again" in advice
+    assert (
+        "agent.n_steps=1000 x n_envs=100 takes about 5.1 MB, 51 bytes per env and step, and as"
+        in advice
+    )
     assert "a minibatch of 25000 about 25 MB in the network; cpu has " in advice
     assert "lower n_envs or agent.n_steps" in advice
     assert "raise agent.n_minibatches=4" in advice

@@ -179,6 +179,9 @@ class PPOAgent:
         """
         self.config = config
         self.precision = precision
+        self._build_network = build_network
+        self._seed = seed
+        self._player: PPOAgent | None = None
         self.device = device
         self.spaces = {"observation_space": observation_space, "action_space": action_space}
         self.reader = ObservationReader(observation_space)
@@ -417,6 +420,25 @@ class PPOAgent:
         if memory is not None and state is not None:
             memory.copy_(state)
         return outputs
+
+    def for_playing(self) -> PPOAgent:
+        """Itself, or where a GPU takes longer to start than the numbers take, a copy on the CPU.
+
+        The copy has the weights of now, and its own draws.
+        """
+        if self.fused is None:
+            return self
+        if self._player is None:
+            self._player = PPOAgent(
+                self.spaces["observation_space"],
+                self.spaces["action_space"],
+                self._build_network,
+                self.config,
+                device=torch.device("cpu"),
+                seed=self._seed,
+            )
+        self._player.model.load_state_dict(self.model.state_dict())
+        return self._player
 
     def new_memory(self, n_envs: int) -> Tensor | None:
         """The memory of a policy that has one, at the beginning of ``n_envs`` episodes."""

@@ -41,7 +41,7 @@ class PeriodicEvaluation(Callback):
         env = self._make_env()
         try:
             result = evaluate(
-                trainer.agent,
+                trainer.agent.for_playing(),
                 env,
                 n_episodes=self.n_episodes,
                 seed=self._seed,

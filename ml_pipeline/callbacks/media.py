@@ -63,7 +63,7 @@ class PolicyVideo(Callback):
             return
         self._next = next_multiple(self.every_steps, trainer.env_steps)
         _, paths = record_video(
-            trainer.agent,
+            trainer.agent.for_playing(),
             self._make_env,
             self.run.videos,
             f"step-{trainer.env_steps}",

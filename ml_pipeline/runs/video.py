@@ -11,12 +11,12 @@ import gymnasium as gym
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import import_extra, missing_extra
-from ml_pipeline.protocols import Agent
+from ml_pipeline.protocols import Policy
 from ml_pipeline.runs.evaluate import Evaluation, evaluate
 
 
 def record_video(
-    agent: Agent,
+    agent: Policy,
     make_env: Callable[[], gym.Env[Any, Any]],
     folder: Path,
     name: str,

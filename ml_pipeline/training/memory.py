@@ -129,10 +129,14 @@ def memory_advice(
 
     ``per_transition`` is from ``activation_bytes``; None: it is not known.
     """
-    rollout = shown_bytes(rollout_bytes(agent, n_steps=n_steps, n_envs=n_envs))
-    needs = f"a rollout of agent.n_steps={n_steps} x n_envs={n_envs} takes about {rollout}"
-    if not agent.state_size:  # else whole sequences are picked out, a minibatch at a time
-        needs += ", and as much again while it is shuffled"
+    rollout = rollout_bytes(agent, n_steps=n_steps, n_envs=n_envs)
+    each = shown_bytes(rollout / (n_steps * n_envs))
+    needs = (
+        f"a rollout of agent.n_steps={n_steps} x n_envs={n_envs} takes about "
+        f"{shown_bytes(rollout)}, {each} per env and step"
+    )
+    if not agent.state_size and agent.device.type == "cpu":
+        needs += ", and as much again while it is shuffled"  # elsewhere a minibatch at a time
     if per_transition is not None:
         size = n_steps * n_envs // n_minibatches
         needs += (
