@@ -188,6 +188,8 @@ class TrainConfig:
             check(self.num_episodes >= 1, "num_episodes", "at least 1", self.num_episodes)
         named = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None
         check(named, "device", "auto | cpu | cuda | cuda:N | mps", self.device)
+        if self.compile == "False":  # what YAML makes of an off without quotes
+            self.compile = "off"
         check(self.compile in COMPILE_MODES, "compile", " | ".join(COMPILE_MODES), self.compile)
         known = self.precision in PRECISIONS
         check(known, "precision", " | ".join(PRECISIONS), self.precision)

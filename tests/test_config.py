@@ -62,6 +62,9 @@ def test_num_episodes_counts_calls_of_train_episode_vectorized() -> None:
         ("num_episodes=0", "num_episodes must be at least 1"),
         ("device=tpu", r"device must be auto \| cpu \| cuda \| cuda:N \| mps, got tpu"),
         ("device=cuda:x", "device must be"),
+        ("compile=fast", r"compile must be auto \| off \| graph, got fast"),
+        ("compile=true", r"compile must be auto \| off \| graph, got True"),
+        ("precision=half", r"precision must be float32 \| tf32 \| bf16, got half"),
         ("n_envs=many", "n_envs must be auto, or at least 1, got many"),
         ("n_envs=1.5", "n_envs must be auto, or at least 1, got 1.5"),
         ("vec_env.infos=some", r"vec_env.infos must be all \| final, got some"),
@@ -109,6 +112,11 @@ def test_an_unknown_key_or_a_wrong_type_is_refused_with_its_full_key(
 
 def test_devices_with_an_index_are_one_word() -> None:
     assert config("device=cuda:1").device == "cuda:1"
+
+
+@pytest.mark.parametrize("written", ["off", "'off'", "false"])  # as YAML reads off
+def test_an_off_in_yaml_is_an_off(written: str) -> None:
+    assert config(f"compile={written}").compile == "off"
 
 
 def test_an_env_takes_new_arguments_and_wrappers() -> None:

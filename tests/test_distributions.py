@@ -233,7 +233,7 @@ def test_an_action_space_without_a_distribution_is_named(
         action_distribution(space, 8, PPOConfig(**options))
 
 
-@pytest.mark.parametrize(
+EVERY = pytest.mark.parametrize(
     "distribution",
     [
         Categorical(spaces.Discrete(3, start=-5)),
@@ -247,6 +247,9 @@ def test_an_action_space_without_a_distribution_is_named(
     ],
     ids=lambda each: f"{type(each).__name__} {each.space}",
 )
+
+
+@EVERY
 def test_to_env_is_the_same_in_torch(distribution: Any) -> None:
     outputs = 4.0 * torch.randn(
         50, distribution.n_outputs, generator=torch.Generator().manual_seed(1)
@@ -259,3 +262,41 @@ def test_to_env_is_the_same_in_torch(distribution: Any) -> None:
     assert given.shape == expected.shape
     assert np.allclose(given, expected, rtol=1e-6)
     assert given[0].astype(distribution.space.dtype) in distribution.space
+
+
+@EVERY
+def test_envs_that_are_tensors_get_the_same_actions(distribution: Any) -> None:
+    outputs = 4.0 * torch.randn(
+        50, distribution.n_outputs, generator=torch.Generator().manual_seed(1)
+    )
+    action = distribution.mode(outputs)
+
+    given = distribution.to_torch_env(action)
+
+    expected = distribution.to_env(action.numpy())
+    is_whole = np.issubdtype(distribution.space.dtype, np.integer)
+    assert given.dtype == (torch.int64 if is_whole else torch.float32)
+    assert given.shape == expected.shape
+    assert np.allclose(given.numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+@EVERY
+def test_the_noise_of_a_rollout_is_what_torch_draws_in_one_go(distribution: Any) -> None:
+    shape = distribution.noise_shape(7, 3)
+    draw = torch.randn if distribution.has_normal_noise else torch.rand
+
+    drawn = distribution.draw_noise(7, 3, torch.Generator().manual_seed(5))
+
+    assert torch.equal(drawn, draw(shape, generator=torch.Generator().manual_seed(5)))
+    # One row for each step, or of gSDE for several, and one column for each env.
+    assert drawn.shape[:2] == (1 + distribution.noise_row(6), 3)
+
+
+def test_the_shape_of_the_noise_is_one_number_per_choice_or_dimension() -> None:
+    gsde = {"log_std_init": 0.0, "every_steps": 4}
+
+    assert Categorical(spaces.Discrete(3)).noise_shape(7, 2) == (7, 2)
+    assert MultiCategorical(spaces.MultiDiscrete([2, 3])).noise_shape(7, 2) == (7, 2, 2)
+    assert DiagonalGaussian(spaces.Box(-1, 1, (2, 2))).noise_shape(7, 2) == (7, 2, 4)
+    noise = StateDependentNoise(spaces.Box(-1, 1, (2,)), 3, **gsde)
+    assert noise.noise_shape(7, 2) == (2, 2, 3, 2)  # steps 0 to 3, and 4 to 6

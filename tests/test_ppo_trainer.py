@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 import torch
 from tiny_envs import BreakingEnv, CountingEnv
+from tiny_torch_envs import Places
 from torch import Tensor
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent, Rates
 from ml_pipeline.config import PPOConfig
 from ml_pipeline.envs.vec_env import SerialEnv
-from ml_pipeline.protocols import Callback, Metrics, Trainer
+from ml_pipeline.protocols import Callback, Episode, Metrics, Trainer
 from ml_pipeline.training.collectors import Collector
-from ml_pipeline.training.ppo_trainer import PPOTrainer, TrainingError
+from ml_pipeline.training.device_collector import DeviceCollector
+from ml_pipeline.training.ppo_trainer import PPOTrainer, TrainingError, _episode_means, _latest
+from ml_pipeline.training.programs import Programs
 
 
 def trainer_of(
@@ -258,6 +261,70 @@ def test_the_mean_of_the_last_100_forgets_older_episodes() -> None:
     assert metrics["rollout/total_episodes"] == 120
     assert metrics["rollout/episode_return_mean_100"] == 60.0
     assert len(trainer.state_dict()["recent_episodes"]) == 100
+
+
+def test_the_means_count_each_episode_once_however_many_are_told_together() -> None:
+    episodes = [Episode(10.0, 4.0, 3), Episode(30.0, 8.0, 1)]
+
+    means = _episode_means("_mean_100", episodes)
+
+    assert means == {
+        "rollout/episode_return_mean_100": (3 * 10.0 + 30.0) / 4,
+        "rollout/episode_length_mean_100": (3 * 4.0 + 8.0) / 4,
+    }
+    assert _episode_means("", []) == {}
+
+
+@pytest.mark.parametrize(
+    ("counts", "n_latest"),
+    [
+        ([], 0),
+        ([1] * 150, 100),
+        ([60, 60, 60], 2),  # 60 are too few, 120 are enough
+        ([60, 40, 60], 2),
+        ([500, 1, 99], 2),
+        ([500, 1, 98], 3),
+        ([7, 500], 1),
+        ([3, 4], 2),
+    ],
+)
+def test_the_last_100_are_the_newest_rollouts_that_hold_so_many(
+    counts: list[int], n_latest: int
+) -> None:
+    episodes = [Episode(float(place), 1.0, n) for place, n in enumerate(counts)]
+
+    assert _latest(episodes, 100) == episodes[len(episodes) - n_latest :]
+
+
+def test_a_trainer_of_tensor_envs_counts_every_episode_and_tells_their_means() -> None:
+    env = Places(2)
+    config = PPOConfig(n_steps=12, n_epochs=1, n_minibatches=2)
+    spaces = env.single_observation_space, env.single_action_space
+    agent = PPOAgent(*spaces, MLP, config, device=torch.device("cpu"), seed=1)
+    programs = Programs(agent.device)
+    collector = DeviceCollector(env, env_seed=1, noise_seed=2, programs=programs)
+    trainer = PPOTrainer(agent, collector, seed=1)
+
+    metrics = [trainer.train_episode_vectorized() for _ in range(2)][-1]
+
+    # Twelve steps are 3 episodes of 10 + 20 + 30 + 40, and 4 of 11 + 21 + 31.
+    assert metrics["n_completed_episodes"] == 7
+    assert metrics["rollout/total_episodes"] == 14
+    assert metrics["rollout/episode_return"] == pytest.approx((3 * 100.0 + 4 * 63.0) / 7)
+    assert metrics["rollout/episode_length_mean_100"] == pytest.approx(24 / 7)
+    saved = trainer.state_dict()["recent_episodes"]
+    assert [each[2] for each in saved] == [7, 7]
+
+
+def test_episodes_that_an_older_checkpoint_tells_one_by_one_are_read() -> None:
+    first, second = trainer_of(), trainer_of()
+    first.train_episode_vectorized()
+    state = first.state_dict()
+    state["recent_episodes"] = [each[:2] for each in state["recent_episodes"]]
+
+    second.load_state_dict(state)
+
+    assert second.state_dict()["recent_episodes"] == first.state_dict()["recent_episodes"]
 
 
 def test_an_interrupted_iteration_that_changed_the_weights_is_logged_once() -> None:

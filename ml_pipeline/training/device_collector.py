@@ -216,8 +216,10 @@ class DeviceCollector:
         """The draws of a rollout that was cut short do not count."""
         state = self._generator.get_state() if self._state_before is None else self._state_before
         position = None
-        if self.is_between_rollouts and self._buffer is not None:
-            obs = self._buffer.obs[-1].cpu()
+        obs = self._obs if self._buffer is None else self._buffer.obs[-1]
+        if self.is_between_rollouts and obs is not None:
+            # A copy also on the CPU: the next rollout writes into the buffer.
+            obs = obs.to("cpu", copy=True)
             position = {"envs": self.env.state_dict(), "obs": obs}
         return {"generator": state, "n_steps": self.n_steps, "position": position}
 

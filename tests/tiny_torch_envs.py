@@ -1,0 +1,93 @@
+"""Tiny envs that are tensors; their numbers identify their place: 10 * step + env."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from tiny_envs import ForbiddingEnv, MixedEnv
+from torch import Tensor
+
+from ml_pipeline.envs.torch_env import State, TorchVectorEnv
+
+
+class Places(TorchVectorEnv):
+    """Observation and reward of step t in env i are 10 t + i, whatever is done.
+
+    Env i terminates with step 4, or 3 if i is odd.
+    """
+
+    single_observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    single_action_space = spaces.Discrete(3)
+    n_draws: ClassVar[int] = 1
+
+    def begin(self, draws: Tensor) -> State:
+        number = torch.arange(len(draws), dtype=torch.float32, device=draws.device)
+        return number, torch.zeros_like(number)
+
+    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+        number, t = state
+        t = t + 1.0
+        return (number, t), 10.0 * t + number, t >= 4.0 - number % 2.0
+
+    def observe(self, state: State) -> Tensor:
+        number, t = state
+        return (10.0 * t + number).unsqueeze(1)
+
+
+class Endless(Places):
+    """The same, but only the time limit ends it: after three steps."""
+
+    max_episode_steps = 3
+
+    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+        state, reward, terminated = super().advance(state, action)
+        return state, reward, torch.zeros_like(terminated)
+
+
+class Drift(TorchVectorEnv):
+    """A place that actions move and a drawn wind drives; the reward is how near it is to 0."""
+
+    single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    single_action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+    n_draws: ClassVar[int] = 2
+    max_episode_steps = 7
+
+    def begin(self, draws: Tensor) -> State:
+        return draws[:, 0] - 0.5, 0.2 * (draws[:, 1] - 0.5)
+
+    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+        place, wind = state
+        place = place + wind + 0.1 * action[:, 0]
+        return (place, wind), -place.abs(), place.abs() > 0.6
+
+    def observe(self, state: State) -> Tensor:
+        return torch.stack(state, dim=1)
+
+
+class Breaking(Places):
+    """The reward of env 1 is no number in the second step of each episode."""
+
+    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+        (number, t), reward, terminated = super().advance(state, action)
+        is_broken = (number == 1.0) & (t == 2.0)
+        return (number, t), reward.masked_fill(is_broken, torch.nan), terminated
+
+
+class Masked(Places):
+    """One of them alone has action masks, which a batch of tensors cannot have."""
+
+    @classmethod
+    def single_env(cls, **kwargs: Any) -> gym.Env[Any, Any]:
+        return ForbiddingEnv(**kwargs)
+
+
+class ManyLeaves(Places):
+    """One of them alone has a Dict observation, which a batch of tensors cannot have."""
+
+    @classmethod
+    def single_env(cls, **kwargs: Any) -> gym.Env[Any, Any]:
+        return MixedEnv(**kwargs)
