@@ -24,8 +24,8 @@ class Places(TorchVectorEnv):
     single_action_space = spaces.Discrete(3)
     n_draws: ClassVar[int] = 1
 
-    def begin(self, draws: Tensor) -> State:
-        number = torch.arange(len(draws), dtype=torch.float32, device=draws.device)
+    def begin(self, draws: tuple[Tensor, ...]) -> State:
+        number = torch.arange(self.num_envs, dtype=torch.float32, device=self.device)
         return number, torch.zeros_like(number)
 
     def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
@@ -56,8 +56,8 @@ class Drift(TorchVectorEnv):
     n_draws: ClassVar[int] = 2
     max_episode_steps = 7
 
-    def begin(self, draws: Tensor) -> State:
-        return draws[:, 0] - 0.5, 0.2 * (draws[:, 1] - 0.5)
+    def begin(self, draws: tuple[Tensor, ...]) -> State:
+        return draws[0] - 0.5, 0.2 * (draws[1] - 0.5)
 
     def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
         place, wind = state
