@@ -21,7 +21,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,8 @@ def floor_ms(size: str, rate: dict[str, float], precision: str) -> dict[str, flo
     }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace, path: Path) -> None:
+    """Everything, into ``path``; what was measured is kept if it is stopped."""
     found: dict[str, Any] = {
         "date": str(date.today()),
         "device": torch.cuda.get_device_name(),
@@ -220,11 +221,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     print("| size | precision | mode | M steps/s | x PureJaxRL | ms | rollout / gae / update ms |"
           " floor ms | peak MB |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|")
-    for precision in args.precisions:
-        for size in args.sizes:
-            for mode in args.modes:
-                found["timed"].append(row(size, mode, precision, args.rounds, found["ceilings"]))
-    return found
+    for mode, precision, size in product(args.modes, args.precisions, args.sizes):
+        found["timed"].append(row(size, mode, precision, args.rounds, found["ceilings"]))
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def row(
@@ -307,7 +306,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", nargs="+", default=list(PUREJAXRL))
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--modes", nargs="+", default=list(MODES[::-1]), choices=MODES)
     parser.add_argument("--precisions", nargs="+", default=["float32", "tf32", "bf16"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--rounds", type=int, default=5)
@@ -319,7 +318,7 @@ def main() -> None:
         if not torch.cuda.is_available():
             raise SystemExit("this torch sees no GPU; the picture alone: --draw")
         args.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(measure(args), indent=1) + "\n")
+        measure(args, path)
     try:
         draw(json.loads(path.read_text()), args.out / "gpu.png")
     except ImportError as error:

@@ -53,6 +53,10 @@ CASES = {
     "half_cheetah": Case(1, 2048, 10, 32, 7, ("experiment=half_cheetah", "vec_env=serial")),
     # torch multiplies convolutions in tf32 unless it is told not to, and the plain loop does not.
     "pong": Case(8, 128, 4, 4, 12, ("experiment=pong", "vec_env=parallel", "precision=tf32")),
+    "pong_double": Case(
+        *(8, 128, 4, 4, 12),
+        ("experiment=pong", "vec_env=parallel", "precision=tf32", "collector=double"),
+    ),
     "cartpole": Case(8, 128, 4, 4, 16, ("env=cartpole", "vec_env=serial")),
 }
 
@@ -61,7 +65,7 @@ def make_env(name: str) -> gym.Env[Any, Any]:
     """A single env with the wrappers that go with the case."""
     if name == "cartpole":
         return gym.make("CartPole-v1")
-    if name == "pong":
+    if name.startswith("pong"):
         config = build.checked_config(build.compose_config(["experiment=pong"]))
         return build.build_env_factory(config)()
     env = gym.make("HalfCheetah-v5")
@@ -230,6 +234,7 @@ def main() -> None:
         ratio = typical["graph"] / typical["plain"]
         cells = " | ".join(f"{each:,.0f}" for each in typical.values())
         print(f"| {name} | {cells} | {ratio:.2f} |", flush=True)
+        (out / "gpu_policy.json").write_text(json.dumps(found, indent=1) + "\n")
     found["cartpole_by_n_envs"] = by_n_envs(args.device, args.rounds)
     (out / "gpu_policy.json").write_text(json.dumps(found, indent=1) + "\n")
 

@@ -62,7 +62,7 @@ class DeviceActing:
         self._noise.copy_(noise)
         self._act()
         torch.cuda.current_stream(self._agent.device).synchronize()
-        return np.array(self._action)
+        return self._action.numpy().copy()  # type: ignore[no-any-return]
 
     def _run(self) -> None:
         leaves = {name: self._sent(given) for name, given in self._given.items()}
