@@ -33,7 +33,7 @@ BROKEN = ["obs", "advantage", "value_target"]
 # How far apart is still the same.
 TOLERANCES = {"float32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
 # A row beyond its clip has no gradient: where rounding moves one there, the difference is large.
-GRADIENT_TOLERANCES = {"float32": 1e-4, "tf32": 2e-2, "bf16": 1.5e-1}
+GRADIENT_TOLERANCES = {"float32": 1e-4, "tf32": 5e-2, "bf16": 1.5e-1}
 # A draw near the border between two choices may fall on the other side.
 SHARE_OF_DRAWS = {"float32": 0.005, "tf32": 0.02, "bf16": 0.06}
 
