@@ -622,15 +622,17 @@ def build_env_factory(config: TrainConfig) -> EnvFactory:
 def build_agent(config: TrainConfig, env: Any, device: torch.device) -> PPOAgent:
     """``env`` is a single env or any object with its two spaces."""
     network = partial(build_network, config)
-    return PPOAgent(
-        env.observation_space,
-        env.action_space,
-        network,
-        config.agent,
-        device=device,
-        seed=config.seed,
-        precision=config.precision,
-    )
+    # With more threads, the last bits of the first weights would depend on how many.
+    with torch_threads(torch.device("cpu")):
+        return PPOAgent(
+            env.observation_space,
+            env.action_space,
+            network,
+            config.agent,
+            device=device,
+            seed=config.seed,
+            precision=config.precision,
+        )
 
 
 def build_network(config: TrainConfig, observation_space: gym.Space[Any]) -> torch.nn.Module:

@@ -24,13 +24,15 @@ from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.runs.stop_signals import Interrupted
 from ml_pipeline.training.ppo_trainer import TrainingError
 
-# 4 iterations of 4 envs x 16 steps, the last of which is evaluated.
-RUN = small(n_envs=4, total_steps=256, callbacks__evaluation__eval_every_steps=200)
+# 4 iterations of 4 envs x 16 steps; EVALUATED after the last of them.
+EVALUATED = small(n_envs=4, total_steps=256, callbacks__evaluation__eval_every_steps=200)
+RUN = [*small(n_envs=4, total_steps=256), "~callbacks.evaluation"]
 
 # All that a run may be made of and that must go on exactly.
 CASES: dict[str, list[str]] = {
-    "as it comes": ["env=torch_cartpole"],
+    "evaluated": [*EVALUATED, "env=torch_cartpole"],
     "normalised, scaled, adaptive": [
+        *RUN,
         "env=torch_cartpole",
         "agent.normalize_obs=true",
         "agent.scale_reward=true",
@@ -38,13 +40,23 @@ CASES: dict[str, list[str]] = {
         "agent.entropy_coef=0.01",
         "agent.entropy_coef_schedule=cosine",
     ],
-    "a limit of the KL": ["env=torch_acrobot", "agent.max_kl=1e-5", "agent.normalize_obs=true"],
-    "box": ["env=torch_pendulum", "agent.scale_reward=true", "agent.clip_range_schedule=linear"],
-    "squashed": ["env=torch_pendulum", "agent.box_policy=squashed"],
-    "gsde": ["env=torch_mountain_car_continuous", "agent.box_policy=gsde"],
-    "a trunk for both": ["env=torch_cartpole", "agent.shared_trunk=true"],  # torch, not by hand
-    "tiny": ["env.target=tiny_torch_envs.Drift", "agent.normalize_obs=true"],
+    "a limit of the KL": [
+        *RUN,
+        "env=torch_acrobot",
+        "agent.max_kl=1e-5",
+        "agent.normalize_obs=true",
+    ],
+    "box": [
+        *RUN,
+        "env=torch_pendulum",
+        "agent.scale_reward=true",
+        "agent.clip_range_schedule=linear",
+    ],
+    "squashed": [*RUN, "env=torch_pendulum", "agent.box_policy=squashed"],
+    "gsde": [*RUN, "env=torch_mountain_car_continuous", "agent.box_policy=gsde"],
+    "a trunk for both": [*RUN, "env=torch_cartpole", "agent.shared_trunk=true"],
 }
+RARE = ("squashed", "gsde", "a trunk for both")
 
 
 def numbers(run_dir: Path) -> dict[str, Any]:
@@ -71,7 +83,7 @@ class StopAfter(Callback):
 def test_each_task_is_trained_whole(
     task: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = train([f"env=torch_{task}", *RUN])
+    result = train([f"env=torch_{task}", *EVALUATED])
 
     rows = read_rows(result.run_dir)
     assert [int(row["env_steps"]) for row in rows] == [64, 128, 192, 256]
@@ -90,19 +102,25 @@ def test_the_seed_alone_decides_the_numbers(here: Path) -> None:
     assert read_rows(ours) != read_rows(other)
 
 
-@pytest.mark.parametrize("overrides", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(each, id=name, marks=[pytest.mark.slow] if name in RARE else [])
+        for name, each in CASES.items()
+    ],
+)
 def test_four_iterations_are_two_and_a_resume_and_two_more(
     overrides: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Interrupted):
-        train([*overrides, *RUN], callbacks={"stop": StopAfter(2)})
+        train(overrides, callbacks={"stop": StopAfter(2)})
     run = only_run(here)
     assert len(read_rows(run)) == 2
     capsys.readouterr()
 
     train([f"resume={run}"])
     said = capsys.readouterr().out
-    whole = train([*overrides, *RUN]).run_dir
+    whole = train(overrides).run_dir
 
     assert "resumed at env step 128 in the midst of its episodes" in said
     assert len(read_rows(whole)) == 4
@@ -143,7 +161,7 @@ def test_a_run_of_single_envs_can_go_on_with_tensors(
 
 
 def test_evaluation_happens_in_the_twin_with_the_arguments_of_the_batch(here: Path) -> None:
-    run = train(["env=torch_cartpole", *RUN, "+env.kwargs.max_episode_steps=7"]).run_dir
+    run = train(["env=torch_cartpole", *EVALUATED, "+env.kwargs.max_episode_steps=7"]).run_dir
 
     last = read_rows(run)[-1]
     env = load_agent(run).env
@@ -154,16 +172,22 @@ def test_evaluation_happens_in_the_twin_with_the_arguments_of_the_batch(here: Pa
     assert last["rollout/episode_length"] == last["eval/episode_length"] == "7.0"
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["evaluate", "--deterministic", "--episodes", "2"], "2 episodes"),
+        pytest.param(["export", "--format", "pt2"], "policy.pt2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_can_be_evaluated_and_exported(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], words: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(["env=torch_pendulum", *RUN, "agent.normalize_obs=true"]).run_dir
     capsys.readouterr()
 
-    assert main(["evaluate", str(run), "--deterministic", "--episodes", "2"]) == 0
-    assert "2 episodes" in capsys.readouterr().out
-    assert main(["export", str(run), "--format", "pt2"]) == 0
-    assert (run / "policy.pt2").is_file()
+    assert main([command[0], str(run), *command[1:]]) == 0
+
+    assert words in capsys.readouterr().out
 
 
 OWN_MODULE = """
@@ -179,12 +203,11 @@ def test_a_users_own_batch_is_found_where_the_command_is_typed_and_needs_no_twin
     (here / "own_batch_of_tensors.py").write_text(OWN_MODULE)
     target = "env.target=own_batch_of_tensors.OwnDrift"
 
-    run = train([target, *RUN, "+env.kwargs.max_episode_steps=5"]).run_dir
+    run = train([target, *EVALUATED, "+env.kwargs.max_episode_steps=5"]).run_dir
 
     assert run.parent.name == "OwnDrift"
     assert 0.0 < float(read_rows(run)[-1]["eval/episode_length"]) <= 5.0
     assert main(["evaluate", str(run), "--episodes", "2"]) == 0
-    assert main(["export", str(run), "--format", "pt2"]) == 0
     assert "2 episodes" in capsys.readouterr().out
 
 
@@ -215,7 +238,7 @@ def test_a_stop_signal_leaves_a_checkpoint_that_resumes_exactly(
     number: int, code: int, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ["env=torch_cartpole", *RUN, "agent.learning_rate_schedule=constant"]
-    settings += ["~callbacks.evaluation", "total_steps=100_000_000"]
+    settings += ["total_steps=100_000_000"]
     with (here / "said").open("w") as said:
         command = door_command(*settings)
         process = subprocess.Popen(command, cwd=here, stdout=said, stderr=said)
@@ -290,7 +313,7 @@ def test_an_automatic_number_of_envs_fits_the_budget(
     stop = ["+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.iteration=1"]
     settings = ["env=torch_cartpole", *RUN, "n_envs=auto", f"total_steps={total_steps}"]
 
-    result = train([*settings, *stop, "~callbacks.evaluation"])
+    result = train([*settings, *stop])
 
     assert result.env_steps == n_envs * 16
     said = capsys.readouterr().out
@@ -300,7 +323,7 @@ def test_an_automatic_number_of_envs_fits_the_budget(
 def test_a_reward_that_is_no_number_stops_the_run_with_one_line(here: Path) -> None:
     words = r"iteration 1: an env gave an observation or a reward that is not finite; the last"
     with pytest.raises(TrainingError, match=words) as caught:
-        train(["env.target=tiny_torch_envs.Breaking", *RUN, "~callbacks.evaluation"])
+        train(["env.target=tiny_torch_envs.Breaking", *RUN])
 
     assert "\n" not in str(caught.value)
     assert not list(only_run(here).glob("checkpoints/*.pt"))
@@ -313,7 +336,7 @@ def test_updates_that_are_not_finite_can_be_skipped_and_are_counted(
     settings = ["env.target=tiny_torch_envs.Breaking", *RUN, "agent.on_nonfinite=skip"]
     scaled = ["agent.normalize_obs=true", "agent.scale_reward=true"]
 
-    result = train([*settings, *scaled, *more, "~callbacks.evaluation"])
+    result = train([*settings, *scaled, *more])
 
     rows = read_rows(result.run_dir)
     assert len(rows) == 4

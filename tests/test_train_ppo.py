@@ -15,8 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from conftest import (
     REPOSITORY,
     TESTS,
@@ -30,7 +32,7 @@ from conftest import (
     wait_until_gone,
 )
 
-from ml_pipeline.build import ConfigError, train
+from ml_pipeline.build import ConfigError, build_agent, checked_config, compose_config, train
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import load_checkpoint
@@ -169,6 +171,21 @@ def test_the_seed_alone_decides_the_metrics_whatever_the_workers(here: Path) -> 
     assert len(records[0]) == 4
     assert records[1:] == records[:1] * 5
     assert read_rows(train([*settings, "seed=2"]).run_dir) != records[0]
+
+
+def test_the_first_weights_do_not_depend_on_the_number_of_cores() -> None:
+    config, before = checked_config(compose_config(small())), torch.get_num_threads()
+    env, weights = gym.make("CartPole-v1"), []
+    try:
+        for n_threads in (1, 2, 4):
+            torch.set_num_threads(n_threads)
+            weights.append(build_agent(config, env, torch.device("cpu")).adam.values)
+            assert torch.get_num_threads() == n_threads
+    finally:
+        torch.set_num_threads(before)
+
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
 
 
 def test_a_users_own_class_is_found_where_the_command_is_typed(door: Door, here: Path) -> None:
