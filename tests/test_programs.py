@@ -221,3 +221,19 @@ def test_compiled_functions_inside_a_captured_one_give_the_plain_numbers() -> No
         program()
         torch.testing.assert_close(into, x.sin() + x.cos())
     assert said == []
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_many_programs_of_one_function_are_all_compiled() -> None:
+    told: list[str] = []
+    programs = Programs(torch.device("cpu"), "compiled", tell=told.append)
+
+    def adding(number: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: x + number
+
+    for size in range(2, 13):  # more than the eight times that torch compiles one code object
+        run = programs.compiled(adding(size), "a sum")
+        assert run(torch.zeros(size)).tolist() == [size] * size
+
+    assert told == []

@@ -8,6 +8,7 @@ never wait for the device. What cannot be compiled or captured runs as it is, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -61,7 +62,7 @@ class _Compiled:
     ) -> None:
         self._function = function
         self._fast: Callable[..., Any] | None = torch.compile(
-            function, dynamic=False, fullgraph=True
+            _copy(function), dynamic=False, fullgraph=True
         )
         self._name = name
         self._tell = tell
@@ -78,6 +79,25 @@ class _Compiled:
             self._fast = None
             self._tell(f"{self._name} is not compiled, and runs slower: {_reason(error)}")
             return self._function(*tensors)
+
+
+def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own.
+
+    torch.compile counts by code object how often it has compiled something, and stops at eight: a
+    process that trains many times, as a sweep or a notebook does, would soon be left without.
+    """
+    if not isinstance(function, FunctionType):
+        return function
+    copied = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 class _Captured:
