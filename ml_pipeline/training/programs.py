@@ -77,7 +77,7 @@ class _Compiled:
         except Exception as error:  # no C compiler, an operation it does not know, a bug of it
             # Nothing was run: what fails is the making of it. If not, it will fail once more.
             self._fast = None
-            self._tell(f"{self._name} is not compiled, and runs slower: {_reason(error)}")
+            self._tell(f"{self._name} is not compiled, and runs slower: {_first_line(error)}")
             return self._function(*tensors)
 
 
@@ -150,7 +150,8 @@ class _Captured:
             self._gave_up = True
             torch.cuda.synchronize()
             self._tell(
-                f"{self._name} is not captured as a CUDA graph, and runs slower: {_reason(error)}"
+                f"{self._name} is not captured as a CUDA graph, and runs slower: "
+                f"{_first_line(_first(error))}"
             )
             return self._function()
         self._graph = graph
@@ -158,9 +159,13 @@ class _Captured:
         return self._result
 
 
-def _reason(error: BaseException) -> str:
-    """The first line of what went wrong first: leaving a broken capture fails once more."""
+def _first(error: BaseException) -> BaseException:
+    """What went wrong first: leaving a broken capture fails once more."""
     while error.__context__ is not None:
         error = error.__context__
+    return error
+
+
+def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
