@@ -15,6 +15,7 @@ of PureJaxRL are of such a run on an H200 (jitted as a whole, the same networks 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -230,6 +231,7 @@ def row(
     size: str, mode: str, precision: str, rounds: int, rate: dict[str, float]
 ) -> dict[str, Any]:
     """One line of the table."""
+    gc.collect()  # the trainer of the line before, and its graphs
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with precision_of_products(precision, torch.device("cuda")):

@@ -435,6 +435,9 @@ def make_plan(
                 f"to go on, raise the goal: total_steps={2 * max(done, wanted)}"
             )
     device = resolve_device(config.device)
+    if device.index is not None and device.type == "cuda":
+        # Streams and kernels go to the current one unless told otherwise, and not all are.
+        torch.cuda.set_device(device)
     programs = Programs(device, program_mode(config.compile, device), tell=say)
     seed_global_generators(config.seed)
     make_env = build_env_factory(config)

@@ -293,6 +293,22 @@ def test_a_collector_that_was_resumed_and_has_not_played_can_be_saved_again() ->
     assert same(ours.tensors(), third.tensors())
 
 
+def test_a_collector_that_has_played_on_can_be_sent_back() -> None:
+    ours, other = (Played(Drift(4), n_steps=5) for _ in range(2))
+    for _ in range(2):
+        ours.again()
+    state = ours.collector.state_dict()
+    for _ in range(3):
+        other.again()
+
+    other.collector.load_state_dict(state)
+    other.collector.resume_at(state["position"], [], other.agent)
+    for each in (ours, other):
+        each.again()
+
+    assert same(ours.tensors(), other.tensors())
+
+
 def test_a_rollout_that_was_not_learned_from_leaves_no_trace_in_the_state() -> None:
     played = Played(Places(2), n_steps=3)
     played.again()

@@ -345,3 +345,13 @@ def test_updates_that_are_not_finite_can_be_skipped_and_are_counted(
     found = [values for name, values in weights.items() if name.startswith("/agent/model")]
     assert len(found) > 5
     assert "nan" not in str(found)
+
+
+def test_an_adaptive_learning_rate_stays_where_no_step_was_made(here: Path) -> None:
+    settings = ["env.target=tiny_torch_envs.Breaking", *RUN, "agent.on_nonfinite=skip"]
+
+    # One minibatch, so that none is without the numbers that are not finite.
+    more = ["agent.learning_rate_schedule=adaptive", "agent.n_minibatches=1"]
+    rows = read_rows(train([*settings, *more]).run_dir)
+
+    assert {row["policy/learning_rate"] for row in rows} == {rows[0]["policy/learning_rate"]}

@@ -128,9 +128,9 @@ def sample_kernel(
     w1, b1 = _layer(values, tl.load(layout), n_in, n_h, D, H)
     w2, b2 = _layer(values, tl.load(layout + 1), n_h, n_k, H, K)
     w3, b3 = _layer(values, tl.load(layout + 2), n_k, n_out, K, A)
-    rows = tl.program_id(0) * B + tl.arange(0, B)
+    rows = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
     live = rows < n_rows
-    x = _prepared(obs, rows.to(tl.int64), live, moments, n_in, D)
+    x = _prepared(obs, rows, live, moments, n_in, D)
     h = _activated(_product(w1, x, PRECISION) + b1[:, None], TANH)
     k = _activated(_product(w2, h, PRECISION) + b2[:, None], TANH)
     out = _product(w3, k, PRECISION) + b3[:, None]
@@ -172,13 +172,13 @@ def score_kernel(
     if not DISCRETE:
         log_stds = tl.load(values + log_std + a, mask=a < n_out, other=0.0)
     for tile in range(tl.program_id(0), tl.cdiv(n_rows, B), tl.num_programs(0)):
-        rows = tile * B + tl.arange(0, B)
+        rows = (tile * B + tl.arange(0, B)).to(tl.int64)
         live = rows < n_rows
         asked = 1
         if HAS_WANTED:
             asked = tl.max(tl.load(wanted + rows, mask=live, other=0).to(tl.int32), axis=0)
         if asked > 0:
-            x = _prepared(obs, rows.to(tl.int64), live, moments, n_in, D)
+            x = _prepared(obs, rows, live, moments, n_in, D)
             h = _activated(_product(w1, x, PRECISION) + b1[:, None], TANH)
             k = _activated(_product(w2, h, PRECISION) + b2[:, None], TANH)
             out = _product(w3, k, PRECISION) + b3[:, None]
@@ -312,7 +312,7 @@ def gradient_kernel(
             if DUAL:
                 floor = tl.where(gained < 0, gained * dual_clip, float("-inf"))
                 counts = counts & (bounded >= floor)
-                bounded = tl.maximum(bounded, floor)
+                bounded = tl.where(bounded < floor, floor, bounded)
             g = tl.where(counts & live, gain, 0.0) * -share
             told_1 += tl.where(live, bounded, 0.0)
             told_3 += ratio - 1.0 - log_ratio
@@ -339,7 +339,7 @@ def gradient_kernel(
                 held = _bounded(moved, -clip_range, clip_range)
                 other = tl.where(live, before + held - wanted, 0.0)
                 slope = tl.where(other * other > square, tl.where(moved == held, other, 0.0), error)
-                square = tl.maximum(square, other * other)
+                square = tl.where(other * other <= square, square, other * other)
             told_1 += 0.5 * square
             grad = tl.where((a == 0)[:, None], (slope * (value_coef * share))[None, :], 0.0)
         g_w3 += _product(grad, tl.trans(k), PRECISION)

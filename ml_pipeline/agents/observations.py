@@ -95,9 +95,10 @@ class ObservationReader:
 
         Nothing waits for a copy out of pinned memory, which must stay as it is until it is used.
         """
+        pinned = device.type == "cuda"  # if it is not, CUDA waits by itself, and MPS does not
         tensors = {
             # Contiguous: torch takes no array that runs backwards, as flipped images do.
-            name: torch.from_numpy(np.ascontiguousarray(leaf)).to(device, non_blocking=True)
+            name: torch.from_numpy(np.ascontiguousarray(leaf)).to(device, non_blocking=pinned)
             for name, leaf in leaves.items()
         }
         return tensors[""] if self.is_single else tensors

@@ -234,6 +234,7 @@ class DeviceCollector:
         self.env.load_state_dict(position["envs"])
         self._hold_position()
         self._obs = position["obs"].to(self.env.device)
+        self._buffer = None  # a program that was made before looks for the envs elsewhere
 
 
 def _parts(position: Position) -> list[Tensor]:

@@ -6,6 +6,8 @@ No function here waits for the device. On a GPU ``gae`` is one kernel, where Tri
 from __future__ import annotations
 
 import importlib.util
+import warnings
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -27,11 +29,28 @@ class Outcomes(NamedTuple):
 
 def gae(outcomes: Outcomes, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates, and value targets, as ``returns.gae`` gives them."""
-    if outcomes.reward.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if outcomes.reward.device.type == "cuda" and _kernel_works(outcomes.reward.device):
         from ml_pipeline.training.gae_kernel import gae_in_one_kernel
 
         return gae_in_one_kernel(*outcomes, gamma=gamma, lam=lam)
     return gae_step_by_step(outcomes, gamma=gamma, lam=lam)
+
+
+@cache
+def _kernel_works(device: torch.device) -> bool:
+    """Whether Triton is there and makes kernels: it wants a C compiler and Python's headers."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from ml_pipeline.training.gae_kernel import gae_in_one_kernel
+
+        numbers, flags = torch.zeros(1, 16, device=device), torch.zeros(1, 16, device=device)
+        tried = Outcomes(numbers, numbers, numbers[0], numbers, flags.bool(), flags.bool())
+        gae_in_one_kernel(*tried, gamma=1.0, lam=1.0)
+    except Exception as error:
+        warnings.warn(f"advantages take a kernel per step: {error}", RuntimeWarning, stacklevel=2)
+        return False
+    return True
 
 
 def gae_step_by_step(outcomes: Outcomes, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

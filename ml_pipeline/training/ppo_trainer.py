@@ -172,10 +172,12 @@ class PPOTrainer:
                     results.append(self.agent.update(batch, rates))
                     if not results[-1].finite:
                         told = _on_host(results[-1:])
-                        self._check_finite(*told, epoch, len(results) - first)
+                        self._check_finite(*told, epoch, len(results) - first, at_once=True)
             if self._looks_at_kl:
-                kl = _means(*_on_host(results[first:]))["policy/approx_kl"]
-                rates = rates._replace(learning_rate=self._adapted(rates.learning_rate, kl))
+                told = _on_host(results[first:])
+                kl = _means(*told)["policy/approx_kl"]
+                if told[1].any():  # else no step was made, and there is nothing to steer by
+                    rates = rates._replace(learning_rate=self._adapted(rates.learning_rate, kl))
                 if config.max_kl is not None and kl > config.max_kl:
                     break
         self.agent.learn_moments(buffer.obs_tensors())
@@ -184,7 +186,9 @@ class PPOTrainer:
         quality, is_finite = buffer.facts().tolist()
         if self._epochs is not None:
             self._check_values(bool(is_finite))
-            self._check_finite(metrics, finite, epoch, None)
+            broken = int(finite.argmin())  # the first that was not finite, if one was not
+            place = broken // config.n_minibatches + 1, broken % config.n_minibatches + 1
+            self._check_finite(metrics, finite, *place, at_once=False)
         means = _means(metrics, finite)
         return {**means, "value/explained_variance": quality, "policy/n_epochs": float(epoch)}
 
@@ -208,9 +212,14 @@ class PPOTrainer:
         metrics: NDArray[Any],
         finite: NDArray[np.bool_],
         epoch: int,
-        minibatch: int | None,
+        minibatch: int,
+        *,
+        at_once: bool,
     ) -> None:
-        """Stop where a loss or gradient was not finite; the weights were left as they were."""
+        """Stop where a loss or gradient was not finite, in a step that changed nothing.
+
+        ``at_once``: no other has followed it.
+        """
         if self.config.on_nonfinite == "skip" or finite.all():
             return
         broken = metrics[np.flatnonzero(~finite)[0]]
@@ -219,14 +228,14 @@ class PPOTrainer:
             for name, value in zip(UPDATE_METRICS, broken.tolist(), strict=True)
             if not math.isfinite(value)
         ]
-        where = "" if minibatch is None else f", minibatch {minibatch}"
-        gradients = self.agent.adam.broken_gradients() if minibatch is not None else []
+        gradients = self.agent.adam.broken_gradients() if at_once else []
         if gradients:
             more = ", ..." if len(gradients) > 3 else ""
             names.append(f"the gradients of {', '.join(gradients[:3])}{more}")
+        left = "The weights were left as they were" if at_once else "That step changed nothing"
         raise TrainingError(
-            f"iteration {self.iteration + 1}, epoch {epoch}{where}: {' and '.join(names)} not "
-            "finite. The weights were left as they were, the last checkpoint is kept. A smaller "
+            f"iteration {self.iteration + 1}, epoch {epoch}, minibatch {minibatch}: "
+            f"{' and '.join(names)} not finite. {left}, the last checkpoint is kept. A smaller "
             "agent.learning_rate often helps; so does looking for huge values in the env's "
             "observations and rewards (agent.normalize_obs, agent.scale_reward)"
         )

@@ -7,6 +7,7 @@ never wait for the device. What cannot be compiled or captured runs as it is, an
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # eager: as it is written. compiled: kernels that follow one another are made one. graph: that, and
 # all of them are started at once.
 MODES = ("eager", "compiled", "graph")
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 class Programs:
@@ -36,10 +38,14 @@ class Programs:
         self.mode = mode
         self._device = device
         self._tell = tell
+        self._compiles = mode != "eager" and _TORCH >= (2, 8)
+        if mode != "eager" and not self._compiles:
+            # Before, what a compiled function wrote to a row that is not aligned was lost.
+            tell(f"torch {torch.__version__} compiles nothing here; from 2.8 on envs are faster")
 
     def compiled(self, function: Function, name: str) -> Function:
         """``function``, its kernels fused by torch.compile; no two of its tensors may overlap."""
-        if self.mode == "eager":
+        if not self._compiles:
             return function
         return _Compiled(function, name, self._tell)  # type: ignore[return-value]
 
@@ -52,8 +58,10 @@ class Programs:
 
 def send(numbers: Tensor, place: Tensor) -> None:
     """Copy from the host to a device without a wait for what the device is at."""
-    pinned = numbers.pin_memory() if place.device.type == "cuda" else numbers
-    place.copy_(pinned, non_blocking=True)
+    if place.device.type == "cuda":
+        place.copy_(numbers.pin_memory(), non_blocking=True)
+    else:  # MPS would go on reading from memory that is given back by then
+        place.copy_(numbers)
 
 
 class _Compiled:
@@ -133,13 +141,15 @@ class _Captured:
 
     def _run_aside(self) -> Any:
         # On the stream of the capture: what autograd keeps for a parameter is bound to one.
-        self._stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             result = self._function()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        current.wait_stream(self._stream)
         return result
 
     def _capture(self) -> Any:
+        gc.collect()  # a graph of a run before must not be destroyed amid the capture
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=self._stream):
