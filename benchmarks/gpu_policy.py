@@ -211,6 +211,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
     args = parser.parse_args()
+    if args.device != "cpu" and not torch.cuda.is_available():
+        raise SystemExit("this torch sees no GPU; to see it run at all: --device cpu")
     out = args.out.resolve()
     os.chdir(tempfile.mkdtemp())
     found: dict[str, Any] = {

@@ -238,6 +238,7 @@ def _memory_advice(plan: RunPlan) -> str:
         n_steps=config.agent.n_steps,
         n_envs=int(config.n_envs),
         n_minibatches=config.agent.n_minibatches,
+        keeps_final_obs=plan.torch_env is not None,
     )
     saved = checkpoint_path(plan.run, LATEST).is_file()
     return advice + ("; the last checkpoint is kept" if saved else "")

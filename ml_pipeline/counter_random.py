@@ -32,6 +32,11 @@ _ROWS, _UNIFORM, _NORMAL, _SHUFFLE = 1, 2, 3, 4
 _N_ROUNDS_FEW, _N_ROUNDS_MANY = 24, 10
 
 
+def draw_keys(n: int, generator: torch.Generator) -> Tensor:
+    """``n`` keys for the functions below, int64 [n], from a generator that somebody owns."""
+    return torch.randint(2**62, (n,), generator=generator)
+
+
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Four random words per counter and key; all six tensors broadcast against each other."""
     word_0, word_1, word_2, word_3 = counter

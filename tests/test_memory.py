@@ -42,6 +42,8 @@ def test_a_rollout_takes_the_bytes_of_its_fields() -> None:
 
     # Observation, action, five floats, three flags; and the noise.
     assert rollout_bytes(agent, n_steps=10, n_envs=7) == 10 * 7 * (4 * 4 + 8 + 5 * 4 + 3 + 4)
+    as_tensors = rollout_bytes(agent, n_steps=10, n_envs=7, keeps_final_obs=True)
+    assert as_tensors == 10 * 7 * (2 * 4 * 4 + 8 + 5 * 4 + 3 + 4)
 
 
 def test_images_count_as_bytes_doubles_as_floats_and_masks_as_they_are() -> None:

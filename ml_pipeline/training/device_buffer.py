@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -22,8 +23,6 @@ from ml_pipeline.training.device_returns import (
     gae,
 )
 from ml_pipeline.training.programs import Programs, send
-
-_MAX_KEY = 2**62
 
 
 class DeviceBuffer:
@@ -65,21 +64,26 @@ class DeviceBuffer:
         lam: float,
         scaler: DeviceRewardScaler | None = None,
     ) -> None:
-        """Score the rollout and compute its advantages; ``last`` is the last of ``obs``."""
+        """Score the rollout and compute its advantages; ``last`` is the last of ``obs``.
+
+        What is given with the first call counts for all of them: it is in the graph.
+        """
         if self._finish is None:
 
             def finish() -> None:
-                self._score(gamma, lam, scaler)
+                self._score(last, gamma, lam, scaler)
 
             self._finish = self._programs.captured(finish, "the end of a rollout")
         self._finish()
 
-    def _score(self, gamma: float, lam: float, scaler: DeviceRewardScaler | None) -> None:
+    def _score(
+        self, last: PolicyInput, gamma: float, lam: float, scaler: DeviceRewardScaler | None
+    ) -> None:
         agent, learned = self._agent, self.learned
         log_prob, value = agent.score_batch(learned.inputs, learned.action)
         learned.log_prob.copy_(log_prob)
         learned.value.copy_(value)
-        last_value = agent.value_batch(PolicyInput(self.obs[-1], None, None, None))
+        last_value = agent.value_batch(last)
         cut = self.truncated.flatten()
         final = PolicyInput(self.final_obs.flatten(0, 1), None, None, None)
         final_value = agent.value_batch(final, wanted=cut).view_as(self.reward)
@@ -96,7 +100,7 @@ class DeviceBuffer:
 
     def shuffle(self, generator: torch.Generator, n_orders: int) -> None:
         """Draw what ``order`` depends on, so many times."""
-        keys = torch.randint(_MAX_KEY, (n_orders,), generator=generator)
+        keys = counter_random.draw_keys(n_orders, generator)
         if len(self._keys) != n_orders:
             self._keys = torch.empty_like(keys, device=self._keys.device)
         send(keys, self._keys)
@@ -128,6 +132,5 @@ def _facts_of(value: Tensor, target: Tensor, reward: Tensor, obs: Tensor) -> Ten
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    from numpy import empty
-
-    return torch.from_numpy(empty(0, dtype=dtype)).dtype
+    # An empty array knows the torch dtype that goes with its own.
+    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype

@@ -20,9 +20,7 @@ from ml_pipeline.envs.torch_env import Outcome, Position, TorchVectorEnv
 from ml_pipeline.protocols import Episode, PolicyInput, State
 from ml_pipeline.training.device_buffer import DeviceBuffer
 from ml_pipeline.training.device_returns import DeviceRewardScaler
-from ml_pipeline.training.programs import Programs
-
-_MAX_KEY = 2**62
+from ml_pipeline.training.programs import Programs, send
 
 
 class DeviceRolloutStats:
@@ -101,7 +99,7 @@ class DeviceCollector:
             self._hold_position()
             buffer.obs[-1].copy_(self._obs)
         self._state_before = self._generator.get_state()
-        self._key.fill_(int(torch.randint(_MAX_KEY, (), generator=self._generator)))
+        send(counter_random.draw_keys(1, self._generator)[0], self._key)
         begin = self._mark()
         self._rollout()
         self._marks = [begin, self._mark()]

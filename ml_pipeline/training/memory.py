@@ -76,18 +76,27 @@ def memory_explained(device: torch.device | str, advice: Callable[[], str]) -> I
 
 def step_bytes(reader: ObservationReader, distribution: Distribution, *, is_masked: bool) -> int:
     """What is kept of one step of one env until it is learned from."""
-    obs = sum(
-        math.prod(shape) * reader.dtypes[name].itemsize for name, shape in reader.shapes.items()
-    )
     action = math.prod(distribution.action_shape) * distribution.action_dtype.itemsize
     mask = distribution.mask_size if is_masked else 0
-    return obs + action + mask + 4 * _N_FLOATS + _N_FLAGS
+    return obs_bytes(reader) + action + mask + 4 * _N_FLOATS + _N_FLAGS
 
 
-def rollout_bytes(agent: PPOAgent, *, n_steps: int, n_envs: int) -> int:
-    """A whole rollout, [T, n_envs], and the noise that its actions were drawn with."""
+def obs_bytes(reader: ObservationReader) -> int:
+    return sum(
+        math.prod(shape) * reader.dtypes[name].itemsize for name, shape in reader.shapes.items()
+    )
+
+
+def rollout_bytes(
+    agent: PPOAgent, *, n_steps: int, n_envs: int, keeps_final_obs: bool = False
+) -> int:
+    """A whole rollout, [T, n_envs], and the noise that its actions were drawn with.
+
+    ``keeps_final_obs``: envs that are tensors have one at every step, wherever episodes end.
+    """
     distribution = agent.distribution
     step = step_bytes(agent.reader, distribution, is_masked=agent.is_masked)
+    step += obs_bytes(agent.reader) if keeps_final_obs else 0
     noise_row = distribution.draw_noise(1, 1, torch.Generator()).nbytes
     n_rows = 1 + distribution.noise_row(n_steps - 1)
     return n_envs * (n_steps * step + n_rows * noise_row)
@@ -123,13 +132,19 @@ def activation_bytes(agent: PPOAgent, leaves: dict[str, NDArray[Any]]) -> int:
 
 
 def memory_advice(
-    agent: PPOAgent, per_transition: int | None, *, n_steps: int, n_envs: int, n_minibatches: int
+    agent: PPOAgent,
+    per_transition: int | None,
+    *,
+    n_steps: int,
+    n_envs: int,
+    n_minibatches: int,
+    keeps_final_obs: bool = False,
 ) -> str:
     """What training takes, what there is, and which numbers of the config to change.
 
     ``per_transition`` is from ``activation_bytes``; None: it is not known.
     """
-    rollout = rollout_bytes(agent, n_steps=n_steps, n_envs=n_envs)
+    rollout = rollout_bytes(agent, n_steps=n_steps, n_envs=n_envs, keeps_final_obs=keeps_final_obs)
     each = shown_bytes(rollout / (n_steps * n_envs))
     needs = (
         f"a rollout of agent.n_steps={n_steps} x n_envs={n_envs} takes about "
