@@ -7,7 +7,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium import wrappers
 
+from ml_pipeline.envs.atari import Atari, QuickFrames
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.snapshots import why_no_snapshot
 
@@ -30,6 +32,44 @@ def played(env: gym.Env[Any, Any], n_steps: int) -> list[tuple[Any, float, bool,
         if terminated or truncated:
             env.reset()
     return steps
+
+
+@pytest.mark.parametrize("frame_skip", [1, 2, 4])
+@pytest.mark.parametrize("game", ["Pong", "Breakout", "Freeway"])
+def test_frames_from_the_emulator_are_those_of_gymnasiums_wrapper(
+    game: str, frame_skip: int
+) -> None:
+    def made() -> gym.Env[Any, Any]:
+        # Sticky actions draw from the emulator's generator; games are short, to see them end.
+        return gym.make(
+            f"ale_py:{game}NoFrameskip-v4",
+            repeat_action_probability=0.25,
+            max_num_frames_per_episode=900,
+        )
+
+    kinds = QuickFrames, wrappers.AtariPreprocessing
+    ours, theirs = (each(made(), noop_max=9, frame_skip=frame_skip) for each in kinds)
+    assert QuickFrames.suits(made())
+    n_ended = 0
+    for seed in range(2):
+        assert np.array_equal(ours.reset(seed=seed)[0], theirs.reset(seed=seed)[0])
+        for action in np.random.default_rng(seed).integers(0, ours.action_space.n, 1000):  # type: ignore[attr-defined]
+            our, their = ours.step(action), theirs.step(action)
+            assert np.array_equal(our[0], their[0])
+            assert our[1:] == their[1:]
+            if our[2] or our[3]:
+                n_ended += 1
+                assert np.array_equal(ours.reset()[0], theirs.reset()[0])
+    assert n_ended >= 2
+
+
+def test_a_wrapper_below_keeps_its_say() -> None:
+    limited = gym.make("ale_py:PongNoFrameskip-v4", max_episode_steps=40)
+
+    assert not QuickFrames.suits(limited)
+    env = Atari(limited, noop_max=0)
+    env.reset(seed=1)
+    assert [env.step(0)[3] for _ in range(12)].index(True) == 8  # one was the button to begin
 
 
 def test_a_learner_sees_four_grey_frames_of_bytes_and_signs_of_rewards() -> None:

@@ -221,10 +221,7 @@ GRAPH_KINDS = [
     ["env=torch_cartpole", "n_envs=100"],
     ["env=torch_pendulum", "agent.normalize_obs=true", "agent.scale_reward=true"],
     ["env=torch_acrobot", "agent.max_kl=1e-6"],
-    pytest.param(
-        ["env=torch_mountain_car_continuous", "agent.box_policy=gsde"],
-        marks=pytest.mark.xfail(reason="torch 2.11 does not compile this step on CUDA; it says so"),
-    ),
+    ["env=torch_mountain_car_continuous", "agent.box_policy=gsde"],
     ["env=torch_cartpole", "agent.shared_trunk=true", "agent.entropy_coef=0.01"],
     ["env=cartpole"],
     ["env=cartpole", "collector=double"],

@@ -181,6 +181,25 @@ def test_after_a_capture_that_failed_another_function_can_be_captured() -> None:
 
 @gpu
 @needs_gpu
+def test_a_function_with_dropout_that_cannot_be_captured_draws_on_as_if_nothing_had_been() -> None:
+    x = torch.ones(1000, device="cuda")
+
+    def work() -> float:
+        return float(torch.nn.functional.dropout(x, 0.5).sum().item())  # waits
+
+    torch.cuda.manual_seed(1)
+    plain = [work() for _ in range(4)]
+    torch.cuda.manual_seed(1)
+    program, said = captured(work)
+
+    assert [program() for _ in range(4)] == plain
+    assert len(set(plain)) > 1
+    assert len(said) == 1
+    torch.randn(3, device="cuda")
+
+
+@gpu
+@needs_gpu
 def test_a_gradient_step_can_be_captured_and_takes_effect_each_time() -> None:
     weight = torch.ones(4, device="cuda", requires_grad=True)
     grad = torch.zeros(4, device="cuda")

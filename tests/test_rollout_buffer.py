@@ -41,7 +41,8 @@ def written(n_steps: int, n_envs: int, agent: PPOAgent | None = None) -> Rollout
     no, all_envs = np.zeros(n_envs, dtype=bool), slice(0, n_envs)
     for t in range(n_steps):
         place = 10.0 * t + np.arange(n_envs)
-        buffer.write_seen(t, all_envs, {"": place[:, None]}, None, no, place)
+        buffer.write_seen(t, all_envs, {"": place[:, None]}, None, no)
+        buffer.action[t] = place
         buffer.write_outcome(t, all_envs, place, no, no)
     return buffer
 

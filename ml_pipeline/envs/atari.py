@@ -7,11 +7,11 @@ the game: they are counted below all this, and told in the infos.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
-from gymnasium import wrappers
+from gymnasium import spaces, wrappers
 
 
 class Atari(gym.Wrapper[Any, Any, Any, Any]):
@@ -29,9 +29,8 @@ class Atari(gym.Wrapper[Any, Any, Any, Any]):
         episodic_life: bool = True,
         clip_reward: bool = True,
     ) -> None:
-        env = wrappers.AtariPreprocessing(
-            env, noop_max=noop_max, frame_skip=frame_skip, screen_size=screen_size
-        )
+        frames = QuickFrames if QuickFrames.suits(env) else wrappers.AtariPreprocessing
+        env = frames(env, noop_max=noop_max, frame_skip=frame_skip, screen_size=screen_size)
         env = wrappers.RecordEpisodeStatistics(env)
         if episodic_life:
             env = EpisodicLife(env)
@@ -40,6 +39,34 @@ class Atari(gym.Wrapper[Any, Any, Any, Any]):
         if clip_reward:
             env = wrappers.TransformReward(env, _sign)
         super().__init__(wrappers.FrameStackObservation(env, stack))
+
+
+class QuickFrames(wrappers.AtariPreprocessing):
+    """The same frames from the emulator itself.
+
+    The env's own step copies a coloured picture of every frame, of which none is looked at.
+    """
+
+    @staticmethod
+    def suits(env: gym.Env[Any, Any]) -> bool:
+        """Whether nothing between here and the emulator has a say in a step."""
+        while isinstance(env, (wrappers.OrderEnforcing, wrappers.PassiveEnvChecker)):
+            env = env.env
+        return env is env.unwrapped and isinstance(env.action_space, spaces.Discrete)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        game = cast("Any", self.unwrapped)
+        ale, code, reward, last = game.ale, game._action_set[action], 0.0, self.frame_skip - 1
+        for frame in range(self.frame_skip):
+            reward += ale.act(code)
+            if ale.game_over():
+                break
+            if frame >= last - 1:
+                ale.getScreenGrayscale(self.obs_buffer[last - frame])
+        terminated, truncated = ale.game_over(with_truncation=False), ale.game_truncated()
+        self.game_over = terminated
+        obs = self._get_obs()  # type: ignore[no-untyped-call]
+        return obs, reward, terminated, truncated, game._get_info()
 
 
 class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):

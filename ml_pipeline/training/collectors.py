@@ -205,15 +205,18 @@ class Collector:
         self, columns: _Columns, t: int, agent: PPOAgent, buffer: RolloutBuffer, noise: Tensor
     ) -> None:
         """Choose actions and, if there is something to do meanwhile, let the envs begin."""
-        seen = columns.leaves, columns.mask, columns.episode_start
+        leaves, mask, start = columns.leaves, columns.mask, columns.episode_start
         if columns.acting is not None:
-            action = columns.acting(columns.leaves, columns.mask, columns.state, seen[2], noise)
+            columns.acting.begin(leaves, mask, columns.state, start, noise)
             columns.state = columns.acting.state
+            buffer.write_seen(t, columns.place, leaves, mask, start)  # while the device computes
+            action = columns.acting.actions()
         else:
             sample = agent.sample_batch(columns.inputs(agent), noise)
             action = sample.action.cpu().numpy()
             columns.state = sample.state
-        buffer.write_seen(t, columns.place, *seen, action)
+            buffer.write_seen(t, columns.place, leaves, mask, start)
+        buffer.action[t, columns.place] = action
         columns.send(agent.distribution.to_env(action))
 
     def _receive(

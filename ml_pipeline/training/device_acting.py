@@ -42,15 +42,15 @@ class DeviceActing:
         self._action = torch.zeros(shape, dtype=distribution.action_dtype, pin_memory=True)
         self._act = programs.captured(self._run, "acting")
 
-    def __call__(
+    def begin(
         self,
         leaves: dict[str, NDArray[Any]],
         mask: NDArray[np.bool_] | None,
         state: Tensor | None,
         episode_start: NDArray[np.bool_],
         noise: Tensor,
-    ) -> NDArray[Any]:
-        """Actions, as they are stored; the memory after them is in ``state``."""
+    ) -> None:
+        """Queue it all; the memory after the actions is in ``state``."""
         for name, leaf in leaves.items():
             self._given[name].numpy()[...] = leaf
         if self._mask is not None:
@@ -61,6 +61,9 @@ class DeviceActing:
                 self.state.copy_(state)
         self._noise.copy_(noise)
         self._act()
+
+    def actions(self) -> NDArray[Any]:
+        """Wait for them; as they are stored."""
         torch.cuda.current_stream(self._agent.device).synchronize()
         return self._action.numpy().copy()  # type: ignore[no-any-return]
 

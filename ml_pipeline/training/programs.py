@@ -151,6 +151,9 @@ class _Captured:
     def _capture(self) -> Any:
         gc.collect()  # a graph of a run before must not be destroyed amid the capture
         graph = torch.cuda.CUDAGraph()
+        # A capture that fails leaves torch's own generator amid it: no draw would be taken then.
+        generator = torch.cuda.default_generators[self._stream.device.index]
+        before = generator.clone_state()
         try:
             with torch.cuda.graph(graph, stream=self._stream):
                 self._result = self._function()
@@ -159,6 +162,7 @@ class _Captured:
         except Exception as error:  # whatever waits for the device, or cannot be captured
             self._gave_up = True
             torch.cuda.synchronize()
+            generator.graphsafe_set_state(before)
             self._tell(
                 f"{self._name} is not captured as a CUDA graph, and runs slower: "
                 f"{_first_line(_first(error))}"

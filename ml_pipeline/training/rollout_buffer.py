@@ -72,15 +72,13 @@ class RolloutBuffer:
         leaves: dict[str, NDArray[Any]],
         action_mask: NDArray[np.bool_] | None,
         episode_start: NDArray[np.bool_],
-        action: NDArray[Any],
     ) -> None:
-        """Row ``t`` of some envs: what the policy saw, and what it did."""
+        """Row ``t`` of some envs: what the policy saw."""
         for name, leaf in leaves.items():
             self.obs[name][t, columns] = leaf
         if self.action_mask is not None:
             self.action_mask[t, columns] = action_mask
         self.episode_start[t, columns] = episode_start
-        self.action[t, columns] = action
 
     def write_outcome(
         self,
