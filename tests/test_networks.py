@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 
 from ml_pipeline.agents.networks import CNN, MLP, DictNetwork, Recurrent, init_orthogonal
+from ml_pipeline.device import precision_of_products
 
 VECTOR = spaces.Box(-1, 1, (3,))
 SMALL_CNN = {"channels": [4], "kernels": [3], "strides": [1], "hidden_size": 8}
@@ -75,6 +76,22 @@ def test_a_dict_network_takes_images_and_vectors_together() -> None:
     for changed in ("camera", "arm"):
         other = network({**obs, changed: obs[changed] + 0.5})
         assert not torch.equal(other, features)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_a_cnn_gives_the_same_features_on_a_gpu(precision: str) -> None:
+    device = torch.device("cuda")
+    cnn = CNN(spaces.Box(0.0, 1.0, (4, 84, 84)))
+    images = torch.rand(6, 4, 84, 84, generator=torch.Generator().manual_seed(1))
+
+    ours = cnn(images)
+    with precision_of_products(precision, device):
+        theirs = cnn.to(device)(images.to(device)).cpu()
+
+    tolerance = 1e-5 if precision == "float32" else 1e-2
+    assert (ours - theirs).norm() <= tolerance * ours.norm()
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])

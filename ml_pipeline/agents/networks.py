@@ -116,6 +116,9 @@ class CNN(nn.Module):
             obs = obs.unsqueeze(1)
         elif self._channel_dim == 2:
             obs = obs.permute(0, 3, 1, 2)
+        if obs.is_cuda and torch.backends.cudnn.allow_tf32:
+            # The matrix units want the channels last; kernels in float32 are slower that way.
+            obs = obs.contiguous(memory_format=torch.channels_last)
         features: Tensor = self.layers(obs)
         return features
 

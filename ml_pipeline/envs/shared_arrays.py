@@ -242,7 +242,7 @@ def write_all(tree: Tree, values: Any, choices: Tree) -> None:
             raise ValueError(f"actions of shape {array.shape} given, {tree.shape} expected")
         if choices is not None:
             _check_choices(array, choices)
-        if array.dtype is not tree.dtype:
+        if array.dtype != tree.dtype:  # by value: one that came from a worker is another object
             _check_cast(array, tree.dtype, "actions")
         tree[...] = array
     elif isinstance(tree, dict):
