@@ -679,7 +679,9 @@ def make_torch_env(plan: RunPlan) -> TorchVectorEnv:
 def _how_tensors_run(plan: RunPlan) -> str:
     n_envs, mode = plan.config.n_envs, plan.programs.mode
     how = "1 env" if n_envs == 1 else f"{n_envs} envs"
-    how += " as tensors" + (", compiled and captured" if mode == "graph" else "")
+    # Some seconds, in which nothing else is to be seen.
+    how += " as tensors"
+    how += ", compiled and captured in the first iteration" if mode == "graph" else ""
     return how + (f" ({plan.remark})" if plan.remark else "")
 
 

@@ -80,8 +80,8 @@ class ConsoleLogger:
         patient = cast("IO[str]", _PatientFile())
         self._console = console or Console(file=patient, soft_wrap=True, highlight=False)
         self._total_steps = total_steps
-        self._first_steps = env_steps
-        self._start = time.monotonic()
+        self._counted_from = time.monotonic(), env_steps  # what is left is estimated by
+        self._n_logged = 0
         self._last_line = 0.0
         self._shown: dict[str, float] = {}
         self._unprinted: str | None = None
@@ -99,7 +99,7 @@ class ConsoleLogger:
 
     def start(self) -> None:
         """Begin the live display; nothing else may be printed from here to ``close``."""
-        self._start = time.monotonic()
+        self._counted_from = time.monotonic(), self._counted_from[1]
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(self._display(), console=self._console, refresh_per_second=4)
             self._live.start()
@@ -114,6 +114,9 @@ class ConsoleLogger:
             return
         self._unprinted = self._line(metrics, env_steps)
         now = time.monotonic()
+        self._n_logged += 1
+        if self._n_logged == 1:  # the only one in which something may be compiled
+            self._counted_from = now, env_steps
         due = now - self._last_line >= _SECONDS_BETWEEN_LINES
         if due or "eval/episode_return" in metrics or env_steps >= self._total_steps:
             self._print_line()
@@ -138,9 +141,10 @@ class ConsoleLogger:
         return "  ".join(parts)
 
     def _eta(self, env_steps: int) -> str:
-        done = env_steps - self._first_steps
+        start, first_steps = self._counted_from
         left = max(self._total_steps - env_steps, 0)
-        seconds = round((time.monotonic() - self._start) * left / max(done, 1))
+        done = max(env_steps - first_steps, 1)
+        seconds = round((time.monotonic() - start) * left / done)
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
     def _display(self) -> Group:
