@@ -7,6 +7,7 @@ policy, and as many for the envs.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -225,7 +226,7 @@ class DeviceCollector:
         self._generator.set_state(state["generator"])
         self.n_steps = state["n_steps"]
 
-    def resume_at(self, position: Any, snapshots: list[bytes], agent: PPOAgent) -> None:
+    def resume_at(self, position: Any, snapshots: Sequence[bytes], agent: PPOAgent) -> None:
         """Go on in the midst of the episodes."""
         if not isinstance(position, dict):
             raise ValueError("where its envs stood was not saved, or of envs of another kind")

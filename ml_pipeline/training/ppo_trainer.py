@@ -23,8 +23,11 @@ from ml_pipeline.seeding import (
     set_global_generators_state,
     stream_seed,
 )
+from ml_pipeline.training.collectors import Collector
+from ml_pipeline.training.device_collector import DeviceCollector
 from ml_pipeline.training.epochs import Epochs
 from ml_pipeline.training.programs import Programs
+from ml_pipeline.training.returns import RewardScaler
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
 
 _SLOWEST, _FASTEST = 1e-6, 1e-2  # bounds of an adaptive learning rate
@@ -40,7 +43,7 @@ class PPOTrainer:
     def __init__(
         self,
         agent: PPOAgent,
-        collector: Any,
+        collector: Collector | DeviceCollector,
         *,
         seed: int,
         programs: Programs | None = None,
@@ -49,11 +52,10 @@ class PPOTrainer:
         shield: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         patience: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """``collector`` is a ``Collector`` or a ``DeviceCollector``.
+        """``programs`` captures what the agent does on a GPU; None: nothing.
 
-        ``programs`` captures what the agent does on a GPU; None: nothing. ``shield`` opens a block
-        that a stop signal must not tear, ``patience`` one that it should rather wait for: see
-        ``StopSignals``.
+        ``shield`` opens a block that a stop signal must not tear, ``patience`` one that it should
+        rather wait for: see ``StopSignals``.
         """
         self.agent = agent
         self.collector = collector
@@ -268,11 +270,11 @@ class PPOTrainer:
 
     @property
     def envs(self) -> list[VectorEnv[Any, Any, Any]]:
-        return self.collector.envs  # type: ignore[no-any-return]
+        return self.collector.envs
 
     def _make_buffer(self) -> None:
         """With it, what learns from it: on the CPU minibatch by minibatch, elsewhere by epochs."""
-        self.buffer = self.collector.new_buffer(self.config.n_steps, self.agent)
+        self.buffer: Any = self.collector.new_buffer(self.config.n_steps, self.agent)
         self._epochs: Epochs | None = None
         if not isinstance(self.buffer, RolloutBuffer) or self.agent.device.type != "cpu":
             n_epochs = 1 if self._looks_at_kl else self.config.n_epochs
@@ -287,7 +289,7 @@ class PPOTrainer:
         if n_envs != self.collector.n_envs:
             self.collector.resize(n_envs, self.agent)
             self._make_buffer()
-            if self._scaler is not None:
+            if isinstance(self._scaler, RewardScaler):  # envs as tensors cannot be resized
                 self._scaler.resize(n_envs)
         return n_envs
 
@@ -313,7 +315,7 @@ class PPOTrainer:
         """
         if not self.collector.is_between_rollouts or not self.snapshots_envs:
             return None
-        return self.collector.snapshots()  # type: ignore[no-any-return]
+        return self.collector.snapshots()
 
     def state_dict(self) -> State:
         """Everything that goes on from here."""
