@@ -102,6 +102,13 @@ def answers_within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - start < seconds
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage() -> None:
+    """Other tests have imported half the world by now, and each test here looks for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def leaves_no_child() -> Iterator[None]:
     yield
