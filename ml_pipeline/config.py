@@ -35,11 +35,6 @@ def whole_steps(key: str, value: float) -> int:
     return int(value)
 
 
-def next_multiple(every: int, steps: int) -> int:
-    """The first multiple of ``every`` beyond ``steps``."""
-    return (steps // every + 1) * every
-
-
 @dataclass
 class EnvConfig:
     """One environment: a registered id, or a class by dotted path, which wins over the id."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ml_pipeline.config import next_multiple, whole_steps
+from ml_pipeline.callbacks.every_steps import EverySteps
 from ml_pipeline.protocols import Callback, State, Trainer
 from ml_pipeline.runs.checkpoint import BEST, save_checkpoint
 from ml_pipeline.runs.resuming import save_latest
@@ -17,20 +17,18 @@ class Checkpoints(Callback):
 
     def __init__(self, run: RunFolder, every_steps: float = 10_000) -> None:
         self.run = run
-        self.every_steps = whole_steps("every_steps", every_steps)
+        self._every = EverySteps("every_steps", every_steps)
         self.best_return = -math.inf
-        self._next = self.every_steps
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self._next = next_multiple(self.every_steps, trainer.env_steps)
+        self._every.begin(trainer)
 
     def on_iteration_logged(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         score = metrics.get("eval/episode_return", -math.inf)
         if score > self.best_return:
             self.best_return = score
             save_checkpoint(self.run, BEST, trainer.state_dict())
-        if trainer.env_steps >= self._next or trainer.is_last_iteration():
-            self._next = next_multiple(self.every_steps, trainer.env_steps)
+        if self._every.is_due(trainer):
             save_latest(self.run, trainer)
 
     def state_dict(self) -> State:

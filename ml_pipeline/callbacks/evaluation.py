@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ml_pipeline.config import next_multiple, whole_steps
+from ml_pipeline.callbacks.every_steps import EverySteps
+from ml_pipeline.config import whole_steps
 from ml_pipeline.envs.factory import EnvFactory, close_env
 from ml_pipeline.protocols import Callback, Metrics, State, Trainer
 from ml_pipeline.runs.evaluate import evaluate
@@ -23,21 +24,19 @@ class PeriodicEvaluation(Callback):
         eval_every_steps: float = 10_000,
         n_episodes: int = 10,
     ) -> None:
-        self.eval_every_steps = whole_steps("eval_every_steps", eval_every_steps)
+        self._every = EverySteps("eval_every_steps", eval_every_steps)
         self.n_episodes = whole_steps("n_episodes", n_episodes)
         self._make_env = make_env
         self._seed = stream_seed(seed, "evaluation")
-        self._next = self.eval_every_steps
         self._is_due = False
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self._next = next_multiple(self.eval_every_steps, trainer.env_steps)
+        self._every.begin(trainer)
 
     def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
-        self._is_due |= trainer.env_steps >= self._next or trainer.is_last_iteration()
+        self._is_due |= self._every.is_due(trainer)
         if not self._is_due:
             return
-        self._next = next_multiple(self.eval_every_steps, trainer.env_steps)
         env = self._make_env()
         try:
             result = evaluate(

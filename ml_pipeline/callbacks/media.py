@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ml_pipeline.config import next_multiple, whole_steps
+from ml_pipeline.callbacks.every_steps import EverySteps
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.protocols import Callback, Trainer
 from ml_pipeline.runs.checkpoint import best_or_latest, checkpoint_path
@@ -22,16 +22,14 @@ class Media(Callback):
 
     def __init__(self, run: RunFolder, every_steps: float = 20_000) -> None:
         self.run = run
-        self.every_steps = whole_steps("every_steps", every_steps)
-        self._next = self.every_steps
+        self._every = EverySteps("every_steps", every_steps)
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self._next = next_multiple(self.every_steps, trainer.env_steps)
+        self._every.begin(trainer)
 
     def on_iteration_logged(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        if trainer.env_steps < self._next and not trainer.is_last_iteration():
+        if not self._every.is_due(trainer):
             return
-        self._next = next_multiple(self.every_steps, trainer.env_steps)
         for logger in trainer.loggers:
             if hasattr(logger, "log_histograms"):
                 logger.log_histograms(trainer.last_rollout(), env_steps=trainer.env_steps)
@@ -50,18 +48,16 @@ class PolicyVideo(Callback):
         self, run: RunFolder, make_env: EnvFactory, seed: int, every_steps: float = 50_000
     ) -> None:
         self.run = run
-        self.every_steps = whole_steps("every_steps", every_steps)
+        self._every = EverySteps("every_steps", every_steps)
         self._make_env = make_env.rendering("rgb_array")
         self._seed = stream_seed(seed, "video")
-        self._next = self.every_steps
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self._next = next_multiple(self.every_steps, trainer.env_steps)
+        self._every.begin(trainer)
 
     def on_iteration_logged(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        if trainer.env_steps < self._next and not trainer.is_last_iteration():
+        if not self._every.is_due(trainer):
             return
-        self._next = next_multiple(self.every_steps, trainer.env_steps)
         _, paths = record_video(
             trainer.agent.for_playing(),
             self._make_env,
