@@ -225,7 +225,7 @@ def measure(args: argparse.Namespace, path: Path) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for mode, precision, size in product(args.modes, args.precisions, args.sizes):
         if mode != "graph" and precision != args.precisions[0]:
-            continue  # it starts kernels in another way: what is in them is all the same
+            continue  # they are for the starting of kernels, not for what is in them
         found["timed"].append(row(size, mode, precision, args.rounds, found["ceilings"]))
         path.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -312,7 +312,12 @@ def main() -> None:
     )
     parser.add_argument("--sizes", nargs="+", default=list(PUREJAXRL))
     parser.add_argument("--modes", nargs="+", default=list(MODES[::-1]), choices=MODES)
-    parser.add_argument("--precisions", nargs="+", default=["tf32", "float32", "bf16"])
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        default=["tf32", "float32", "bf16"],
+        help="modes other than graph are timed in the first",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")

@@ -3,10 +3,10 @@
     python benchmarks/gpu_policy.py                                # all cases
     python benchmarks/gpu_policy.py --cases cartpole --rounds 2
 
-Env steps per second over whole iterations, learning included, with the same settings, networks and
-envs for all, in turns; medians over the iterations of all rounds, without the first three of each,
-in which graphs are captured. ``plain`` is a loop of our own in the way of CleanRL's scripts: a
-SyncVectorEnv of envs in Gymnasium's own wrappers, torch.distributions, an optimiser from torch,
+Env steps per second over whole iterations, learning included, with the same games, settings and
+networks for all, in turns; medians over the iterations of all rounds, without the first three of
+each, in which graphs are captured. ``plain`` is a loop of our own in the way of CleanRL's scripts:
+a SyncVectorEnv of envs in Gymnasium's own wrappers, torch.distributions, an optimiser from torch,
 one minibatch after the other, and a number read from the device now and then. ``off`` is ours with
 compile=off, ``graph`` the default, and ``double`` that with collector=double, where the envs are in
 workers. The scaling over envs is of CartPole.
@@ -51,9 +51,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "half_cheetah": Case(1, 2048, 10, 32, 6, ("experiment=half_cheetah", "vec_env=serial")),
     # torch multiplies convolutions in tf32 unless it is told not to, and the plain loop does not.
     "pong": Case(8, 128, 4, 4, 12, ("experiment=pong", "vec_env=parallel", "precision=tf32")),
+    "half_cheetah": Case(1, 2048, 10, 32, 6, ("experiment=half_cheetah", "vec_env=serial")),
     "cartpole": Case(8, 128, 4, 4, 16, ("env=cartpole", "vec_env=serial")),
 }
 

@@ -681,7 +681,7 @@ def _how_tensors_run(plan: RunPlan) -> str:
     how = "1 env" if n_envs == 1 else f"{n_envs} envs"
     # Some seconds, in which nothing else is to be seen.
     how += " as tensors"
-    how += ", compiled and captured in the first iteration" if mode == "graph" else ""
+    how += ", compiled and captured in the first iterations" if mode == "graph" else ""
     return how + (f" ({plan.remark})" if plan.remark else "")
 
 

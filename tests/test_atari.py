@@ -65,6 +65,24 @@ def test_frames_from_the_emulator_are_those_of_gymnasiums_wrapper(
     assert ends == {"terminated" if game == "Breakout" else "truncated"}
 
 
+def test_an_env_that_skips_frames_itself_or_changes_a_step_is_stepped() -> None:
+    import ale_py
+
+    class Dearer(ale_py.AtariEnv):  # type: ignore[misc]
+        def step(self, action: Any) -> Any:
+            obs, reward, *rest = super().step(action)
+            return obs, reward - 1.0, *rest
+
+    assert not QuickFrames.suits(gym.make("ALE/Pong-v5"))
+    assert not QuickFrames.suits(gym.make("ale_py:Pong-v4"))
+    assert not QuickFrames.suits(Dearer("pong", frameskip=1))
+
+
+def test_a_step_before_the_reset_is_refused() -> None:
+    with pytest.raises(gym.error.ResetNeeded):
+        factory("Pong")().step(0)
+
+
 def test_a_wrapper_below_keeps_its_say() -> None:
     limited = gym.make("ale_py:PongNoFrameskip-v4", max_episode_steps=40)
 

@@ -31,6 +31,7 @@ class Atari(gym.Wrapper[Any, Any, Any, Any]):
     ) -> None:
         frames = QuickFrames if QuickFrames.suits(env) else wrappers.AtariPreprocessing
         env = frames(env, noop_max=noop_max, frame_skip=frame_skip, screen_size=screen_size)
+        env = wrappers.OrderEnforcing(env)  # the one below is passed by
         env = wrappers.RecordEpisodeStatistics(env)
         if episodic_life:
             env = EpisodicLife(env)
@@ -52,13 +53,15 @@ class QuickFrames(wrappers.AtariPreprocessing):
         """Whether nothing between here and the emulator has a say in a step."""
         while isinstance(env, (wrappers.OrderEnforcing, wrappers.PassiveEnvChecker)):
             env = env.env
-        return env is env.unwrapped and isinstance(env.action_space, spaces.Discrete)
+        is_ale = type(env).__module__.startswith("ale_py.") and env is env.unwrapped
+        one_frame = getattr(env, "_frameskip", None) == 1
+        return is_ale and one_frame and isinstance(env.action_space, spaces.Discrete)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         game = cast("Any", self.unwrapped)
         ale, code, reward, last = game.ale, game._action_set[action], 0.0, self.frame_skip - 1
         for frame in range(self.frame_skip):
-            reward += ale.act(code)
+            reward += ale.act(code, 1.0)  # in 0.10.1 the strength has no default
             if ale.game_over():
                 break
             if frame >= last - 1:

@@ -80,8 +80,8 @@ class ConsoleLogger:
         patient = cast("IO[str]", _PatientFile())
         self._console = console or Console(file=patient, soft_wrap=True, highlight=False)
         self._total_steps = total_steps
-        self._counted_from = time.monotonic(), env_steps  # what is left is estimated by
-        self._n_logged = 0
+        self._counted_from = time.monotonic(), env_steps  # when and where, for the ETA
+        self._is_first = True
         self._last_line = 0.0
         self._shown: dict[str, float] = {}
         self._unprinted: str | None = None
@@ -114,8 +114,8 @@ class ConsoleLogger:
             return
         self._unprinted = self._line(metrics, env_steps)
         now = time.monotonic()
-        self._n_logged += 1
-        if self._n_logged == 1:  # the only one in which something may be compiled
+        if self._is_first:  # the iteration in which things are compiled, if they are
+            self._is_first = False
             self._counted_from = now, env_steps
         due = now - self._last_line >= _SECONDS_BETWEEN_LINES
         if due or "eval/episode_return" in metrics or env_steps >= self._total_steps:

@@ -158,6 +158,7 @@ class _Captured:
             with torch.cuda.graph(graph, stream=self._stream):
                 self._result = self._function()
         except torch.OutOfMemoryError:
+            generator.graphsafe_set_state(before)
             raise
         except Exception as error:  # whatever waits for the device, or cannot be captured
             self._gave_up = True
