@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import wait_until_gone
+from conftest import TESTS, wait_until_gone
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
@@ -972,18 +972,38 @@ def resident_kb() -> int:
     return int(status.partition("VmRSS:")[2].split()[0])
 
 
+COUNT_DESCRIPTORS = """
+import os
+from ml_pipeline.envs.vec_env import ParallelEnv
+from tiny_envs import CountingEnv
+
+def cycle():
+    env = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2)
+    env.reset(seed=1)
+    env.close()
+    return len(os.listdir("/proc/self/fd"))
+
+print([cycle() for _ in range(1003)])
+"""
+
+
 @linux_only
 @pytest.mark.slow
 def test_a_thousand_envs_one_after_the_other_leave_no_descriptor() -> None:
-    def cycle() -> int:
-        env = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2)
-        env.reset(seed=1)
-        env.close()
-        return len(os.listdir("/proc/self/fd"))
+    # In a process of its own: others have threads here, which open and close what they like.
+    result = subprocess.run(
+        [sys.executable, "-c", COUNT_DESCRIPTORS],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=TESTS,
+        timeout=110,
+    )
 
-    first = [cycle() for _ in range(3)][-1]
-
-    assert {cycle() for _ in range(1000)} == {first}
+    counts = literal_eval(result.stdout)
+    assert len(counts) == 1003
+    assert counts[-1] == counts[2]
+    assert max(counts) <= counts[2] + 2  # a worker that dies late is reaped with the next start
 
 
 @linux_only
