@@ -301,7 +301,7 @@ def draw(found: dict[str, Any], jax_rows: list[dict[str, Any]], path: Path) -> N
     right.plot([e["size"] for e in best], floors, "k_", markersize=30, label="floor")
     right.set_ylabel("milliseconds per iteration (graph, tf32)")
     right.set_xlabel("envs x steps of a rollout")
-    right.legend(fontsize=8)
+    right.legend(fontsize=8, markerscale=0.4)
     figure.suptitle(f"PPO on CartPole, {found['device']}, {found['date']}", fontsize=11)
     figure.savefig(path, dpi=110)
 

@@ -23,9 +23,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax import lax, random
+try:
+    import jax
+    import jax.numpy as jnp
+    from jax import lax, random
+except ImportError:
+    raise SystemExit('there is no jax here: python -m pip install "jax[cuda13]"') from None
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 SIZES = ("2048x32", "8192x32", "32768x32", "131072x16")
@@ -234,6 +237,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
     args = parser.parse_args()
+    if jax.default_backend() == "cpu":
+        raise SystemExit("this jax sees no GPU; it comes with one of its plugins, as jax[cuda13]")
     found: dict[str, Any] = {
         "date": str(date.today()),
         "device": jax.devices()[0].device_kind,

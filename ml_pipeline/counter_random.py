@@ -50,17 +50,12 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     return word_0, word_1, word_2, word_3
 
 
-def uniform(seed: Tensor, counter: Tensor, n: int) -> Tensor:
-    """[N] int64 seeds and counters -> [N, n] float32 in [0, 1).
+def uniform(seed: Tensor, counter: Tensor, n: int) -> tuple[Tensor, ...]:
+    """[N] int64 seeds and counters -> ``n`` tensors [N], float32 in [0, 1).
 
-    Row i depends on seed[i] and counter[i] only: not on N, nor on the other rows; and fewer
-    numbers are the first of more.
+    What is at i depends on seed[i] and counter[i] only: not on N, nor on the others; and fewer
+    tensors are the first of more. One tensor each: a compiler makes a kernel of them and their use.
     """
-    return torch.stack(uniform_columns(seed, counter, n), dim=1)
-
-
-def uniform_columns(seed: Tensor, counter: Tensor, n: int) -> tuple[Tensor, ...]:
-    """The columns of ``uniform``, [N] each: a compiler makes one kernel of them and their use."""
     words: list[Tensor] = []
     low, high = _halves(counter)
     for number in range(-(-n // 4)):

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ml_pipeline.counter_random import permutation, philox, rand, randn, uniform
+from ml_pipeline import counter_random
+from ml_pipeline.counter_random import permutation, philox, rand, randn
+
+
+def uniform(seed: Tensor, counter: Tensor, n: int) -> Tensor:
+    """[N, n]"""
+    return torch.stack(counter_random.uniform(seed, counter, n), dim=1)
 
 
 def key(number: int) -> Tensor:

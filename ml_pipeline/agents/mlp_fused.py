@@ -30,6 +30,7 @@ from ml_pipeline.agents.mlp_kernels import (
 )
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.config import PPOConfig
+from ml_pipeline.errors import first_line
 from ml_pipeline.protocols import Minibatch, PolicyInput
 
 _WIDEST = 64  # units in a layer: a tile of activations must find room in the registers
@@ -130,8 +131,7 @@ class MLPFused:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # no compiler, no headers, too little shared memory, a bug
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+            return f"{type(error).__name__}: {first_line(error)}"
         finally:
             for held, old in zip(kept, before, strict=True):
                 held.copy_(old)

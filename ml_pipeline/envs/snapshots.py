@@ -22,6 +22,7 @@ import numpy as np
 from gymnasium.utils import EzPickle
 
 from ml_pipeline.envs.factory import allowed_action, close_env
+from ml_pipeline.errors import first_line
 
 _BASE = "the env below all wrappers"  # stands for it in a pickle that leaves it out
 _TRIED_STEPS = 24
@@ -75,7 +76,7 @@ def why_no_snapshot(
                 return "a restored env takes another course"
             obs, info = ours[1:]
     except Exception as error:  # envs raise what they like, and so do their pickles
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return f"{type(error).__name__}: {first_line(error)}"
     finally:
         if other is not None:
             close_env(other)

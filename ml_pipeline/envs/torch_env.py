@@ -230,7 +230,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         return Position(state, torch.zeros_like(n_episodes), episode_return, n_episodes + 1)
 
     def _draws(self, n_episodes: Tensor) -> tuple[Tensor, ...]:
-        return counter_random.uniform_columns(self.seeds, n_episodes, self.n_draws)
+        return counter_random.uniform(self.seeds, n_episodes, self.n_draws)
 
     def _set_seed(self, seed: int) -> None:
         if not 0 <= seed < _MAX_SEED:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ml_pipeline.agents.distributions import FORBIDDEN
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.agents.space_data import space_to_data, without_infinities
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.extras import import_extra
 from ml_pipeline.runs.evaluate import batched
 from ml_pipeline.runs.exported import (
@@ -170,10 +170,9 @@ def export_policy(
     except UserError:
         raise
     except Exception as error:  # a user's network, and torch, raise what they like
-        reason = next(iter(str(error).splitlines()), "")
         raise ExportError(
             f"network {network} cannot be exported as {file_format}: "
-            f"{type(error).__name__}: {reason}"
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
     policy = ExportedPolicy.from_bytes(content, str(path))
     agreement = compare(agent, policy, play_steps(agent, env, N_OBSERVATIONS))

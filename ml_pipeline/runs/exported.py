@@ -29,7 +29,7 @@ from ml_pipeline.agents.distributions import Categorical, Distribution, MultiCat
 from ml_pipeline.agents.observations import ObservationReader
 from ml_pipeline.agents.ppo import MaskError, checked_mask, masks_in
 from ml_pipeline.agents.space_data import space_from_data
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.extras import import_extra
 
 METADATA_FORMAT = 1  # raised when an older reader could not make sense of the metadata
@@ -102,8 +102,7 @@ class ExportedPolicy:
         except UserError:
             raise
         except Exception as error:  # both libraries raise what they like
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise PolicyFileError(f"{name} is no exported policy: {reason}") from error
+            raise PolicyFileError(f"{name} is no exported policy: {first_line(error)}") from error
         if not text:
             raise PolicyFileError(
                 f"{name} was not made by python -m ml_pipeline export: it has no metadata"

@@ -22,6 +22,7 @@ from urllib.parse import urlparse
 
 import numpy as np
 
+from ml_pipeline.errors import first_line
 from ml_pipeline.runs.console import python_command
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 
@@ -159,7 +160,7 @@ class WandbLogger:
         try:
             self._start(wandb, arguments, timeout_seconds)
         except Exception as error:  # settings of its own that W&B itself refuses
-            self.status = f"W&B off: {_first_line(error)}"
+            self.status = f"W&B off: {first_line(error)}"
 
     def _start(self, wandb: Any, arguments: Mapping[str, Any], timeout_seconds: float) -> None:
         """Begin a run in the mode asked for, or offline where that fails, or not at all."""
@@ -177,7 +178,7 @@ class WandbLogger:
                 self.wandb_run = wandb.init(mode=mode, **arguments)
                 self.wandb_run.define_metric("*", step_metric="env_steps")
             except Exception as error:  # whatever W&B raises, the training goes on
-                trouble = trouble or f", {mode} failed: {_first_line(error)}"
+                trouble = trouble or f", {mode} failed: {first_line(error)}"
                 wandb.teardown()  # the failed run still holds the id
                 continue
             self.status = f"W&B {mode}{trouble}"
@@ -204,7 +205,7 @@ class WandbLogger:
         try:
             self.wandb_run.log({**metrics, "env_steps": env_steps})
         except Exception as error:  # its own process may have died; the local record goes on
-            self.status = f"W&B lost the run at env step {env_steps:,}: {_first_line(error)}"
+            self.status = f"W&B lost the run at env step {env_steps:,}: {first_line(error)}"
             self._give_up()
 
     def log_histograms(self, values: Mapping[str, Any], *, env_steps: int) -> None:
@@ -230,7 +231,7 @@ class WandbLogger:
                 artifact.add_file(str(path))
                 self.wandb_run.log_artifact(artifact)
         except Exception as error:  # as in log
-            self.status = f"W&B did not take {path.name}: {_first_line(error)}"
+            self.status = f"W&B did not take {path.name}: {first_line(error)}"
 
     def close(self) -> None:
         """Finish the upload within ``timeout_seconds``; what is left stays on the disk."""
@@ -239,7 +240,7 @@ class WandbLogger:
         try:
             self.wandb_run.finish()
         except Exception as error:  # as in log
-            self.status = f"W&B did not finish ({_first_line(error)}); sync with: {self._sync}/*"
+            self.status = f"W&B did not finish ({first_line(error)}); sync with: {self._sync}/*"
             self._give_up()
 
     def _give_up(self) -> None:
@@ -259,10 +260,6 @@ class WandbLogger:
         if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes"):
             return "disabled"
         return "online" if has_wandb_key() else "offline"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def server_answers(url: str, *, seconds: float) -> bool:

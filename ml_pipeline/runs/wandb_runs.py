@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.loggers import CsvLogger, has_wandb_key
 from ml_pipeline.runs.run_folder import RunFolder, write_text
@@ -40,8 +40,7 @@ def download(address: str, into: Path = Path("runs/wandb")) -> list[Path]:
     except UserError:
         raise
     except Exception as error:  # whatever W&B raises
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise WandbError(f"{address} cannot be read: {reason}") from error
+        raise WandbError(f"{address} cannot be read: {first_line(error)}") from error
     if not folders:
         raise WandbError(f"{address} holds no runs")
     say(f"{address}: {len(folders)} runs fetched into {into / parts[1]}")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ml_pipeline.errors import first_line
 from ml_pipeline.protocols import State
 
 
@@ -48,7 +49,8 @@ def _kernel_works(device: torch.device) -> bool:
         tried = Outcomes(numbers, numbers, numbers[0], numbers, flags.bool(), flags.bool())
         gae_in_one_kernel(*tried, gamma=1.0, lam=1.0)
     except Exception as error:
-        warnings.warn(f"advantages take a kernel per step: {error}", RuntimeWarning, stacklevel=2)
+        why = f"{type(error).__name__}: {first_line(error)}"
+        warnings.warn(f"advantages take a kernel per step: {why}", RuntimeWarning, stacklevel=2)
         return False
     return True
 

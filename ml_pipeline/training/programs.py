@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ml_pipeline.errors import first_line
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # eager: as it is written. compiled: kernels that follow one another are made one. graph: that, and
@@ -85,7 +87,8 @@ class _Compiled:
         except Exception as error:  # no C compiler, an operation it does not know, a bug of it
             # Nothing was run: what fails is the making of it. If not, it will fail once more.
             self._fast = None
-            self._tell(f"{self._name} is not compiled, and runs slower: {_first_line(error)}")
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            self._tell(f"{self._name} is not compiled, and runs slower: {reason}")
             return self._function(*tensors)
 
 
@@ -164,9 +167,10 @@ class _Captured:
             self._gave_up = True
             torch.cuda.synchronize()
             generator.graphsafe_set_state(before)
+            first = _first(error)
             self._tell(
                 f"{self._name} is not captured as a CUDA graph, and runs slower: "
-                f"{_first_line(_first(error))}"
+                f"{type(first).__name__}: {first_line(first)}"
             )
             return self._function()
         self._graph = graph
@@ -179,8 +183,3 @@ def _first(error: BaseException) -> BaseException:
     while error.__context__ is not None:
         error = error.__context__
     return error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
