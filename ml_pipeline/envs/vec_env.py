@@ -326,8 +326,8 @@ class ParallelEnv(SliceVectorEnv):
                 end_workers(list(replacements.values()), 0.0)
                 raise
             for line, worker in replacements.items():
-                end_workers([self._workers[line]], 0.0)
-                self._workers[line] = worker
+                lost, self._workers[line] = self._workers[line], worker
+                end_workers([lost], 0.0)
         return [(worker.rows, each) for worker, each in zip(self._workers, results, strict=True)]
 
     def _restarted(self, line: int, lost: Worker, pending: str) -> tuple[Worker, Outcome]:

@@ -426,6 +426,8 @@ def end_workers(workers: list[Worker], seconds: float = CLOSE_SECONDS) -> None:
             worker.process.join(1.0)
         worker.channel.sock.close()
         workers.remove(worker)
+        if worker.is_own() and worker.process.exitcode is not None:
+            worker.process.close()  # its descriptors would else wait for a garbage collection
 
 
 @contextlib.contextmanager
