@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TESTS = Path(__file__).resolve().parent
 
 Door = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def pytest_configure() -> None:
+    """A shell's ``&`` has SIGINT ignored, and nohup SIGHUP: the tests send both, and mean them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:
