@@ -128,8 +128,11 @@ def wait_until(fact: Callable[[], bool], seconds: float = 10.0) -> None:
 def is_running(pid: int) -> bool:
     """Whether a process runs; one that is dead and only waits to be reaped does not."""
     if Path("/proc").exists():
-        status = Path(f"/proc/{pid}/stat")
-        return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:  # it is gone, or goes as we look
+            return False
+        return status.rpartition(")")[2].split()[0] != "Z"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

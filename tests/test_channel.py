@@ -113,6 +113,7 @@ def test_a_spin_rests_where_others_want_the_core(monkeypatch: pytest.MonkeyPatch
         time.sleep(2e-3)
 
     monkeypatch.setattr(channel, "yield_core", yield_to_another)
+    monkeypatch.setattr(channel, "_SHORTEST_REST", 60.0)
     spin = Spin(LONG_SPIN)
     for _ in range(3):
         assert not spin.until(lambda: False)

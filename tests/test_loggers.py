@@ -114,7 +114,7 @@ def test_with_a_key_but_no_server_the_run_goes_on_offline(
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         result = door(
             *small(logger="wandb"),
-            "logger.wandb.timeout_seconds=2",
+            "logger.wandb.timeout_seconds=15",
             WANDB_API_KEY="0" * 40,
             WANDB_BASE_URL=address,
         )
@@ -145,7 +145,7 @@ def test_with_a_key_and_a_server_that_is_no_wandb_the_run_goes_on_offline(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         result = door(
             *small(logger="wandb"),
-            "logger.wandb.timeout_seconds=2",
+            "logger.wandb.timeout_seconds=15",
             WANDB_API_KEY="0" * 40,
             WANDB_BASE_URL=f"http://127.0.0.1:{server.server_address[1]}",
         )

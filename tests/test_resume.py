@@ -280,7 +280,7 @@ def test_a_stop_amid_a_long_rollout_keeps_the_checkpoint_that_is_as_new(here: Pa
 
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(10) == 143
+    assert process.wait(60) == 143
     state = load_checkpoint(run, LATEST)
     assert state["iteration"] == 1
     assert load_snapshots(run, state["env_snapshots"], trust=False)

@@ -53,7 +53,7 @@ def test_a_signal_that_comes_twice_at_once_is_one() -> None:
             send(signal.SIGTERM)  # told to the group, too
             done.append("patience")
 
-    with StopSignals() as signals, pytest.raises(Interrupted, match="SIGINT"):
+    with StopSignals(echo_seconds=60) as signals, pytest.raises(Interrupted, match="SIGINT"):
         work(signals)
 
     assert done == ["patience"]

@@ -7,7 +7,6 @@ import hashlib
 import multiprocessing
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -29,9 +28,9 @@ from tiny_envs import (
     BulkyEnv,
     CountingEnv,
     FaultyEnv,
+    InterruptingEnv,
     NoisyEnv,
     RegularEnv,
-    SlowEnv,
     UncloseableEnv,
     WorkerModules,
 )
@@ -294,10 +293,8 @@ ParallelEnv([Heavy])
 
 
 def test_after_an_interrupted_step_nothing_stale_is_handed_out_and_a_reset_goes_on() -> None:
-    env = ParallelEnv([partial(SlowEnv, 0.5)] * 2, start_method="fork", n_workers=2)
+    env = ParallelEnv([InterruptingEnv, CountingEnv], start_method="fork", n_workers=2)
     env.reset(seed=1)
-    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
         env.step(np.zeros(2, dtype=np.int64))
 
@@ -317,7 +314,7 @@ def test_close_lets_an_env_close_although_a_large_reply_is_pending(tmp_path: Pat
     env.reset(seed=1)
     env.step_async(np.zeros(1, dtype=np.int64))
 
-    env.close()
+    env.close(timeout=60)
 
     assert (tmp_path / "closed").exists()
 
@@ -330,7 +327,7 @@ def test_an_env_that_raises_in_close_does_not_make_close_raise(make: Any) -> Non
         env.close()
 
     if make is SerialEnv:  # a worker's warning goes to its own stderr
-        assert "the door is stuck" in str(caught[0].message)
+        assert any("the door is stuck" in str(each.message) for each in caught)
 
 
 def test_an_env_that_is_never_closed_leaves_no_process() -> None:

@@ -2,49 +2,68 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import only_run, small
-from tiny_envs import CountingEnv, SlowEnv
+from tiny_envs import CountingEnv
 
 from ml_pipeline.build import plain_config, train
+from ml_pipeline.envs import vec_env_choice
 from ml_pipeline.envs.cores import available_cores, cgroup_cores
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerStartError
 from ml_pipeline.envs.vec_env_choice import choose_mode, choose_n_envs
 
 
-class DearEnv(CountingEnv):
-    """A step is 2 ms of work."""
+class Clock:
+    """Only what is said to take time takes time, whatever else the machine does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    time = SimpleNamespace(perf_counter=lambda: clock.now)
+    monkeypatch.setattr(vec_env_choice, "time", time)
+    return clock
+
+
+class TimedEnv(CountingEnv):
+    """A step takes ``seconds`` by the clock."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.clock = clock
+        self.seconds = seconds
 
     def step(self, action: Any) -> Any:
-        end = time.perf_counter() + 2e-3
-        while time.perf_counter() < end:
-            pass
+        self.clock.now += self.seconds
         return super().step(action)
+
+
+CHEAP, DEAR = 1e-6, 2e-3  # seconds of a step
 
 
 def act(obs: Any, infos: Any) -> Any:
     return np.zeros(len(obs), dtype=np.int64)
 
 
-def test_cheap_envs_run_here_and_nothing_is_started_for_them() -> None:
+def test_cheap_envs_run_here_and_nothing_is_started_for_them(clock: Clock) -> None:
     def start_nothing(mode: str) -> ParallelEnv:
         raise AssertionError(f"{mode} was started")
 
-    def chosen() -> str:
-        try:
-            return choose_mode(start_nothing, CountingEnv(), act, n_envs=8, n_slices=2).reason
-        except AssertionError as error:  # something else took the core as it was measured
-            return str(error)
+    cheap, dear = TimedEnv(clock, CHEAP), TimedEnv(clock, DEAR)
+    choice = choose_mode(start_nothing, cheap, act, n_envs=8, n_slices=2)
 
-    assert any("at best with workers" in chosen() for _ in range(5))
-    assert choose_mode(start_nothing, DearEnv(), act, n_envs=1, n_slices=2).mode == "serial"
-    assert choose_mode(start_nothing, DearEnv(), act, n_envs=8, n_slices=1).mode == "serial"
+    assert choice == ("serial", "a turn takes 0.01 ms here, 0.03 ms at best with workers")
+    assert choose_mode(start_nothing, dear, act, n_envs=1, n_slices=2).mode == "serial"
+    assert choose_mode(start_nothing, dear, act, n_envs=8, n_slices=1).mode == "serial"
 
 
 @pytest.mark.parametrize(
@@ -52,12 +71,12 @@ def test_cheap_envs_run_here_and_nothing_is_started_for_them() -> None:
     [(20e-3, 20e-3, "parallel"), (40e-3, 15e-3, "shared"), (0.2, 0.2, "serial")],
 )
 def test_what_is_measured_decides_and_isolation_wins_a_draw(
-    parallel: float, shared: float, mode: str
+    clock: Clock, parallel: float, shared: float, mode: str
 ) -> None:
     seconds = {"parallel": parallel, "shared": shared}
     choice = choose_mode(
-        lambda each: SerialEnv([partial(SlowEnv, seconds[each])]),
-        DearEnv(),
+        lambda each: SerialEnv([partial(TimedEnv, clock, seconds[each])]),
+        TimedEnv(clock, DEAR),
         act,
         n_envs=32,
         n_slices=4,
@@ -68,27 +87,28 @@ def test_what_is_measured_decides_and_isolation_wins_a_draw(
     assert "shared" in choice.reason
 
 
-def test_where_no_worker_can_start_the_envs_run_here_and_the_reason_is_told() -> None:
+def test_where_no_worker_can_start_the_envs_run_here_and_the_reason_is_told(clock: Clock) -> None:
     def refuse(mode: str) -> ParallelEnv:
         raise WorkerStartError("no process left")
 
-    choice = choose_mode(refuse, DearEnv(), act, n_envs=8, n_slices=2)
+    choice = choose_mode(refuse, TimedEnv(clock, DEAR), act, n_envs=8, n_slices=2)
 
     assert choice == ("serial", "no process left")
 
 
-def test_n_envs_grows_with_what_the_policy_costs() -> None:
+def test_n_envs_grows_with_what_the_policy_costs(clock: Clock) -> None:
     def slow_act(obs: Any, infos: Any) -> Any:
-        time.sleep(2e-3)
+        clock.now += 2e-3
         return act(obs, infos)
 
-    few = choose_n_envs(DearEnv(), act, n_slices=2, allowed=lambda n: True)
-    many = choose_n_envs(CountingEnv(), slow_act, n_slices=2, allowed=lambda n: True)
+    cheap, dear = TimedEnv(clock, CHEAP), TimedEnv(clock, DEAR)
+    few = choose_n_envs(dear, act, n_slices=2, allowed=lambda n: True)
+    many = choose_n_envs(cheap, slow_act, n_slices=2, allowed=lambda n: True)
 
     assert few.n_envs <= 4
     assert many.n_envs == 64
     assert "n_envs=auto: about" in many.reason
-    assert choose_n_envs(CountingEnv(), act, n_slices=2, allowed=lambda n: n == 16).n_envs == 16
+    assert choose_n_envs(cheap, act, n_slices=2, allowed=lambda n: n == 16).n_envs == 16
 
 
 def test_n_envs_auto_is_resolved_in_the_record(here: Path) -> None:

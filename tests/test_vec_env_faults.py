@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TESTS, wait_until_gone
+from conftest import TESTS, wait_until, wait_until_gone
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
@@ -36,6 +36,7 @@ from tiny_envs import (
     CodedError,
     CountingEnv,
     FaultyEnv,
+    GatedEnv,
     NoisyEnv,
     PrintingEnv,
     RaisingEnv,
@@ -124,7 +125,7 @@ def test_a_raise_names_the_env_and_can_be_caught_as_what_was_raised(
     env.reset()
     env.step(zeros(env))
 
-    with answers_within(2), pytest.raises(LookupError, match="puck left") as caught:
+    with answers_within(30), pytest.raises(LookupError, match="puck left") as caught:
         env.step(zeros(env))
 
     assert isinstance(caught.value, WorkerError)
@@ -143,14 +144,14 @@ def test_a_raise_elsewhere_is_named_too(start_method: Any, n_workers: int, where
 
 
 def test_a_raise_is_told_at_once_although_others_still_work() -> None:
-    env_fns = [partial(SlowEnv, 5.0), partial(FaultyEnv, "raise", 8)]
+    env_fns = [partial(SlowEnv, 60.0), partial(FaultyEnv, "raise", 8)]
     env = ParallelEnv(env_fns, seed=7, n_workers=2, start_method="fork")
     env.reset()
     env.set_attr("seconds", [0.0, 0.0])
     env.step(zeros(env))
-    env.set_attr("seconds", [5.0, 0.0])
+    env.set_attr("seconds", [60.0, 0.0])
 
-    with answers_within(2), pytest.raises(LookupError):
+    with answers_within(30), pytest.raises(LookupError):
         env.step(zeros(env))
     env.close()
 
@@ -182,32 +183,35 @@ def test_a_death_is_told_with_its_envs_and_how_it_came(
     env.reset()
     env.step(zeros(env))
 
-    with answers_within(3), pytest.raises(WorkerError, match=words) as caught:
+    with answers_within(30), pytest.raises(WorkerError, match=words) as caught:
         env.step(zeros(env))
 
     envs = {1: "envs 0-3", 2: "envs 2-3", 4: "env 3"}[n_workers]
     assert envs in str(caught.value) or fault == "sys.exit"
     if fault != "sys.exit":
-        with answers_within(2), pytest.raises(WorkerError, match=words):
+        with answers_within(30), pytest.raises(WorkerError, match=words):
             env.step(zeros(env))
-    with answers_within(5):
+    with answers_within(30):
         env.close()
 
 
 @linux_only
-def test_a_death_is_told_although_a_child_of_the_env_holds_the_line_open() -> None:
+def test_a_death_is_told_although_a_child_of_the_env_holds_the_line_open(tmp_path: Path) -> None:
     class ForkingEnv(CountingEnv):
         def step(self, action: Any) -> Any:
-            if os.fork() == 0:
-                time.sleep(3)
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
                 os._exit(0)
+            (tmp_path / "child").write_text(str(child))
             os._exit(5)
 
     env = ParallelEnv([ForkingEnv], start_method="fork")
     env.reset(seed=1)
-    with answers_within(2), pytest.raises(WorkerError, match="exit code 5"):
+    with answers_within(30), pytest.raises(WorkerError, match="exit code 5"):
         env.step(zeros(env))
     env.close()
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
 @STARTS
@@ -279,8 +283,11 @@ def test_close_returns_from_any_state_and_leaves_no_child(
     if state == "raised":
         with pytest.raises(LookupError):
             env.step_wait()
+    if state in ("stuck", "stopped"):
+        with pytest.raises(AnswerPendingError):  # it has begun its step, and is so by now
+            env.step_wait(timeout=0.5)
 
-    with answers_within(5):
+    with answers_within(30):
         env.close(timeout=0.3) if n_workers == 4 else env.close()
         env.close()
 
@@ -294,23 +301,25 @@ def test_close_with_terminate_asks_nobody() -> None:
     env = four_envs("hang", "close", start_method="fork", n_workers=2)
     env.reset()
 
-    with answers_within(1):
-        env.close(terminate=True)
+    with answers_within(30):
+        env.close(timeout=60, terminate=True)
 
 
-def test_a_step_that_is_waited_for_in_vain_can_be_waited_for_again() -> None:
-    env = ParallelEnv([partial(SlowEnv, 0.5)] * 2, start_method="fork", n_workers=2, seed=1)
+def test_a_step_that_is_waited_for_in_vain_can_be_waited_for_again(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    env = ParallelEnv([partial(GatedEnv, gate)] * 2, start_method="fork", n_workers=2, seed=1)
     env.reset()
     env.step_async(zeros(env))
     for error in (TimeoutError, multiprocessing.TimeoutError, WorkerError):
         with pytest.raises(error, match=r"no answer of envs 0-1 within 0.01 s"):
             env.step_wait(timeout=0.01)
 
+    gate.touch()
     assert env.step_wait()[0][:, 0].tolist() == [1.0, 1.0]
     env.reset_async(seed=1)
-    assert env.reset_wait(timeout=5)[0][:, 0].tolist() == [0.0, 0.0]
+    assert env.reset_wait(timeout=30)[0][:, 0].tolist() == [0.0, 0.0]
     env.call_async("get_wrapper_attr", "length")
-    assert env.call_wait(timeout=5) == (3, 3)
+    assert env.call_wait(timeout=30) == (3, 3)
     env.close()
 
 
@@ -413,7 +422,7 @@ def test_a_whole_tree_that_is_killed_leaves_nothing_behind(
     process.wait()
 
     wait_until_gone(pids)
-    assert shared_names() <= shared_before
+    wait_until(lambda: shared_names() <= shared_before)  # others have some there for a moment
     assert list(temporary.iterdir()) == []
 
 
@@ -474,13 +483,13 @@ def test_a_lost_worker_is_restarted_and_the_other_envs_are_untouched(
         start_method=start_method,
         n_workers=n_workers,
         on_worker_death="restart",
-        step_timeout=1.0,
+        step_timeout=60.0 if fault == "kill" else 3.0,
     )
     rows = list(range(4 - 4 // n_workers, 4))  # those of the worker of env 3
     env.reset()
     env.step(zeros(env))
 
-    with answers_within(8), pytest.warns(RuntimeWarning, match="restart 1 of 10"):
+    with answers_within(50), pytest.warns(RuntimeWarning, match="restart 1 of 10"):
         obs, reward, terminated, truncated, infos = env.step(zeros(env))
 
     lost = np.isin(np.arange(4), rows)
@@ -778,12 +787,12 @@ def test_what_cannot_be_unpickled_is_told_by_its_env() -> None:
 
 
 def test_asking_again_and_again_does_not_put_off_the_deadline() -> None:
-    env = four_envs("hang", start_method="fork", n_workers=2, step_timeout=1.0)
+    env = four_envs("hang", start_method="fork", n_workers=2, step_timeout=3.0)
     env.reset()
     env.step(zeros(env))
     env.step_async(zeros(env))
 
-    with answers_within(4), pytest.raises(WorkerTimeoutError, match=r"within 1.0 s and was ended"):
+    with answers_within(30), pytest.raises(WorkerTimeoutError, match=r"within 3.0 s and was ended"):
         ask_until_told(env)
     env.close()
 
@@ -794,15 +803,20 @@ def ask_until_told(env: ParallelEnv) -> None:
             env.step_wait(timeout=0.2)
 
 
-def test_patience_loses_nothing_although_a_worker_is_dead() -> None:
-    env_fns = [partial(SlowEnv, 0.6), partial(FaultyEnv, "kill", 8)]
+def test_patience_loses_nothing_although_a_worker_is_dead(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    env_fns = [partial(GatedEnv, gate), partial(FaultyEnv, "kill", 8)]
     env = ParallelEnv(env_fns, seed=7, n_workers=2, start_method="fork", on_worker_death="restart")
     env.reset()
     env.step(zeros(env))
+    gate.unlink()
     env.step_async(zeros(env))
+    wait_until_gone([env.worker_pids[1]])
     with pytest.raises(TimeoutError, match="no answer of env 0"):
         env.step_wait(timeout=0.2)
 
+    gate.touch()
     with pytest.warns(RuntimeWarning, match="restart 1"):
         obs, _, _, truncated, _ = env.step_wait()
     assert obs[:, 0].tolist() == [2.0, 0.0]
@@ -858,13 +872,17 @@ def test_an_interrupt_is_not_blamed_on_an_env() -> None:
         ParallelEnv([partial(SlowEnv, 1.0)] * 2, seed=1, start_method="fork", main_slice=True),
     ):
         env.reset()
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(InterruptedByAlarm):
-            env.step(zeros(env))
+            step_with_an_alarm(env)
         with pytest.raises(WorkerError, match="was interrupted"):
             env.step(zeros(env))
         env.reset()
         env.close()
+
+
+def step_with_an_alarm(env: Any) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    env.step(zeros(env))
 
 
 def test_close_never_raises_whatever_the_envs_do(recwarn: pytest.WarningsRecorder) -> None:
@@ -885,12 +903,12 @@ def test_a_stuck_worker_does_not_keep_others_from_closing_their_envs(tmp_path: P
     env_fns = [partial(FaultyEnv, "hang", 7, "step"), partial(BulkyEnv, tmp_path / "closed")]
     env = ParallelEnv(env_fns, seed=7, n_workers=2, start_method="fork")
     env.reset()
-    for _ in range(2):
-        env.step_async(zeros(env))
-        with contextlib.suppress(AnswerPendingError):
-            env.step_wait(timeout=0.5)
+    env.step(zeros(env))
+    env.step_async(zeros(env))
+    with pytest.raises(AnswerPendingError):
+        env.step_wait(timeout=0.5)
 
-    env.close()
+    env.close(timeout=5)
 
     assert (tmp_path / "closed").exists()
 
@@ -968,9 +986,17 @@ def alarm_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def resident_kb() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0])
+def printed_by(program: str, *arguments: str, timeout: float = 110) -> str:
+    """In a process of its own: garbage and threads of other tests hold memory and files here."""
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=TESTS,
+        timeout=timeout,
+    )
+    return result.stdout
 
 
 COUNT_DESCRIPTORS = """
@@ -1008,36 +1034,44 @@ print([cycle(sys.argv[2] == "loses a worker") for _ in range(int(sys.argv[1]))])
     ],
 )
 def test_envs_one_after_the_other_leave_no_descriptor_and_no_child(n_envs: int, way: str) -> None:
-    # In a process of its own: other tests' garbage and threads hold descriptors here.
-    result = subprocess.run(
-        [sys.executable, "-c", COUNT_DESCRIPTORS, str(n_envs), way],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=TESTS,
-        timeout=110,
-    )
+    counts = literal_eval(printed_by(COUNT_DESCRIPTORS, str(n_envs), way))
 
-    counts = literal_eval(result.stdout)
     each = 1 if way == "loses a worker" else 0
     # The first one may open what stays open.
     assert counts[1:] == [counts[1] + each * i for i in range(n_envs - 1)]
+
+
+GROW = """
+from functools import partial
+from pathlib import Path
+import numpy as np
+from ml_pipeline.envs.vec_env import ParallelEnv
+from tiny_envs import CountingEnv
+
+def megabytes():
+    status = Path("/proc/self/status").read_text()
+    own = int(status.partition("VmRSS:")[2].split()[0]) / 1024
+    return [own, *(load.rss_mb for load in env.worker_loads())]
+
+env = ParallelEnv([partial(CountingEnv, 50)] * 512, start_method="fork", n_workers=2, seed=1)
+actions = np.zeros(512, dtype=np.int64)
+env.reset()
+for _ in range(500):
+    env.step(actions)
+before = megabytes()
+for _ in range(10_000_000 // 512):
+    env.step(actions)
+after = megabytes()
+env.close()
+print([b - a for a, b in zip(before, after)])
+"""
 
 
 @linux_only
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ten_million_steps_grow_no_memory() -> None:
-    env = ParallelEnv([partial(CountingEnv, 50)] * 512, start_method="fork", n_workers=2, seed=1)
-    env.reset()
-    for _ in range(500):
-        env.step(zeros(env))
-    before = [resident_kb(), *(load.rss_mb or 0.0 for load in env.worker_loads())]
+    grown = literal_eval(printed_by(GROW, timeout=580))
 
-    for _ in range(10_000_000 // 512):
-        env.step(zeros(env))
-
-    after = [resident_kb(), *(load.rss_mb or 0.0 for load in env.worker_loads())]
-    assert after[0] - before[0] < 1024
-    assert max(b - a for a, b in zip(before[1:], after[1:], strict=True)) < 1.0
-    env.close()
+    assert len(grown) == 3
+    assert max(grown) < 1.0

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -341,6 +342,34 @@ class SlowEnv(CountingEnv):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         time.sleep(self.seconds)
+        return super().step(action)
+
+
+class GatedEnv(CountingEnv):
+    """A step waits until a file is there."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        while not self.gate.exists():
+            time.sleep(0.01)
+        return super().step(action)
+
+
+class InterruptingEnv(CountingEnv):
+    """Its first step has the parent interrupted, as Ctrl-C would, and goes on for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_interrupted = False
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if not self.has_interrupted:
+            self.has_interrupted = True
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(0.5)
         return super().step(action)
 
 

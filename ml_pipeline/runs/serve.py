@@ -336,8 +336,8 @@ class _Handler(BaseHTTPRequestHandler):
         deadline, n_bytes = time.monotonic() + CLOSE_SECONDS, 0
         try:
             self.connection.shutdown(socket.SHUT_WR)
-            while n_bytes < 8 * MAX_BODY_BYTES and time.monotonic() < deadline:
-                self.connection.settimeout(1.0)
+            while n_bytes < 8 * MAX_BODY_BYTES and (left := deadline - time.monotonic()) > 0:
+                self.connection.settimeout(left)
                 part = self.rfile.read1(65536)
                 if not part:
                     return
