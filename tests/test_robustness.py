@@ -176,7 +176,11 @@ def test_a_run_folder_that_cannot_be_made_is_one_line(here: Path) -> None:
 
 @pytest.mark.parametrize(
     "environment",
-    [{"WANDB_MODE": "foo"}, {"WANDB_BASE_URL": "notaurl"}, {"WANDB_DISABLED": "true"}],
+    [
+        {"WANDB_MODE": "foo"},
+        pytest.param({"WANDB_BASE_URL": "notaurl"}, marks=pytest.mark.slow),
+        pytest.param({"WANDB_DISABLED": "true"}, marks=pytest.mark.slow),
+    ],
 )
 def test_settings_that_wandb_refuses_do_not_stop_a_run(
     door: Door, here: Path, environment: dict[str, str]

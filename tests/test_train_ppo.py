@@ -247,7 +247,6 @@ def test_networks_and_callbacks_of_the_users_own_by_dotted_path(door: Door, here
     [
         ("agent.gamme=0.9", "full_key: agent.gamme"),
         ("n_envs=many", "n_envs must be auto, or at least 1, got many"),
-        ("agent.gamma=2", "agent.gamma must be between 0 and 1, got 2.0"),
         ("env.id=CartPol-v1", "did you mean CartPole-v1"),
         ("resume=nowhere", "nowhere is no run folder"),
     ],
@@ -268,6 +267,7 @@ def test_bad_input_gets_a_clear_answer_and_exit_code_1(
     ("arguments", "words"),
     [
         (["device=cuda:9"], "device=cuda:9 asked for, but"),
+        (["agent.gamma=2"], "agent.gamma must be between 0 and 1, got 2.0"),
         (["agent.n_minibatches=7"], "agent.n_minibatches=7"),
         (["env.target=tiny_envs.WordsEnv"], "this env has Text"),
         pytest.param(
@@ -305,7 +305,10 @@ def test_mps_is_refused_where_there_is_none(door: Door) -> None:
     assert "device=mps asked for, but this torch has no MPS; use device=cpu" in result.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_stop_signal_saves_ends_every_process_and_the_run_goes_on(
     door: Door, started: Any, here: Path, number: int, code: int
 ) -> None:

@@ -483,7 +483,7 @@ def test_a_lost_worker_is_restarted_and_the_other_envs_are_untouched(
         start_method=start_method,
         n_workers=n_workers,
         on_worker_death="restart",
-        step_timeout=60.0 if fault == "kill" else 3.0,
+        step_timeout=60.0 if fault == "kill" else 2.0,
     )
     rows = list(range(4 - 4 // n_workers, 4))  # those of the worker of env 3
     env.reset()
@@ -908,7 +908,7 @@ def test_a_stuck_worker_does_not_keep_others_from_closing_their_envs(tmp_path: P
     with pytest.raises(AnswerPendingError):
         env.step_wait(timeout=0.5)
 
-    env.close(timeout=5)
+    env.close(timeout=3)
 
     assert (tmp_path / "closed").exists()
 
