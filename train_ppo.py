@@ -19,7 +19,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ml_pipeline.config import TrainConfig
+from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.errors import UserError
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
@@ -29,7 +29,7 @@ ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 def main(cfg: DictConfig) -> float:
     """One run; returns the value of ``cfg.objective`` for sweepers."""
     from ml_pipeline import build
-    from ml_pipeline.runs.stop_signals import Interrupted
+    from ml_pipeline.signals import Interrupted
 
     job = HydraConfig.get()
     try:
@@ -47,7 +47,7 @@ def main(cfg: DictConfig) -> float:
 def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     """One job, noted in the folder of the sweep, with its share of the cores."""
     from ml_pipeline import build
-    from ml_pipeline.envs.cores import CORES_VARIABLE, available_cores
+    from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
     from ml_pipeline.sweeps import end_with_parent, noted_job, share_of_cores
 
     if "n_jobs" in job.launcher and CORES_VARIABLE not in os.environ:  # a process of its own

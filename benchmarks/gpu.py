@@ -31,13 +31,13 @@ import torch
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config import PPOConfig
+from ml_pipeline.config.train import PPOConfig
 from ml_pipeline.device import precision_of_products
-from ml_pipeline.envs.tasks.cartpole import TorchCartPole
+from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
 from ml_pipeline.seeding import stream_seed
-from ml_pipeline.training.device_collector import DeviceCollector
+from ml_pipeline.training.gpu.programs import MODES, Programs
 from ml_pipeline.training.ppo_trainer import PPOTrainer
-from ml_pipeline.training.programs import MODES, Programs
+from ml_pipeline.training.tensor.collector import DeviceCollector
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"

@@ -102,7 +102,7 @@ def measured(name: str, seed: int, run: Path) -> dict[str, Any]:
     """What a finished run has reached."""
     script = (
         "import sys, json; from ml_pipeline.build import load_agent; "
-        "from ml_pipeline.runs.evaluate import evaluate; "
+        "from ml_pipeline.analysis.evaluate import evaluate; "
         "t = load_agent(sys.argv[1], 'latest'); "
         "e = evaluate(t.agent, t.env, n_episodes=100, seed=10**6, deterministic=True); "
         "print(json.dumps([e.mean, e.std, t.env_steps]))"

@@ -35,8 +35,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from ml_pipeline.envs.cores import available_cores
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
+from ml_pipeline.envs.workers.cores import available_cores
 
 EnvFn = Callable[[], gym.Env[Any, Any]]
 Step = Callable[[Any], Any]

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ml_pipeline.config import EnvConfig, PPOConfig, TrainConfig, VecEnvConfig
+from ml_pipeline.config.train import EnvConfig, PPOConfig, TrainConfig, VecEnvConfig
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 

@@ -194,10 +194,10 @@ def _whole_number(text: str, *, least: int, most: int | None = None) -> int:
 
 def _evaluate(options: argparse.Namespace) -> None:
     # Imported here: torch takes seconds, and --help must not.
-    from ml_pipeline.build import load_agent
-    from ml_pipeline.runs.evaluate import MAX_EPISODE_STEPS, evaluate
+    from ml_pipeline.analysis.evaluate import MAX_EPISODE_STEPS, evaluate
+    from ml_pipeline.analysis.video import record_video
+    from ml_pipeline.door.load import load_agent
     from ml_pipeline.runs.run_folder import RunFolder
-    from ml_pipeline.runs.video import record_video
     from ml_pipeline.seeding import stream_seed
 
     if options.video and options.render:
@@ -231,10 +231,10 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
+    from ml_pipeline.analysis import compare
+    from ml_pipeline.analysis.report import write_report
     from ml_pipeline.extras import MissingExtraError
-    from ml_pipeline.runs import compare
     from ml_pipeline.runs.console import wide_console
-    from ml_pipeline.runs.report import write_report
 
     runs = _read_runs(options.runs)
     compare.check_one_env(runs)
@@ -259,8 +259,8 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _runs(options: argparse.Namespace) -> None:
+    from ml_pipeline.analysis.listing import find_runs, prune, runs_table
     from ml_pipeline.runs.console import wide_console
-    from ml_pipeline.runs.listing import find_runs, prune, runs_table
 
     wanted = options.status or STATUSES
     if options.action == "prune" and options.status is None:
@@ -282,9 +282,9 @@ def _runs(options: argparse.Namespace) -> None:
 
 
 def _read_runs(paths: Sequence[str]) -> list[Any]:
-    from ml_pipeline.build import plain_config
-    from ml_pipeline.runs.compare import read_run
-    from ml_pipeline.runs.wandb_runs import PREFIX, download
+    from ml_pipeline.analysis.compare import read_run
+    from ml_pipeline.analysis.wandb_runs import PREFIX, download
+    from ml_pipeline.door.compose import plain_config
 
     runs = []
     for given in paths:
@@ -304,7 +304,7 @@ def _report_folder(env: str) -> Path:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from ml_pipeline.build import export_run
+    from ml_pipeline.door.load import export_run
     from ml_pipeline.runs.console import python_command
 
     trained, path, policy, agreement = export_run(
@@ -329,8 +329,8 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from ml_pipeline.runs.exported import ExportedPolicy
-    from ml_pipeline.runs.serve import serve
+    from ml_pipeline.deploy.exported import ExportedPolicy
+    from ml_pipeline.deploy.serve import serve
 
     policy = ExportedPolicy.load(options.file)
     serve(policy, host=options.host, port=options.port, max_batch=options.max_batch)
@@ -339,9 +339,10 @@ def _serve(options: argparse.Namespace) -> None:
 def _play(options: argparse.Namespace) -> None:
     import torch
 
-    from ml_pipeline.build import load_policy, torch_threads
+    from ml_pipeline.analysis.evaluate import MAX_EPISODE_STEPS, evaluate
+    from ml_pipeline.door.load import load_policy
+    from ml_pipeline.door.parts import torch_threads
     from ml_pipeline.envs.factory import close_env
-    from ml_pipeline.runs.evaluate import MAX_EPISODE_STEPS, evaluate
 
     policy, env, name = load_policy(options.policy, render=options.render)
     print(f"{name}, greedy actions")

@@ -30,7 +30,7 @@ from ml_pipeline.errors import UserError
 from ml_pipeline.extras import missing_extra
 from ml_pipeline.runs.console import wide_console
 from ml_pipeline.runs.run_folder import write_text
-from ml_pipeline.runs.stop_signals import Interrupted
+from ml_pipeline.signals import Interrupted
 
 _LAUNCHERS = {
     "local": "hydra_plugins.hydra_joblib_launcher",

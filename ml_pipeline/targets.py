@@ -13,6 +13,18 @@ from typing import Any
 
 from ml_pipeline.errors import UserError
 
+# Modules that moved. Run folders and exported policies made before still name the old ones.
+_MOVED = {
+    "ml_pipeline.envs.atari": "ml_pipeline.envs.wrappers.atari",
+    "ml_pipeline.envs.tasks.acrobot": "ml_pipeline.envs.tensor_tasks.acrobot",
+    "ml_pipeline.envs.tasks.cartpole": "ml_pipeline.envs.tensor_tasks.cartpole",
+    "ml_pipeline.envs.tasks.hide_velocity": "ml_pipeline.envs.wrappers.hide_velocity",
+    "ml_pipeline.envs.tasks.mountain_car_continuous": (
+        "ml_pipeline.envs.tensor_tasks.mountain_car_continuous"
+    ),
+    "ml_pipeline.envs.tasks.pendulum": "ml_pipeline.envs.tensor_tasks.pendulum",
+}
+
 
 class TargetError(UserError):
     """A dotted path leads nowhere, or its class does not take the arguments given."""
@@ -29,8 +41,14 @@ def import_dotted(path: str, *, key: str) -> Any:
     return getattr(module, name)
 
 
+def moved(module: str) -> str:
+    """Today's name of a module of ours that an older file names."""
+    return _MOVED.get(module, module)
+
+
 def import_module(name: str, *, key: str, path: str) -> ModuleType:
     """A module of the user's; what goes wrong in it is told with the config key it came by."""
+    name = moved(name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent, Rates
-from ml_pipeline.config import PPOConfig
+from ml_pipeline.config.train import PPOConfig
 from ml_pipeline.protocols import Minibatch, PolicyInput
 
 TWO, FIVE = spaces.Discrete(2), spaces.Discrete(5)
@@ -66,7 +66,7 @@ class Pair:
     """Two agents of the same weights; the work of one is done by the kernels."""
 
     def __init__(self, case: Case, device: torch.device, precision: str) -> None:
-        from ml_pipeline.agents.mlp_fused import MLPFused
+        from ml_pipeline.agents.fast.triton_ppo import MLPFused
 
         self.config = PPOConfig(n_minibatches=2, **case.options)
         obs_space = spaces.Box(-np.inf, np.inf, (case.n_obs,), np.float32)
@@ -180,8 +180,8 @@ def broken_differences(case: Case, device: torch.device, field: str) -> dict[str
 def gae_differences(device: torch.device) -> dict[str, float]:
     from test_device_returns import outcomes
 
-    from ml_pipeline.training.device_returns import gae_step_by_step
-    from ml_pipeline.training.gae_kernel import gae_in_one_kernel
+    from ml_pipeline.training.tensor.gae_kernel import gae_in_one_kernel
+    from ml_pipeline.training.tensor.returns import gae_step_by_step
 
     found = {}
     for n_steps, n_envs in ((1, 1), (9, 5), (4, 130)):

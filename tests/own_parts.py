@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ml_pipeline.protocols import Callback, Metrics, Trainer
-from ml_pipeline.runs.stop_signals import Interrupted
+from ml_pipeline.signals import Interrupted
 
 
 class Wide(nn.Module):

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from tiny_envs import ForbiddingEnv, MixedEnv
 from torch import Tensor
 
-from ml_pipeline.envs.torch_env import State, TorchVectorEnv
+from ml_pipeline.envs.tensor_env import State, TorchVectorEnv
 
 
 class Places(TorchVectorEnv):

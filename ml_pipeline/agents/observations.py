@@ -9,7 +9,7 @@ only by ``Preprocess``, in front of the network.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -18,6 +18,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector.utils import concatenate, create_empty_array
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -271,3 +272,11 @@ def _one_hots(leaf: Tensor, space: spaces.MultiDiscrete) -> Tensor:
         [nn.functional.one_hot(digits[..., i] - starts[i], sizes[i]) for i in range(len(sizes))],
         dim=-1,
     ).float()
+
+
+def batched(space: gym.Space[Any], observations: Sequence[Any]) -> Any:
+    """Observations of single envs as a vector env of them would hand them out."""
+    if isinstance(observations[0], np.ndarray):
+        return np.stack(observations)
+    empty: Any = create_empty_array(space, len(observations))
+    return concatenate(space, observations, empty)

@@ -25,7 +25,7 @@ from ml_pipeline.agents.distributions import (
     Distribution,
     action_distribution,
 )
-from ml_pipeline.agents.mlp_by_hand import MLPByHand
+from ml_pipeline.agents.fast.numpy_ppo import MLPByHand
 from ml_pipeline.agents.networks import init_orthogonal, out_features
 from ml_pipeline.agents.observations import (
     ObservationReader,
@@ -33,13 +33,13 @@ from ml_pipeline.agents.observations import (
     map_obs,
 )
 from ml_pipeline.agents.space_data import space_to_data
-from ml_pipeline.config import PPOConfig
+from ml_pipeline.config.train import PPOConfig
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Minibatch, Obs, PolicyInput, PolicySample, State
 from ml_pipeline.seeding import stream_seed
 
 if TYPE_CHECKING:
-    from ml_pipeline.agents.mlp_fused import MLPFused
+    from ml_pipeline.agents.fast.triton_ppo import MLPFused
 
 NetworkBuilder = Callable[[gym.Space[Any]], nn.Module]
 
@@ -214,7 +214,7 @@ class PPOAgent:
             return None
         if importlib.util.find_spec("triton") is None:
             return None
-        from ml_pipeline.agents.mlp_fused import MLPFused
+        from ml_pipeline.agents.fast.triton_ppo import MLPFused
 
         if not MLPFused.fits(self.model):
             return None

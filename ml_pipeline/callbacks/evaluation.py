@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ml_pipeline.analysis.evaluate import evaluate
 from ml_pipeline.callbacks.every_steps import EverySteps
-from ml_pipeline.config import whole_steps
+from ml_pipeline.config.train import whole_steps
 from ml_pipeline.envs.factory import EnvFactory, close_env
 from ml_pipeline.protocols import Callback, Metrics, State, Trainer
-from ml_pipeline.runs.evaluate import evaluate
 from ml_pipeline.seeding import stream_seed
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ml_pipeline.config import whole_steps
+from ml_pipeline.config.train import whole_steps
 from ml_pipeline.protocols import Trainer
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ml_pipeline.analysis.video import record_video
 from ml_pipeline.callbacks.every_steps import EverySteps
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.protocols import Callback, Trainer
 from ml_pipeline.runs.checkpoint import best_or_latest, checkpoint_path
 from ml_pipeline.runs.run_folder import RunFolder
-from ml_pipeline.runs.video import record_video
 from ml_pipeline.seeding import stream_seed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ml_pipeline.config import whole_steps
+from ml_pipeline.config.train import whole_steps
 from ml_pipeline.protocols import Callback, Metrics, Trainer
 
 METRIC = "eval/episode_return"

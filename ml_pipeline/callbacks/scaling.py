@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from ml_pipeline.config import check, whole_steps
-from ml_pipeline.envs.cores import available_cores
+from ml_pipeline.config.train import check, whole_steps
 from ml_pipeline.envs.vec_env import ParallelEnv
+from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Callback, Metrics, Trainer
 from ml_pipeline.runs.console import say

@@ -23,6 +23,7 @@ from gymnasium.utils import EzPickle
 
 from ml_pipeline.envs.factory import allowed_action, close_env
 from ml_pipeline.errors import first_line
+from ml_pipeline.targets import moved
 
 _BASE = "the env below all wrappers"  # stands for it in a pickle that leaves it out
 _TRIED_STEPS = 24
@@ -156,6 +157,9 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, base: Any) -> None:
         super().__init__(file)
         self._base = base
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        return super().find_class(moved(module_name), global_name)
 
     def persistent_load(self, name: Any) -> Any:
         if name != _BASE:

@@ -18,20 +18,9 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from ml_pipeline.envs.channel import BUSY, LONG_SPIN, NO_SPIN, SHORT_SPIN, Spin
-from ml_pipeline.envs.cores import available_cores
-from ml_pipeline.envs.env_worker import (
-    Description,
-    EnvFn,
-    EnvSlice,
-    InfoMode,
-    Outcome,
-    StepInfo,
-    WorkerError,
-)
-from ml_pipeline.envs.shared_arrays import Layout, SharedBlock, copy_rows, put_objects
-from ml_pipeline.envs.slice_vector_env import Seeds, SliceVectorEnv, picked, slice_options
-from ml_pipeline.envs.worker_pool import (
+from ml_pipeline.envs.workers.channel import BUSY, LONG_SPIN, NO_SPIN, SHORT_SPIN, Spin
+from ml_pipeline.envs.workers.cores import available_cores
+from ml_pipeline.envs.workers.pool import (
     AnswerPendingError,
     StartMethod,
     Worker,
@@ -40,6 +29,17 @@ from ml_pipeline.envs.worker_pool import (
     WorkerTimeoutError,
     end_workers,
     env_names,
+)
+from ml_pipeline.envs.workers.shared_arrays import Layout, SharedBlock, copy_rows, put_objects
+from ml_pipeline.envs.workers.slice import Seeds, SliceVectorEnv, picked, slice_options
+from ml_pipeline.envs.workers.worker import (
+    Description,
+    EnvFn,
+    EnvSlice,
+    InfoMode,
+    Outcome,
+    StepInfo,
+    WorkerError,
 )
 
 __all__ = [

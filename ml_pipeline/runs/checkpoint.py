@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import State
 from ml_pipeline.runs.run_folder import RunFolder, write_atomically
+from ml_pipeline.training.out_of_memory import ran_out_of_memory
 
 FORMAT = 2  # raised when an older reader could not make sense of the file
 
@@ -96,3 +99,17 @@ def load_checkpoint(run: RunFolder, name: str) -> State:
 def best_or_latest(run: RunFolder) -> str:
     """The name to evaluate by default: the best by evaluation, where there is one."""
     return BEST if checkpoint_path(run, BEST).is_file() else LATEST
+
+
+@contextmanager
+def misfit_explained(run_folder: RunFolder) -> Iterator[None]:
+    """Tell a state that does not fit the objects it is loaded into from a failure of ours."""
+    try:
+        yield
+    except (RuntimeError, KeyError, ValueError) as error:
+        if ran_out_of_memory(error):
+            raise
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        raise CheckpointError(
+            f"the checkpoint in {run_folder.path} does not fit its env, agent and network: {reason}"
+        ) from error

@@ -19,18 +19,19 @@ import yaml
 from omegaconf import OmegaConf
 from optuna.trial import FrozenTrial
 
-from ml_pipeline import build
+from ml_pipeline.analysis.evaluate import Evaluation, evaluate
+from ml_pipeline.door.compose import CONF, REPOSITORY, compose_config, plain_config
+from ml_pipeline.door.load import export_run, load_agent
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import BEST, best_or_latest, checkpoint_path
 from ml_pipeline.runs.console import python_command, say
-from ml_pipeline.runs.evaluate import Evaluation, evaluate
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.study.folder import FileLock, StudyError, StudyFolder, StudySettings
 from ml_pipeline.study.report import best_trial
 from ml_pipeline.study.space import hydra_explained, param_overrides
 
-EXPERIMENTS = build.REPOSITORY / "conf" / "experiment"
+EXPERIMENTS = CONF / "experiment"
 DEPLOYED = "deployed.json"
 
 _HOW_IT_RUNS = ("device", "logger", "vec_env")  # nothing of what was found
@@ -69,7 +70,7 @@ def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> 
     """The file and the command that trains with it."""
     overrides = [*settings.overrides, *param_overrides(settings.space, best.params)]
     with hydra_explained():
-        cfg = build.compose_config(overrides)
+        cfg = compose_config(overrides)
     defaults: list[str] = []
     values: dict[str, Any] = {}
     unwritten = []  # a file can set, but not take away
@@ -81,11 +82,11 @@ def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> 
             unwritten.append(override)
         elif key == "experiment":
             defaults[:0] = [f"  - {value}", "  - _self_"]
-        elif (build.REPOSITORY / "conf" / key).is_dir():
+        elif (CONF / key).is_dir():
             defaults.append(f"  - override /{key}: {value}")
         else:
             _put(values, key.lstrip("+"), OmegaConf.select(cfg, key.lstrip("+")))
-    script = os.path.relpath(build.REPOSITORY / "train_ppo.py")
+    script = os.path.relpath(REPOSITORY / "train_ppo.py")
     arguments = shlex.join([script, f"experiment=best_{name}", *unwritten])
     lines = [
         "# @package _global_",
@@ -146,7 +147,7 @@ def _compared(run: RunFolder, target: Path, n_episodes: int, seed: int) -> Duel:
     new = _played(run.path, n_episodes, seed)
     if not (target / DEPLOYED).is_file():
         return Duel(seed, n_episodes, new, None)
-    envs = [build.plain_config(path)["env"] for path in (run.path, target)]
+    envs = [plain_config(path)["env"] for path in (run.path, target)]
     if envs[0] != envs[1]:
         raise StudyError(
             f"--deploy {target} holds a policy for another env, {envs[1]}, not {envs[0]}; name "
@@ -156,7 +157,7 @@ def _compared(run: RunFolder, target: Path, n_episodes: int, seed: int) -> Duel:
 
 
 def _played(path: Path, n_episodes: int, seed: int) -> Evaluation:
-    trained = build.load_agent(path)
+    trained = load_agent(path)
     try:
         return evaluate(
             trained.agent, trained.env, n_episodes=n_episodes, seed=seed, deterministic=True
@@ -209,6 +210,6 @@ def _write_artefact(run: RunFolder, made: RunFolder) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     try:
-        build.export_run(made.path, None, file_format="pt2")
+        export_run(made.path, None, file_format="pt2")
     except UserError as error:  # a network of the user's that is no graph; the rest serves
         say(f"without policy.pt2: {error}")

@@ -27,7 +27,7 @@ from optuna.distributions import (
 )
 from yaml import YAMLError
 
-from ml_pipeline.build import REPOSITORY, ConfigError, checked_config, compose_config
+from ml_pipeline.door.compose import CONF, ConfigError, checked_config, compose_config
 
 Space = dict[str, dict[str, Any]]
 
@@ -38,7 +38,7 @@ _MOST_PAIRS = 100_000
 def read_space(name: str) -> Space:
     """``name`` is a file of conf/study/, or the path of a YAML."""
     is_path = name.endswith((".yaml", ".yml")) or "/" in name
-    path = Path(name) if is_path else REPOSITORY / "conf" / "study" / f"{name}.yaml"
+    path = Path(name) if is_path else CONF / "study" / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in path.parent.glob("*.yaml")))
         raise ConfigError(

@@ -19,9 +19,9 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from ml_pipeline.callbacks.pruning import METRIC
-from ml_pipeline.envs.cores import CORES_VARIABLE, available_cores
+from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
 from ml_pipeline.runs.console import python_command, say
-from ml_pipeline.runs.stop_signals import Interrupted
+from ml_pipeline.signals import Interrupted
 from ml_pipeline.study.folder import (
     HOST,
     FileLock,
@@ -95,7 +95,7 @@ def start(name: str, arguments: Sequence[str]) -> None:
 
 def _new_settings(name: str, request: Request) -> StudySettings:
     """Of a study that begins; whatever could make all of its trials fail is refused here."""
-    from ml_pipeline.build import compose_config  # torch takes seconds
+    from ml_pipeline.door.compose import compose_config  # torch takes seconds
     from ml_pipeline.study.space import check_space, hydra_explained, read_space
 
     if request.n_trials is None:

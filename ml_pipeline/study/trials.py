@@ -23,20 +23,24 @@ from omegaconf import DictConfig
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from ml_pipeline import build
+from ml_pipeline.analysis.evaluate import evaluate
+from ml_pipeline.build import RunResult
+from ml_pipeline.build import run as run_once
 from ml_pipeline.callbacks.pruning import METRIC, Pruning
-from ml_pipeline.config import TrainConfig
+from ml_pipeline.config.train import TrainConfig
+from ml_pipeline.door.compose import checked_config, compose_config, stored_config
+from ml_pipeline.door.load import load_agent
+from ml_pipeline.door.plan import RUN_ROOT
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Callback
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path, load_checkpoint
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.env_snapshots import UntrustedSnapshotError
-from ml_pipeline.runs.evaluate import evaluate
 from ml_pipeline.runs.loggers import read_metrics
 from ml_pipeline.runs.run_folder import RunFolder
-from ml_pipeline.runs.stop_signals import Interrupted
 from ml_pipeline.seeding import stream_seed
+from ml_pipeline.signals import Interrupted
 from ml_pipeline.study.folder import (
     HOST,
     Claim,
@@ -219,8 +223,8 @@ def _trained_value(study: optuna.Study, settings: StudySettings, trial: FrozenTr
     """The objective of the trial's run, which is trained as far as it is not; nan if pruned."""
     overrides = trial_overrides(settings, trial)
     with hydra_explained():
-        cfg = build.compose_config(overrides)
-    config = build.checked_config(cfg)
+        cfg = compose_config(overrides)
+    config = checked_config(cfg)
     run = _run_folder(study, trial, config)
     if trial.user_attrs.get("pruned"):
         return math.nan
@@ -239,17 +243,15 @@ def _train(
     overrides: list[str],
     study_name: str,
     callbacks: Mapping[str, Callback],
-) -> build.RunResult:
+) -> RunResult:
     """Go on from the run's checkpoint; from the start, in the same folder, where it has none."""
     if _has_checkpoint(run):
         resume = [f"resume={run.path}"]
         try:
-            return build.run(
-                build.compose_config(resume), resume, sweep=study_name, callbacks=callbacks
-            )
+            return run_once(compose_config(resume), resume, sweep=study_name, callbacks=callbacks)
         except UntrustedSnapshotError:
             say(f"{run.path} was begun by someone with another key: trained anew")
-    return build.run(cfg, overrides, sweep=study_name, callbacks=callbacks, folder=run)
+    return run_once(cfg, overrides, sweep=study_name, callbacks=callbacks, folder=run)
 
 
 def _has_checkpoint(run: RunFolder) -> bool:
@@ -261,7 +263,7 @@ def _run_folder(study: optuna.Study, trial: FrozenTrial, config: TrainConfig) ->
     path = trial.user_attrs.get("run_dir")
     if path is not None:
         return RunFolder(Path(path))
-    run = RunFolder.unused(build.RUN_ROOT, config.env.name)
+    run = RunFolder.unused(RUN_ROOT, config.env.name)
     _note(study, trial, "run_dir", str(run.path))
     return run
 
@@ -280,7 +282,7 @@ def _is_trained(run: RunFolder) -> bool:
     """Whether nothing is left to train, though the study was not told."""
     if run.read_summary().get("status") == "finished":
         return True
-    config = build.checked_config(build.stored_config(run))
+    config = checked_config(stored_config(run))
     return int(load_checkpoint(run, LATEST)["env_steps"]) >= config.wanted_steps
 
 
@@ -288,11 +290,11 @@ def recorded_value(run: RunFolder, objective: str) -> float:
     """The objective as the run left it; a last evaluation that was cut short is made up for."""
     rows = read_metrics(run.metrics)
     values = [row[objective] for row in rows if row.get(objective)]
-    config = build.checked_config(build.stored_config(run))
+    config = checked_config(stored_config(run))
     is_cut_short = objective == METRIC and not (rows and rows[-1].get(METRIC))
     if not is_cut_short or "evaluation" not in config.callbacks:
         return float(values[-1]) if values else math.nan
-    trained = build.load_agent(run.path, LATEST)
+    trained = load_agent(run.path, LATEST)
     try:
         result = evaluate(
             trained.agent,

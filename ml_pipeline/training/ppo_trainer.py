@@ -23,12 +23,12 @@ from ml_pipeline.seeding import (
     set_global_generators_state,
     stream_seed,
 )
-from ml_pipeline.training.collectors import Collector
-from ml_pipeline.training.device_collector import DeviceCollector
-from ml_pipeline.training.epochs import Epochs
-from ml_pipeline.training.programs import Programs
+from ml_pipeline.training.collector import Collector
+from ml_pipeline.training.gpu.epochs import Epochs
+from ml_pipeline.training.gpu.programs import Programs
 from ml_pipeline.training.returns import RewardScaler
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
+from ml_pipeline.training.tensor.collector import DeviceCollector
 
 _SLOWEST, _FASTEST = 1e-6, 1e-2  # bounds of an adaptive learning rate
 

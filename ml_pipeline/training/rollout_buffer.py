@@ -19,7 +19,7 @@ from torch import Tensor
 from ml_pipeline.agents.observations import map_obs
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.protocols import Minibatch, Obs, PolicyInput
-from ml_pipeline.training.programs import send
+from ml_pipeline.training.gpu.programs import send
 from ml_pipeline.training.returns import RewardScaler, explained_variance, gae
 
 _SCORED_NUMBERS = 2**24  # of observations at a time: a rollout of images would fill the memory

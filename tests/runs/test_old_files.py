@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests.conftest import REPOSITORY
-from tests.runs.reference_runs import machine, read_rows
-from tests.runs.test_reference_runs import RECORDED_ON
+from conftest import REPOSITORY
+from reference_runs import machine, read_rows
+from test_reference_runs import RECORDED_ON
 
 OLD_RUNS = REPOSITORY / "tests" / "fixtures" / "old_runs"
 slow = pytest.mark.slow
@@ -74,4 +73,4 @@ def test_old_runs_compare(tmp_path: Path) -> None:
 
     output = call("-m", "ml_pipeline", "compare", *runs, "--report", str(tmp_path))
 
-    assert "CartPole-v1" in output
+    assert "1 seed is too few" in output

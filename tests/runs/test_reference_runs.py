@@ -7,8 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-
-from tests.runs.reference_runs import FOLDER, RUNS, machine, read_rows, train
+from reference_runs import FOLDER, RUNS, machine, read_rows, train
 
 RECORDED_ON = json.loads((FOLDER / "machine.json").read_text())
 

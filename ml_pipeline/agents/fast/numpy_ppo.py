@@ -1,0 +1,246 @@
+"""MLPByHand: acting and the gradient of PPO's loss for two plain MLPs on the CPU, in NumPy.
+
+The same arithmetic as ``PPOAgent``'s own, to rounding; autograd and torch's dispatch take several
+times as long as the numbers do at these sizes. ``PPOAgent`` uses it where it ``fits``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from ml_pipeline.agents.adam import FlatAdam
+from ml_pipeline.agents.distributions import (
+    FORBIDDEN,
+    LOG_SQRT_2PI,
+    Categorical,
+    DiagonalGaussian,
+)
+from ml_pipeline.agents.networks import MLP
+from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.protocols import Minibatch
+
+Array = NDArray[np.float32]
+
+
+class _Layer:
+    """A dense layer's weights and gradients, as views of torch's memory."""
+
+    def __init__(self, name: str, adam: FlatAdam) -> None:
+        (weight, weight_grad), (bias, bias_grad) = (
+            adam.views[f"{name}.{each}"] for each in ("weight", "bias")
+        )
+        self.weight, self.weight_grad = weight.numpy(), weight_grad.numpy()  # [out, in]
+        self.bias, self.bias_grad = bias.numpy(), bias_grad.numpy()
+
+
+class _Tower:
+    """An MLP with its head."""
+
+    def __init__(self, trunk: MLP, trunk_name: str, head_name: str, adam: FlatAdam) -> None:
+        places = [i for i, each in enumerate(trunk.layers) if isinstance(each, nn.Linear)]
+        names = [f"{trunk_name}.layers.{place}" for place in places]
+        self.layers = [_Layer(name, adam) for name in [*names, head_name]]
+        self._tanh = trunk.activation == "tanh"
+
+    def forward(self, x: Array) -> list[Array]:
+        """What goes into each layer, and what comes out of the last."""
+        passed = [x]
+        for layer in self.layers[:-1]:
+            z = passed[-1] @ layer.weight.T
+            z += layer.bias
+            passed.append(np.tanh(z, out=z) if self._tanh else np.maximum(z, 0.0, out=z))
+        z = passed[-1] @ self.layers[-1].weight.T
+        z += self.layers[-1].bias
+        passed.append(z)
+        return passed
+
+    def backward(self, passed: list[Array], grad: Array) -> None:
+        """Write the gradients of all layers; ``grad`` is that of the output."""
+        for depth in range(len(self.layers) - 1, -1, -1):
+            layer, x = self.layers[depth], passed[depth]
+            np.matmul(grad.T, x, out=layer.weight_grad)
+            np.add.reduce(grad, axis=0, out=layer.bias_grad)
+            if depth:
+                grad = grad @ layer.weight
+                grad *= 1.0 - x * x if self._tanh else x > 0
+
+
+class MLPByHand:
+    """The model of a PPOAgent, seen through NumPy; weights and gradients are shared with it."""
+
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Whether this covers the model: one Box, two MLPs, a Categorical or a Gaussian."""
+        trunks = (model.actor, model.critic)
+        return (
+            all(type(each) is MLP and each.activation in ("tanh", "relu") for each in trunks)
+            and type(model.distribution) in (Categorical, DiagonalGaussian)
+            and model.preprocess.is_plain
+        )
+
+    def __init__(self, model: Any, adam: FlatAdam, config: PPOConfig) -> None:
+        self.config = config
+        self.actor = _Tower(model.actor, "actor", "policy_head", adam)
+        self.critic = _Tower(model.critic, "critic", "value_head", adam)
+        self._discrete = isinstance(model.distribution, Categorical)
+        moments = model.preprocess.moments_of("")
+        self._moments = None
+        if moments is not None:
+            self._moments = moments.mean.numpy(), moments.variance.numpy(), moments.count.numpy()
+        if not self._discrete:
+            values, grad = adam.views["distribution.log_std"]
+            self._log_std, self._log_std_grad = values.numpy(), grad.numpy()
+
+    def prepared(self, obs: Any) -> Array:
+        flat = obs.reshape(len(obs), -1).astype(np.float32, copy=False)
+        if self._moments is None:
+            return flat  # type: ignore[no-any-return]
+        mean, variance, count = self._moments
+        normalised = (flat - mean.ravel()) / np.sqrt(variance.ravel() + np.float32(1e-8))
+        if not count:  # nothing is known yet
+            return normalised  # type: ignore[no-any-return]
+        limit = np.float32(self.config.clip_obs)
+        return np.clip(normalised, -limit, limit, out=normalised)  # type: ignore[no-any-return]
+
+    def outputs(self, obs: Any) -> Array:
+        """The policy head's, [B, n_outputs]."""
+        return self.actor.forward(self.prepared(obs))[-1]
+
+    def value(self, obs: Any) -> Array:
+        return self.critic.forward(self.prepared(obs))[-1][:, 0]
+
+    def sample(self, obs: Any, mask: Any, noise: Any) -> NDArray[Any]:
+        """Actions by the draws of ``Categorical`` or ``DiagonalGaussian``."""
+        outputs = self.outputs(obs)
+        if self.config.on_nonfinite == "skip":
+            outputs = np.nan_to_num(outputs)
+        if not self._discrete:
+            return outputs + np.exp(self._log_std) * noise  # type: ignore[no-any-return]
+        if mask is not None:
+            outputs = np.where(mask, outputs, np.float32(FORBIDDEN))
+        weights = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+        cumulative = weights.cumsum(axis=1)
+        threshold = noise * cumulative[:, -1]
+        drawn = (cumulative <= threshold[:, None]).sum(axis=1)
+        return np.minimum(drawn, cumulative.shape[1] - 1)  # type: ignore[no-any-return]
+
+    def score(self, obs: Any, mask: Any, action: Any) -> tuple[Array, Array]:
+        """log_prob and value, [B] each."""
+        x = self.prepared(obs)
+        outputs = self.actor.forward(x)[-1]
+        value = self.critic.forward(x)[-1][:, 0]
+        if self._discrete:
+            log_probs = _log_softmax(outputs, mask)
+            return np.take_along_axis(log_probs, action[:, None], axis=1)[:, 0], value
+        z = (action - outputs) * np.exp(-self._log_std)
+        return self._log_density(z), value
+
+    def gradient(self, batch: Minibatch, clip_range: float, entropy_coef: float) -> list[float]:
+        """Write the gradients; policy loss, value loss, entropy, KL, clip fraction, loss."""
+        x = self.prepared(_numpy(batch.inputs.obs))
+        policy_loss, entropy, kl, clip_fraction = self._actor_gradient(
+            x, batch, clip_range, entropy_coef
+        )
+        value_loss = self._critic_gradient(x, batch, clip_range)
+        loss = policy_loss + self.config.value_coef * value_loss - entropy_coef * entropy
+        return [policy_loss, value_loss, entropy, kl, clip_fraction, loss]
+
+    def _actor_gradient(
+        self, x: Array, batch: Minibatch, clip_range: float, entropy_coef: float
+    ) -> tuple[float, float, float, float]:
+        config, size = self.config, len(x)
+        passed = self.actor.forward(x)
+        outputs, action, mask = passed[-1], _numpy(batch.action), batch.inputs.action_mask
+        if self._discrete:
+            log_probs = _log_softmax(outputs, None if mask is None else _numpy(mask))
+            places = np.arange(0, log_probs.size, log_probs.shape[1])  # of the actions taken
+            places += action
+            log_prob = log_probs.ravel().take(places)
+        else:
+            inverse_std = np.exp(-self._log_std)
+            z = (action - outputs) * inverse_std
+            log_prob = self._log_density(z)
+
+        log_ratio = log_prob - _numpy(batch.log_prob)
+        ratio = np.exp(log_ratio)
+        advantage = _numpy(batch.advantage)
+        if config.normalize_advantage:
+            advantage = advantage - np.add.reduce(advantage) / np.float32(size)
+            advantage /= math.sqrt(float(advantage @ advantage) / size) + 1e-8
+        clipped = np.minimum(np.maximum(ratio, 1.0 - clip_range), 1.0 + clip_range)
+        gain = advantage * ratio
+        bounded = advantage * clipped
+        counts = gain <= bounded  # where the ratio itself, not its bound, makes the gain
+        np.minimum(gain, bounded, out=bounded)
+        if config.dual_clip is not None:
+            floor = np.where(advantage < 0, advantage * np.float32(config.dual_clip), -np.inf)
+            counts &= bounded >= floor
+            bounded = np.maximum(bounded, floor)
+        grad_log_prob = gain * counts
+        grad_log_prob *= -1.0 / size
+
+        if self._discrete:
+            probs = np.exp(log_probs)
+            weighted = probs * log_probs
+            entropies = -np.add.reduce(weighted, axis=1)
+            entropy = float(np.add.reduce(entropies)) / size
+            grad = probs * -grad_log_prob[:, None]
+            grad.ravel()[places] += grad_log_prob
+            if entropy_coef:
+                weighted += probs * entropies[:, None]
+                weighted *= entropy_coef / size
+                grad += weighted
+            if mask is not None:
+                grad *= _numpy(mask)
+        else:
+            entropy = float(np.add.reduce(self._log_std)) + len(self._log_std) * (
+                LOG_SQRT_2PI + 0.5
+            )
+            grad = grad_log_prob[:, None] * z
+            grad *= inverse_std
+            np.matmul(grad_log_prob, z * z - 1.0, out=self._log_std_grad)
+            self._log_std_grad -= entropy_coef
+        self.actor.backward(passed, grad)
+
+        policy_loss = -float(np.add.reduce(bounded)) / size
+        kl = float(np.add.reduce(ratio - log_ratio)) / size - 1.0
+        n_clipped = np.count_nonzero(ratio != clipped)
+        return policy_loss, entropy, kl, n_clipped / size
+
+    def _critic_gradient(self, x: Array, batch: Minibatch, clip_range: float) -> float:
+        size = len(x)
+        passed = self.critic.forward(x)
+        value, target = passed[-1][:, 0], _numpy(batch.value_target)
+        error = value - target
+        grad, squared = error, error * error
+        if self.config.clip_value_loss:
+            old = _numpy(batch.value)
+            moved = value - old
+            bounded = np.minimum(np.maximum(moved, -clip_range), clip_range)
+            other = old + bounded - target
+            counts = other * other > squared
+            grad = np.where(counts, other * (moved == bounded), error)
+            squared = np.maximum(squared, other * other)
+        self.critic.backward(passed, (grad * (self.config.value_coef / size))[:, None])
+        return 0.5 * float(np.add.reduce(squared)) / size
+
+    def _log_density(self, z: Array) -> Array:
+        """Of a diagonal Gaussian, at ``z`` deviations from its mean."""
+        constant = float(np.add.reduce(self._log_std)) + len(self._log_std) * LOG_SQRT_2PI
+        return np.einsum("ij,ij->i", z, z) * -0.5 - constant  # type: ignore[no-any-return]
+
+
+def _log_softmax(outputs: Array, mask: Any) -> Array:
+    if mask is not None:
+        outputs = np.where(mask, outputs, np.float32(FORBIDDEN))
+    centred = outputs - outputs.max(axis=1, keepdims=True)
+    return centred - np.log(np.exp(centred).sum(axis=1, keepdims=True))  # type: ignore[no-any-return]
+
+
+def _numpy(tensor: Any) -> NDArray[Any]:
+    return tensor.numpy()  # type: ignore[no-any-return]

@@ -1,0 +1,263 @@
+"""MLPFused: acting and the gradient of PPO's loss for two small MLPs on a GPU, in Triton.
+
+The same arithmetic as ``PPOAgent``'s own, to rounding. A tile of observations goes through a whole
+network and back inside one kernel: activations never reach the device's memory, which is what
+takes the time otherwise. ``PPOAgent`` uses it where it ``fits``.
+
+There is no wait for the device anywhere, and every tensor that lasts stays where it is: all of it
+can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor, nn
+
+from ml_pipeline.agents.adam import BETA_1, BETA_2, FlatAdam
+from ml_pipeline.agents.distributions import LOG_SQRT_2PI, Categorical
+from ml_pipeline.agents.fast.numpy_ppo import MLPByHand
+from ml_pipeline.agents.fast.triton_kernels import (
+    adam_kernel,
+    advantage_kernel,
+    gradient_kernel,
+    sample_kernel,
+    score_kernel,
+    sum_kernel,
+)
+from ml_pipeline.agents.networks import MLP
+from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.errors import first_line
+from ml_pipeline.protocols import Minibatch, PolicyInput
+
+_WIDEST = 64  # units in a layer: a tile of activations must find room in the registers
+_N_METRICS = 8  # places behind the gradient in a row of partial sums; five are used
+_N_PARTS = 64  # that the moments of a minibatch's advantages are put together from
+_SUM_COLUMNS = 32
+_ADAM_COLUMNS = 512
+
+
+class Tiling(NamedTuple):
+    """How the work is cut for the device: rows of a tile, warps that share one, programs."""
+
+    rows: int
+    warps: int
+    programs_per_core: int  # actor and critic together; 0: as many as there are tiles
+
+
+# Found by measuring on an H200; a tile of float32 is held twice, as two halves of its bits.
+_SCORING = Tiling(rows=64, warps=4, programs_per_core=4)
+_LEARNING = {
+    "float32": Tiling(rows=16, warps=4, programs_per_core=4),
+    "tf32": Tiling(rows=64, warps=4, programs_per_core=4),
+    "bf16": Tiling(rows=32, warps=4, programs_per_core=4),
+}
+
+
+def _acting(n_rows: int) -> Tiling:
+    """Small tiles while there are few rows: each multiprocessor is to have one."""
+    return Tiling(rows=16 if n_rows < 4096 else 64, warps=4, programs_per_core=0)
+
+
+class MLPFused:
+    """The model of a PPOAgent on a GPU; weights and gradients are shared with it."""
+
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Whether this covers the model: what ``MLPByHand`` covers, of two narrow layers."""
+        if not MLPByHand.fits(model):
+            return False
+        sizes = _sizes(model.actor, model.policy_head)
+        same = _sizes(model.critic, model.value_head)[:-1] == sizes[:-1]
+        return same and len(sizes) == 4 and max(sizes) <= _WIDEST
+
+    def __init__(
+        self, model: Any, adam: FlatAdam, config: PPOConfig, *, precision: str = "float32"
+    ) -> None:
+        self._config = config
+        self._adam = adam
+        self._model = model
+        self._device = adam.values.device
+        self._discrete = isinstance(model.distribution, Categorical)
+        n_in, n_h, n_k, n_out = _sizes(model.actor, model.policy_head)
+        self._moments = torch.zeros(2 * n_in + 1, device=self._device)
+        places = [
+            adam.place(f"{name}.weight")
+            for trunk, head in (("actor", "policy_head"), ("critic", "value_head"))
+            for name in (f"{trunk}.layers.0", f"{trunk}.layers.2", head)
+        ]
+        layout = torch.tensor(places, dtype=torch.int32, device=self._device)
+        log_std = 0 if self._discrete else adam.place("distribution.log_std")
+        self._network = (adam.values, layout, self._moments)
+        self._sizes = (n_in, n_h, n_k, n_out, log_std)
+        self._constants = {
+            "D": _padded(n_in),
+            "H": _padded(n_h),
+            "K": _padded(n_k),
+            "A": _padded(n_out),
+            "TANH": model.actor.activation == "tanh",
+            "DISCRETE": self._discrete,
+            "PRECISION": precision,
+        }
+        self._skip = config.on_nonfinite == "skip"
+        properties = torch.cuda.get_device_properties(self._device)
+        self._n_cores = int(properties.multi_processor_count)
+        self._tiling = _LEARNING[precision]
+        self.learn_moments()
+
+    def why_not(self) -> str | None:
+        """Try all kernels, on numbers of no meaning; why this device does not take them, if so.
+
+        A smaller GPU may have too little shared memory, and another Triton may stumble.
+        """
+        n_rows, n_in = 4 * self._tiling.rows, self._sizes[0]
+        obs = torch.zeros(n_rows, n_in, device=self._device)
+        kind = torch.int64 if self._discrete else torch.float32
+        shape = (n_rows,) if self._discrete else (n_rows, self._sizes[3])
+        action = torch.zeros(shape, dtype=kind, device=self._device)
+        numbers = torch.zeros(n_rows, device=self._device)
+        rollout = Minibatch(PolicyInput(obs, None, None, None), action, *([numbers] * 4))
+        order = torch.arange(n_rows, device=self._device)
+        kept = [self._adam.values, *self._adam.moments, self._adam.n_steps]
+        before = [each.clone() for each in kept]
+        try:
+            self.sample(obs, torch.zeros(shape, device=self._device), action)
+            self.score(obs, action)
+            self.epoch(rollout, order, 1, torch.zeros(3, device=self._device))
+            torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # no compiler, no headers, too little shared memory, a bug
+            return f"{type(error).__name__}: {first_line(error)}"
+        finally:
+            for held, old in zip(kept, before, strict=True):
+                held.copy_(old)
+        return None
+
+    def learn_moments(self) -> None:
+        """Take over the normalisation of observations, after it has changed."""
+        moments, n_in = self._model.preprocess.moments_of(""), self._sizes[0]
+        if moments is None:
+            self._moments[n_in:] = 1.0
+            self._moments[2 * n_in] = torch.inf
+            return
+        self._moments[:n_in] = moments.mean.flatten()
+        self._moments[n_in : 2 * n_in] = torch.rsqrt(moments.variance.flatten() + 1e-8)
+        # Before the first rollout is taken in, nothing is known that could be clipped by.
+        self._moments[2 * n_in] = torch.where(moments.count > 0, self._config.clip_obs, torch.inf)
+
+    def sample(self, obs: Tensor, noise: Tensor, action: Tensor) -> None:
+        """Write actions for [B, *obs] with noise [B, ...]."""
+        n_rows = len(obs)
+        tiling = _acting(n_rows)
+        sample_kernel[(triton.cdiv(n_rows, tiling.rows),)](
+            *self._network, _flat(obs), noise, action, n_rows, *self._sizes,
+            B=tiling.rows, SKIP=self._skip, num_warps=tiling.warps, **self._constants,
+        )  # fmt: skip
+
+    def score(self, obs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """log_prob and value, [B] each."""
+        log_prob, value = torch.empty(2, len(obs), device=self._device)
+        self._score(obs, action, log_prob, value, None, n_towers=2)
+        return log_prob, value
+
+    def value(self, obs: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """[B]; with ``wanted``, a mask, the others are any number."""
+        value = torch.zeros(len(obs), device=self._device)
+        self._score(obs, value, value, value, wanted, n_towers=1)
+        return value
+
+    def _score(
+        self,
+        obs: Tensor,
+        action: Tensor,
+        log_prob: Tensor,
+        value: Tensor,
+        wanted: Tensor | None,
+        *,
+        n_towers: int,
+    ) -> None:
+        tiling, n_rows = _SCORING, len(obs)
+        n_programs = self._n_programs(n_rows, tiling)
+        score_kernel[(n_programs, n_towers)](
+            *self._network, _flat(obs), action, log_prob, value,
+            value if wanted is None else wanted, n_rows, *self._sizes, LOG_SQRT_2PI, 2 - n_towers,
+            B=tiling.rows, HAS_WANTED=wanted is not None, num_warps=tiling.warps,
+            **self._constants,
+        )  # fmt: skip
+
+    def epoch(
+        self, rollout: Minibatch, order: Tensor, n_minibatches: int, rates: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradient steps on minibatches of a flat rollout, [N, ...], in this order of its rows.
+
+        ``rates`` are those of ``Rates``; gives metrics, [n_minibatches, 6], and whether each step
+        was finite.
+        """
+        adam, config, tiling = self._adam, self._config, self._tiling
+        size = len(order) // n_minibatches
+        n_values = adam.values.numel()
+        n_columns = n_values + _N_METRICS
+        n_programs = self._n_programs(size, tiling)
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, device=self._device)
+
+        parts = empty(n_minibatches, _N_PARTS, 3)
+        partial = torch.zeros(n_programs, n_columns, device=self._device)
+        n_squares = triton.cdiv(n_columns, _SUM_COLUMNS)
+        told, squares = empty(_N_METRICS), empty(n_squares)
+        metrics = empty(n_minibatches, 6)
+        finite = torch.empty(n_minibatches, dtype=torch.bool, device=self._device)
+        n_steps = empty(n_minibatches + 1)
+        n_steps[0] = adam.n_steps
+        if config.normalize_advantage:
+            advantage_kernel[(n_minibatches, _N_PARTS)](
+                rollout.advantage, order, parts, size, B=1024, N_PARTS=_N_PARTS
+            )
+        for minibatch in range(n_minibatches):
+            gradient_kernel[(n_programs, 2)](
+                *self._network, _flat(rollout.inputs.obs), rollout.action, rollout.log_prob,
+                rollout.value, rollout.advantage, rollout.value_target, order, parts, rates,
+                partial, minibatch, size, n_values, *self._sizes, LOG_SQRT_2PI, config.value_coef,
+                config.dual_clip or 1.0,
+                B=tiling.rows, NORMALIZE=config.normalize_advantage,
+                DUAL=config.dual_clip is not None, CLIP_VALUE=config.clip_value_loss,
+                N_PARTS=_N_PARTS, N_METRICS=_N_METRICS, num_warps=tiling.warps, num_stages=1,
+                **self._constants,
+            )  # fmt: skip
+            sum_kernel[(n_squares,)](
+                partial, adam.grad, told, squares, n_programs, n_values, n_columns,
+                R=64, C=_SUM_COLUMNS,
+            )  # fmt: skip
+            adam_kernel[(triton.cdiv(n_values, _ADAM_COLUMNS),)](
+                adam.values, adam.grad, *adam.moments, n_steps, squares, told, rates, metrics,
+                finite, minibatch, n_values, n_squares, config.value_coef, config.max_grad_norm,
+                adam.eps, math.log2(BETA_1), math.log2(BETA_2), 1.0 - BETA_1, 1.0 - BETA_2,
+                C=_ADAM_COLUMNS, S=triton.next_power_of_2(n_squares), M=_N_METRICS,
+            )  # fmt: skip
+        adam.n_steps.copy_(n_steps[-1])
+        return metrics, finite
+
+    def _n_programs(self, n_rows: int, tiling: Tiling) -> int:
+        """Of one network, such that each goes through several tiles where there are many."""
+        n_tiles = triton.cdiv(n_rows, tiling.rows)
+        return int(max(min(n_tiles, self._n_cores * tiling.programs_per_core // 2), 1))
+
+
+def _sizes(trunk: MLP, head: nn.Linear) -> list[int]:
+    """Inputs, units of each layer, outputs."""
+    layers = [*(each for each in trunk.layers if isinstance(each, nn.Linear)), head]
+    return [layers[0].in_features, *(each.out_features for each in layers)]
+
+
+def _padded(size: int) -> int:
+    """The matrix units want powers of two from 16 on."""
+    return int(max(16, triton.next_power_of_2(size)))
+
+
+def _flat(obs: Any) -> Tensor:
+    return obs.reshape(len(obs), -1).float()  # type: ignore[no-any-return]

@@ -1,0 +1,49 @@
+"""Videos of a policy: whole episodes as mp4, by Gymnasium's own recorder."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+
+from ml_pipeline.analysis.evaluate import Evaluation, evaluate
+from ml_pipeline.errors import UserError
+from ml_pipeline.extras import import_extra, missing_extra
+from ml_pipeline.protocols import Policy
+
+
+def record_video(
+    agent: Policy,
+    make_env: Callable[[], gym.Env[Any, Any]],
+    folder: Path,
+    name: str,
+    *,
+    n_episodes: int,
+    seed: int,
+    deterministic: bool,
+) -> tuple[Evaluation, list[Path]]:
+    """What was played, and ``<name>-episode-<k>.mp4``; the env must render to arrays."""
+    import_extra("moviepy", needed_by="a video")
+    env = make_env()
+    if env.render_mode != "rgb_array":
+        raise UserError(f"a video needs an env of render_mode=rgb_array, not {env.render_mode}")
+    before = {path: path.stat().st_mtime_ns for path in folder.glob(f"{name}-episode-*.mp4")}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the folder exists, and which codec is used
+            recorder = gym.wrappers.RecordVideo(
+                env, str(folder), lambda episode: True, name_prefix=name, disable_logger=True
+            )
+            try:
+                result = evaluate(
+                    agent, recorder, n_episodes=n_episodes, seed=seed, deterministic=deterministic
+                )
+            finally:
+                recorder.close()  # type: ignore[no-untyped-call]
+    except gym.error.DependencyNotInstalled as error:
+        raise missing_extra("a video", error) from error
+    written = sorted(folder.glob(f"{name}-episode-*.mp4"))
+    return result, [path for path in written if before.get(path) != path.stat().st_mtime_ns]

@@ -1,0 +1,116 @@
+"""The config of a run: composed by Hydra, read from a run folder, and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ml_pipeline.config.train import TrainConfig
+from ml_pipeline.errors import UserError
+from ml_pipeline.runs.run_folder import RunFolder
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONF = REPOSITORY / "conf"
+
+
+class ConfigError(UserError):
+    """The config says something that cannot be."""
+
+
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """What Hydra makes of conf/ and ``overrides``; a wrong key or type is refused here."""
+    ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+    # The caller may be a Hydra program itself, and Hydra is one per process.
+    callers = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return compose("train_ppo", overrides=list(overrides))
+    finally:
+        GlobalHydra.instance().hydra = callers
+
+
+def checked_config(cfg: DictConfig) -> TrainConfig:
+    """The config as checked dataclasses; what breaks a rule is named with its full key."""
+    try:
+        config = OmegaConf.to_object(cfg)
+    except (ValueError, OmegaConfBaseException) as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(config, TrainConfig):
+        raise TypeError(f"the schema of the composed config is {type(config).__name__}")
+    return config
+
+
+def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The config of the run to resume, changed only where this command line says so."""
+    base = stored_config(RunFolder.open(str(cfg.resume)))
+    named = [
+        each.key_or_group for each in OverridesParser.create().parse_overrides(list(overrides))
+    ]
+    if "experiment" in named:
+        raise ConfigError("experiment= cannot be combined with resume=; name single keys")
+    # Never from the folder: whoever made it would decide whether it is trusted.
+    base.trust = cfg.trust
+    if "total_steps" in named and "num_episodes" not in named:
+        base.num_episodes = None  # the newer goal counts
+    with open_dict(base):
+        for key in named:
+            if not key.startswith("hydra"):
+                _take_over(base, cfg, key)
+    return base
+
+
+def _take_over(base: DictConfig, cfg: DictConfig, key: str) -> None:
+    """Let ``base`` have at ``key`` what ``cfg`` has, which may be nothing."""
+    parent, _, name = key.rpartition(".")
+    if parent and OmegaConf.select(base, parent) is None:
+        # logger.wandb.mode=... for a run without W&B: it needs all of logger.wandb.
+        _take_over(base, cfg, parent)
+        return
+    old = OmegaConf.select(base, parent) if parent else base
+    new = OmegaConf.select(cfg, parent) if parent else cfg
+    if new is not None and name in new:
+        old[name] = new[name]
+    elif name in old:
+        del old[name]
+
+
+def stored_config(run_folder: RunFolder) -> DictConfig:
+    """A run's config.yaml under today's schema."""
+    try:
+        stored = OmegaConf.load(run_folder.config)
+        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), stored)
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
+        raise ConfigError(f"{run_folder.config} is no config of a run: {error}") from error
+    if not isinstance(merged, DictConfig) or not merged.network:
+        raise ConfigError(f"{run_folder.config} is no config of a run: it names no network")
+    return merged
+
+
+def plain_config(path: Path | str) -> dict[str, Any]:
+    """A run's config as nested dicts."""
+    return dataclasses.asdict(checked_config(stored_config(RunFolder.open(path))))
+
+
+def stored_text(config: TrainConfig) -> str:
+    """What config.yaml holds: all that decides the run, and not which run it went on from."""
+    return OmegaConf.to_yaml(
+        OmegaConf.create({**dataclasses.asdict(config), "resume": None, "trust": False})
+    )
+
+
+def find_modules_in_cwd() -> None:
+    """A user's own modules lie where the command is typed, which is not where the script lies."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))

@@ -1,0 +1,103 @@
+"""Trained agents and exported policies, loaded from run folders and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import torch
+
+from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.agents.space_data import space_to_data
+from ml_pipeline.deploy.export import Agreement, export_policy
+from ml_pipeline.deploy.exported import ExportedPolicy
+from ml_pipeline.door.compose import (
+    ConfigError,
+    checked_config,
+    find_modules_in_cwd,
+    plain_config,
+    stored_config,
+)
+from ml_pipeline.door.parts import build_agent, build_env_factory, torch_threads
+from ml_pipeline.envs.factory import EnvFactory, close_env
+from ml_pipeline.protocols import Policy
+from ml_pipeline.runs.checkpoint import best_or_latest, load_checkpoint, misfit_explained
+from ml_pipeline.runs.run_folder import RunFolder
+
+
+class TrainedAgent(NamedTuple):
+    """An agent as a checkpoint holds it, and a single env of the kind it was trained in."""
+
+    agent: PPOAgent
+    env: gym.Env[Any, Any]
+    env_name: str
+    seed: int  # of the run
+    checkpoint: str
+    env_steps: int
+
+
+def load_agent(
+    path: Path | str, checkpoint: str | None = None, *, render_mode: str | None = None
+) -> TrainedAgent:
+    """The agent of a run folder, on the CPU; ``checkpoint`` None: the best where there is one."""
+    find_modules_in_cwd()
+    run_folder = RunFolder.open(path)
+    config = checked_config(stored_config(run_folder))
+    checkpoint = checkpoint or best_or_latest(run_folder)
+    state = load_checkpoint(run_folder, checkpoint)
+    make_env = build_env_factory(config)
+    if render_mode is not None:
+        make_env = make_env.rendering(render_mode)
+    env = make_env()
+    agent = build_agent(config, env, torch.device("cpu"))
+    with misfit_explained(run_folder):
+        agent.load_state_dict(state["agent"])
+        env_steps = int(state["env_steps"])
+    return TrainedAgent(agent, env, config.env.name, config.seed, checkpoint, env_steps)
+
+
+def load_policy(
+    path: Path | str, *, render: str | None = None
+) -> tuple[Policy, gym.Env[Any, Any], str]:
+    """The policy of an exported file or of a run, an env for it, and the env's name."""
+    if Path(path).is_dir():
+        trained = load_agent(path, render_mode=render)
+        return trained.agent, trained.env, trained.env_name
+    find_modules_in_cwd()
+    policy = ExportedPolicy.load(path)
+    make_env = EnvFactory(**policy.metadata["env"])
+    env = make_env() if render is None else make_env.rendering(render)()
+    for own, wanted in (
+        (env.observation_space, policy.observation_space),
+        (env.action_space, policy.action_space),
+    ):
+        if space_to_data(own) != space_to_data(wanted):
+            close_env(env)
+            raise ConfigError(f"env {policy.env_name} has {own}, {path} was made for {wanted}")
+    return policy, env, policy.env_name
+
+
+def export_run(
+    path: Path | str, out: Path | None, *, file_format: str, checkpoint: str | None = None
+) -> tuple[TrainedAgent, Path, ExportedPolicy, Agreement]:
+    """Write the policy of a run as one file, ``out`` or policy.<format> in its folder."""
+    trained, run = load_agent(path, checkpoint), RunFolder.open(path)
+    out = out or run.path / f"policy.{file_format}"
+    facts = {
+        "env_name": trained.env_name,
+        "env": plain_config(path)["env"],
+        "run": run.name,
+        "checkpoint": trained.checkpoint,
+        "env_steps": trained.env_steps,
+        "seed": trained.seed,
+        "commit": run.read_summary().get("git_commit"),  # of the code that trained it
+    }
+    try:
+        with torch_threads(trained.agent.device):
+            policy, agreement = export_policy(
+                trained.agent, trained.env, out, file_format=file_format, facts=facts
+            )
+    finally:
+        close_env(trained.env)
+    return trained, out, policy, agreement

@@ -1,0 +1,136 @@
+"""DeviceBuffer: one rollout, [T, n_envs], that is made, finished and learned from on one device.
+
+It does what ``RolloutBuffer`` does for envs that live in host memory. All of its tensors stay
+where they are for as long as it lives, so that whoever fills it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ml_pipeline import counter_random
+from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.protocols import Minibatch, PolicyInput
+from ml_pipeline.training.gpu.programs import Programs, send
+from ml_pipeline.training.tensor.returns import (
+    DeviceRewardScaler,
+    Outcomes,
+    explained_variance,
+    gae,
+)
+
+
+class DeviceBuffer:
+    """Filled by a ``DeviceCollector``, row by row."""
+
+    def __init__(self, n_steps: int, n_envs: int, agent: PPOAgent, programs: Programs) -> None:
+        self.n_steps = n_steps
+        self.n_envs = n_envs
+        self._agent = agent
+        grid, distribution, device = (n_steps, n_envs), agent.distribution, agent.device
+        obs_shape, obs_dtype = agent.reader.shapes[""], _torch_dtype(agent.reader.dtypes[""])
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.obs = zeros(n_steps + 1, n_envs, *obs_shape, dtype=obs_dtype)  # and what follows
+        self.final_obs = zeros(*grid, *obs_shape, dtype=obs_dtype)  # before the autoreset
+        self.action = zeros(*grid, *distribution.action_shape, dtype=distribution.action_dtype)
+        self.reward = zeros(*grid)
+        self.terminated = zeros(*grid, dtype=torch.bool)
+        self.truncated = zeros(*grid, dtype=torch.bool)
+        self.advantage = zeros(*grid)
+        self._log_prob, self._value, self._target = zeros(*grid), zeros(*grid), zeros(*grid)
+        self._facts = zeros(2)
+        fields = (self.action, self._log_prob, self._value, self.advantage, self._target)
+        inputs = PolicyInput(self.obs[:n_steps].flatten(0, 1), None, None, None)
+        self.learned = Minibatch(inputs, *(field.flatten(0, 1) for field in fields))
+        self._keys = zeros(1, dtype=torch.int64)  # one for each shuffle
+        self._permutation = programs.compiled(counter_random.permutation, "the shuffle")
+        self._judge = programs.compiled(_facts_of, "a look at the rollout")
+        self._programs = programs
+        self._finish: Any = None
+
+    def finish(
+        self,
+        last: PolicyInput,
+        *,
+        gamma: float,
+        lam: float,
+        scaler: DeviceRewardScaler | None = None,
+    ) -> None:
+        """Score the rollout and compute its advantages; ``last`` is the last of ``obs``.
+
+        What is given with the first call counts for all of them: it is in the graph.
+        """
+        if self._finish is None:
+
+            def finish() -> None:
+                self._score(last, gamma, lam, scaler)
+
+            self._finish = self._programs.captured(finish, "the end of a rollout")
+        self._finish()
+
+    def _score(
+        self, last: PolicyInput, gamma: float, lam: float, scaler: DeviceRewardScaler | None
+    ) -> None:
+        agent, learned = self._agent, self.learned
+        log_prob, value = agent.score_batch(learned.inputs, learned.action)
+        learned.log_prob.copy_(log_prob)
+        learned.value.copy_(value)
+        last_value = agent.value_batch(last)
+        cut = self.truncated.flatten()
+        final = PolicyInput(self.final_obs.flatten(0, 1), None, None, None)
+        final_value = agent.value_batch(final, wanted=cut).view_as(self.reward)
+        reward = self.reward
+        if scaler is not None:
+            reward = scaler.scaled(reward, self.terminated | self.truncated)
+        outcomes = Outcomes(
+            reward, self._value, last_value, final_value, self.terminated, self.truncated
+        )
+        advantage, target = gae(outcomes, gamma=gamma, lam=lam)
+        self.advantage.copy_(advantage)
+        self._target.copy_(target)
+        self._facts.copy_(self._judge(self._value, target, self.reward, self.obs))
+
+    def shuffle(self, generator: torch.Generator, n_orders: int) -> None:
+        """Draw what ``order`` depends on, so many times."""
+        keys = counter_random.draw_keys(n_orders, generator)
+        if len(self._keys) != n_orders:
+            self._keys = torch.empty_like(keys, device=self._keys.device)
+        send(keys, self._keys)
+
+    def order(self, number: int) -> Tensor:
+        """All rows of ``learned``, shuffled: the same order on every device."""
+        order: Tensor = self._permutation(self.n_steps * self.n_envs, self._keys[number])
+        return order
+
+    def facts(self) -> Tensor:
+        """On the device: explained variance, and whether all that the envs gave was finite."""
+        return self._facts
+
+    def obs_tensors(self) -> Tensor:
+        """[T, n_envs, ...]"""
+        return self.obs[: self.n_steps]
+
+    def shown(self) -> dict[str, NDArray[Any]]:
+        """Actions and advantages, for people to look at."""
+        return {
+            "rollout/actions": self.action.cpu().numpy(),
+            "rollout/advantages": self.advantage.cpu().numpy(),
+        }
+
+
+def _facts_of(value: Tensor, target: Tensor, reward: Tensor, obs: Tensor) -> Tensor:
+    is_finite = torch.isfinite(reward).all() & torch.isfinite(obs).all()
+    return torch.stack([explained_variance(value, target), is_finite.float()])
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    # An empty array knows the torch dtype that goes with its own.
+    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype

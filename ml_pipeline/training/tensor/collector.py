@@ -1,0 +1,251 @@
+"""DeviceCollector: plays a policy in a TorchVectorEnv; nothing leaves the device while it does.
+
+A whole rollout is one CUDA graph, where graphs are wanted: per step a kernel or a few for the
+policy, and as many for the envs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from gymnasium.vector import VectorEnv
+from torch import Tensor
+
+from ml_pipeline import counter_random
+from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.envs.tensor_env import Outcome, Position, TorchVectorEnv
+from ml_pipeline.protocols import Episode, PolicyInput, State
+from ml_pipeline.training.gpu.programs import Programs, send
+from ml_pipeline.training.tensor.buffer import DeviceBuffer
+from ml_pipeline.training.tensor.returns import DeviceRewardScaler
+
+
+class DeviceRolloutStats:
+    """What happened in a rollout, read from the device when somebody asks."""
+
+    def __init__(self, collector: DeviceCollector) -> None:
+        self._collector = collector
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """The mean of all that ended."""
+        n, episode_return, length = self._collector.totals.tolist()
+        return [Episode(episode_return / n, length / n, int(n))] if n else []
+
+    @property
+    def seconds(self) -> float:
+        return self._collector.seconds()
+
+
+class DeviceCollector:
+    """Rollouts of an agent in ``env``, on the device of both."""
+
+    # An iteration takes milliseconds, and its steps run on while a signal is looked at: it is
+    # always brought to its end.
+    is_interruptible = False
+
+    def __init__(
+        self,
+        env: TorchVectorEnv,
+        *,
+        env_seed: int,
+        noise_seed: int,
+        programs: Programs,
+    ) -> None:
+        """Env i is reset with ``env_seed + i`` before the first step."""
+        self.env = env
+        self.n_envs = env.num_envs
+        self.n_steps = 0  # of each env, in whole rollouts
+        self._env_seed = env_seed
+        self._generator = torch.Generator().manual_seed(noise_seed)
+        self._state_before: Tensor | None = None  # the generator's, while a rollout is under way
+        self._programs = programs
+        self._key = torch.zeros((), dtype=torch.int64, device=env.device)
+        self._nothing = torch.zeros(self.n_envs, device=env.device)
+        # How many episodes have ended in the last rollout, their returns, and their lengths.
+        self.totals = torch.zeros(3, device=env.device)
+        self._obs: Tensor | None = None  # to act on, of a run that is resumed
+        self._buffer: DeviceBuffer | None = None
+        self._rollout: Any = None
+        self._marks: list[Any] = []
+
+    @property
+    def envs(self) -> list[VectorEnv[Any, Any, Any]]:
+        return [self.env]
+
+    @property
+    def is_between_rollouts(self) -> bool:
+        return self._state_before is None
+
+    def new_buffer(self, n_steps: int, agent: PPOAgent) -> DeviceBuffer:
+        return DeviceBuffer(n_steps, self.n_envs, agent, self._programs)
+
+    def new_scaler(self, config: PPOConfig) -> DeviceRewardScaler | None:
+        if not config.scale_reward:
+            return None
+        return DeviceRewardScaler(
+            self.n_envs, gamma=config.gamma, clip=config.clip_reward, device=self.env.device
+        )
+
+    def collect(self, agent: PPOAgent, buffer: DeviceBuffer) -> DeviceRolloutStats:
+        """Fill ``buffer``; the device may still be at it when this returns."""
+        if buffer is not self._buffer:
+            self._take(buffer, agent)
+        if self._obs is None:
+            self._obs, _ = self.env.reset(seed=self._env_seed)
+            self._hold_position()
+            buffer.obs[-1].copy_(self._obs)
+        self._state_before = self._generator.get_state()
+        send(counter_random.draw_keys(1, self._generator)[0], self._key)
+        begin = self._mark()
+        self._rollout()
+        self._marks = [begin, self._mark()]
+        return DeviceRolloutStats(self)
+
+    def commit(self, n_steps: int) -> None:
+        """The rollout of ``n_steps`` was learned from."""
+        self._state_before = None
+        self.n_steps += n_steps
+
+    def _take(self, buffer: DeviceBuffer, agent: PPOAgent) -> None:
+        """Make the program that fills this buffer."""
+        self._buffer = buffer
+        if self._obs is not None:
+            buffer.obs[-1].copy_(self._obs)
+        env, distribution = self.env, agent.distribution
+        noise_shape = distribution.noise_shape(buffer.n_steps, self.n_envs)
+        draw = counter_random.randn if distribution.has_normal_noise else counter_random.rand
+
+        def noise(key: Tensor) -> Tensor:
+            return draw(key, noise_shape)
+
+        def advance(
+            parts: list[Tensor],
+            ended: list[Tensor],
+            action: Tensor,
+            next_obs: Tensor,
+            final_obs: Tensor,
+            reward: Tensor,
+            terminated: Tensor,
+            truncated: Tensor,
+        ) -> tuple[list[Tensor], list[Tensor]]:
+            """One step of the envs, which also writes the rollout: it makes a kernel or a few.
+
+            Where the envs stand is not written in place: what reads it would have to wait.
+            """
+            env_action = distribution.to_torch_env(action)
+            position, outcome = env.transition(_position(parts), env_action)
+            next_obs.copy_(outcome.obs)
+            final_obs.copy_(outcome.final_obs)
+            reward.copy_(outcome.reward)
+            terminated.copy_(outcome.terminated)
+            truncated.copy_(outcome.truncated)
+            return _parts(position), _with_ended(ended, outcome)
+
+        draw_noise = self._programs.compiled(noise, "the noise of the actions")
+        step = self._programs.compiled(advance, f"a step of {type(env).__name__}")
+
+        def rollout() -> None:
+            drawn = draw_noise(self._key)
+            buffer.obs[0].copy_(buffer.obs[-1])
+            held = _parts(env.position)
+            parts, ended = held, [self._nothing] * 3
+            for t in range(buffer.n_steps):
+                inputs = PolicyInput(buffer.obs[t], None, None, None)
+                row = drawn[distribution.noise_row(t)]
+                agent.sample_batch(inputs, row, out=buffer.action[t])
+                parts, ended = step(
+                    parts,
+                    ended,
+                    buffer.action[t],
+                    buffer.obs[t + 1],
+                    buffer.final_obs[t],
+                    buffer.reward[t],
+                    buffer.terminated[t],
+                    buffer.truncated[t],
+                )
+            for place, part in zip(held, parts, strict=True):
+                place.copy_(part)
+            self.totals.copy_(torch.stack(ended).sum(dim=1))
+
+        def without_gradient() -> None:
+            with torch.no_grad():
+                rollout()
+
+        self._rollout = self._programs.captured(without_gradient, "a rollout")
+
+    def _hold_position(self) -> None:
+        """Give the envs tensors of their own for where they stand: each step overwrites them."""
+        self.env.position = _position([part.clone() for part in _parts(self.env.position)])
+
+    def _mark(self) -> Any:
+        """A point in time, of the device where it has a clock."""
+        if self.env.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self) -> float:
+        """How long the last rollout took; waits for its end."""
+        begin, end = self._marks
+        if isinstance(begin, float):
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000.0
+
+    def last_inputs(self, agent: PPOAgent) -> PolicyInput:
+        """What the policy sees after the last row."""
+        if self._buffer is None:
+            raise RuntimeError("nothing was collected yet")
+        return PolicyInput(self._buffer.obs[-1], None, None, None)
+
+    def resize(self, n_envs: int, agent: PPOAgent) -> None:
+        raise TypeError("a batch of tensors keeps its number of envs")
+
+    def snapshots(self) -> list[bytes]:
+        """None: the envs are part of ``state_dict``."""
+        return []
+
+    def state_dict(self) -> State:
+        """The draws of a rollout that was cut short do not count."""
+        state = self._generator.get_state() if self._state_before is None else self._state_before
+        position = None
+        obs = self._obs if self._buffer is None else self._buffer.obs[-1]
+        if self.is_between_rollouts and obs is not None:
+            # A copy also on the CPU: the next rollout writes into the buffer.
+            obs = obs.to("cpu", copy=True)
+            position = {"envs": self.env.state_dict(), "obs": obs}
+        return {"generator": state, "n_steps": self.n_steps, "position": position}
+
+    def load_state_dict(self, state: State) -> None:
+        self._generator.set_state(state["generator"])
+        self.n_steps = state["n_steps"]
+
+    def resume_at(self, position: Any, snapshots: Sequence[bytes], agent: PPOAgent) -> None:
+        """Go on in the midst of the episodes."""
+        if not isinstance(position, dict):
+            raise ValueError("where its envs stood was not saved, or of envs of another kind")
+        self.env.load_state_dict(position["envs"])
+        self._hold_position()
+        self._obs = position["obs"].to(self.env.device)
+        self._buffer = None  # a program that was made before looks for the envs elsewhere
+
+
+def _parts(position: Position) -> list[Tensor]:
+    return [*position.state, *position[1:]]
+
+
+def _position(parts: list[Tensor]) -> Position:
+    return Position(tuple(parts[:-3]), *parts[-3:])
+
+
+def _with_ended(ended: list[Tensor], outcome: Outcome) -> list[Tensor]:
+    """How many episodes have ended in each env, their returns, and their lengths, summed up."""
+    done = outcome.terminated | outcome.truncated
+    told = (torch.ones_like(outcome.reward), outcome.episode_return, outcome.episode_length)
+    return [old + torch.where(done, new, 0.0) for old, new in zip(ended, told, strict=True)]

@@ -1,0 +1,129 @@
+"""Advantages and reward scaling of a rollout that lies on a device: ``returns`` in torch.
+
+No function here waits for the device. On a GPU ``gae`` is one kernel, where Triton is there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ml_pipeline.errors import first_line
+from ml_pipeline.protocols import State
+
+
+class Outcomes(NamedTuple):
+    """How each step of a rollout ended, and what its successors are worth; [T, n_envs] each."""
+
+    reward: Tensor
+    value: Tensor
+    last_value: Tensor  # [n_envs], of what follows the last row
+    final_value: Tensor  # of the final observation; counts where truncated
+    terminated: Tensor  # bool
+    truncated: Tensor  # bool
+
+
+def gae(outcomes: Outcomes, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates, and value targets, as ``returns.gae`` gives them."""
+    if outcomes.reward.device.type == "cuda" and _kernel_works(outcomes.reward.device):
+        from ml_pipeline.training.tensor.gae_kernel import gae_in_one_kernel
+
+        return gae_in_one_kernel(*outcomes, gamma=gamma, lam=lam)
+    return gae_step_by_step(outcomes, gamma=gamma, lam=lam)
+
+
+@cache
+def _kernel_works(device: torch.device) -> bool:
+    """Whether Triton is there and makes kernels: it wants a C compiler and Python's headers."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from ml_pipeline.training.tensor.gae_kernel import gae_in_one_kernel
+
+        numbers, flags = torch.zeros(1, 16, device=device), torch.zeros(1, 16, device=device)
+        tried = Outcomes(numbers, numbers, numbers[0], numbers, flags.bool(), flags.bool())
+        gae_in_one_kernel(*tried, gamma=1.0, lam=1.0)
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        warnings.warn(f"advantages take a kernel per step: {why}", RuntimeWarning, stacklevel=2)
+        return False
+    return True
+
+
+def gae_step_by_step(outcomes: Outcomes, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    reward, value, last_value, final_value, terminated, truncated = outcomes
+    next_value = torch.cat([value[1:], last_value.unsqueeze(0)])
+    next_value = torch.where(truncated, final_value, next_value).masked_fill(terminated, 0.0)
+    delta = reward + gamma * next_value - value
+    carry = gamma * lam * (~(terminated | truncated))
+    advantage = torch.empty_like(delta)
+    running = torch.zeros_like(last_value)
+    for t in range(len(delta) - 1, -1, -1):
+        running = delta[t] + carry[t] * running
+        advantage[t] = running
+    return advantage, advantage + value
+
+
+def explained_variance(value: Tensor, value_target: Tensor) -> Tensor:
+    """1 for a perfect critic, 0 for one no better than a constant; 0-d."""
+    variance = value_target.var(correction=0)
+    unexplained = (value_target - value).var(correction=0)
+    return torch.where(variance > 0, 1.0 - unexplained / variance, 0.0)
+
+
+class DeviceRewardScaler:
+    """``RewardScaler`` in tensors: divides by the running deviation of the discounted return."""
+
+    def __init__(self, n_envs: int, *, gamma: float, clip: float, device: torch.device) -> None:
+        self.gamma = gamma
+        self.clip = clip
+        self._return = torch.zeros(n_envs, device=device)
+        self._mean, self._variance, self._count = (
+            torch.tensor(each, device=device) for each in (0.0, 1.0, 0.0)
+        )
+
+    def scaled(self, reward: Tensor, done: Tensor) -> Tensor:
+        """Take in a rollout, [T, n_envs], then scale it by what is known with it."""
+        returns = torch.empty_like(reward)
+        running = self._return
+        for t in range(len(reward)):
+            running = running * self.gamma + reward[t]
+            returns[t] = running
+            running = running.masked_fill(done[t], 0.0)
+        self._take_in(returns, running)
+        scale = torch.rsqrt(self._variance + 1e-8)
+        return (reward * scale).clamp(-self.clip, self.clip)
+
+    def _take_in(self, returns: Tensor, running: Tensor) -> None:
+        """In place, for a graph; of a rollout that is not finite nothing must last."""
+        mean, variance = returns.mean(), returns.var(correction=0)
+        finite = torch.isfinite(variance)
+        total = self._count + returns.numel()
+        share, shift = returns.numel() / total, mean - self._mean
+        spread = shift.square() * share * (1.0 - share)
+        merged = self._variance * (1.0 - share) + variance * share + spread
+        self._variance.copy_(torch.where(finite, merged, self._variance))
+        self._mean.copy_(torch.where(finite, self._mean + shift * share, self._mean))
+        self._count.copy_(torch.where(finite, total, self._count))
+        self._return.copy_(torch.where(finite, running, 0.0))
+
+    def begin_episodes(self) -> None:
+        """All envs have been reset."""
+        self._return.zero_()
+
+    def state_dict(self) -> State:
+        moments = torch.stack([self._mean, self._variance, self._count]).tolist()
+        return {"moments": moments, "return": self._return.tolist()}
+
+    def load_state_dict(self, state: State) -> None:
+        for own, saved in zip(
+            (self._mean, self._variance, self._count), state["moments"], strict=True
+        ):
+            own.fill_(saved)
+        if len(state["return"]) == len(self._return):
+            self._return.copy_(torch.tensor(state["return"]))

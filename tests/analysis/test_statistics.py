@@ -1,0 +1,74 @@
+"""Statistics over seeds against hand arithmetic, and intervals that hold what they promise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ml_pipeline.analysis.statistics import (
+    iqm,
+    performance_profile,
+    probability_of_improvement,
+    verdict,
+    with_interval,
+)
+
+
+def test_the_iqm_is_the_mean_of_the_middle_half() -> None:
+    assert iqm(np.array([100.0, 1.0, 2.0, 3.0, -50.0, 4.0, 5.0, 6.0])) == np.mean([2, 3, 4, 5])
+    assert iqm(np.array([1.0, 5.0, 9.0])) == 5.0
+    runs = np.arange(8.0)[:, None] * np.array([1.0, 2.0])
+    assert iqm(runs).tolist() == [3.5, 7.0]
+
+
+def test_a_95_percent_interval_holds_the_truth_about_so_often() -> None:
+    generator = np.random.default_rng(1)
+    held = 0
+    for _ in range(200):
+        runs = generator.normal(3.0, 2.0, 30)
+        _, low, high = with_interval(runs, lambda values: values.mean(axis=0))
+        held += bool(low <= 3.0 <= high)
+
+    assert 0.88 <= held / 200 <= 0.99
+
+
+def test_the_same_runs_give_the_same_interval() -> None:
+    runs = np.array([1.0, 4.0, 2.0, 8.0, 5.0])
+
+    assert with_interval(runs) == with_interval(runs.copy())
+
+
+def test_one_run_has_no_interval() -> None:
+    value, low, high = with_interval(np.array([3.0]))
+
+    assert value == 3.0
+    assert np.isnan([low, high]).all()
+
+
+def test_the_probability_of_improvement_counts_pairs_and_halves_ties() -> None:
+    value, low, high = probability_of_improvement(np.array([1.0, 2.0]), np.array([1.0, 0.0]))
+
+    assert value == (0.5 + 1.0 + 1.0 + 1.0) / 4
+    assert low <= value <= high
+
+
+def test_a_profile_is_the_share_of_runs_at_or_above() -> None:
+    value, _, _ = performance_profile(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.0, 2.0, 5.0]))
+
+    assert value.tolist() == [1.0, 0.75, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ([5.0] * 3, [1.0] * 9, "3 seeds are too few to claim a difference between a and b"),
+        ([5.0], [1.0], "1 seed is too few"),
+        ([5.0, 6, 7, 8, 9], [1.0, 2, 3, 4, 4], "a is better than b: probability of improvement 1"),
+        ([1.0, 2, 3, 4, 4], [5.0, 6, 7, 8, 9], "a is worse than b"),
+        ([1.0, 2, 3, 4, 5], [1.0, 2, 3, 4, 5], "no difference can be claimed between a and b"),
+    ],
+)
+def test_a_difference_is_claimed_only_where_it_is_seen(
+    ours: list[float], theirs: list[float], words: str
+) -> None:
+    assert verdict("a", np.array(ours), "b", np.array(theirs)).startswith(words)

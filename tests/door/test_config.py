@@ -1,0 +1,162 @@
+"""The config at the door: what is composed, and what is refused with its full key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+from hydra.errors import ConfigCompositionException
+
+from ml_pipeline.config.train import EnvConfig, PPOConfig, TrainConfig, VecEnvConfig
+from ml_pipeline.door.compose import ConfigError, checked_config, compose_config
+
+
+def config(*overrides: str) -> TrainConfig:
+    return checked_config(compose_config(overrides))
+
+
+def test_the_defaults_of_the_yaml_are_the_defaults_of_the_dataclasses() -> None:
+    composed, default = config(), TrainConfig()
+
+    assert composed.agent == default.agent == PPOConfig()
+    assert composed.vec_env == VecEnvConfig()
+    assert composed.env == EnvConfig()
+    for name in ("n_envs", "seed", "total_steps", "num_episodes", "device", "resume", "objective"):
+        assert getattr(composed, name) == getattr(default, name)
+
+
+@pytest.mark.parametrize("written", ["100000", "100_000", "1e5"])
+def test_steps_may_be_written_in_three_ways(written: str) -> None:
+    composed = config(f"total_steps={written}", "agent.n_steps=125", "agent.n_minibatches=5")
+
+    assert composed.wanted_steps == composed.total_steps == 100_000
+
+
+def test_a_run_is_the_whole_rollouts_that_fit_and_one_at_least() -> None:
+    assert config("total_steps=100_000").wanted_steps == 97 * 128 * 8
+    assert config("total_steps=1").wanted_steps == 128 * 8
+
+
+def test_num_episodes_counts_calls_of_train_episode_vectorized() -> None:
+    assert config("num_episodes=3", "n_envs=4", "agent.n_steps=32").wanted_steps == 3 * 4 * 32
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("agent.gamma=1.5", "agent.gamma must be between 0 and 1, got 1.5"),
+        ("agent.learning_rate=0", "agent.learning_rate must be positive, got 0.0"),
+        ("agent.learning_rate=inf", "agent.learning_rate must be finite, got inf"),
+        ("agent.n_epochs=0", "agent.n_epochs must be at least 1, got 0"),
+        ("agent.clip_range=-1", "agent.clip_range must be positive"),
+        ("agent.entropy_coef=-1", "agent.entropy_coef must be at least 0"),
+        ("agent.value_coef=-1", "agent.value_coef must be at least 0"),
+        ("agent.max_grad_norm=0", "agent.max_grad_norm must be positive"),
+        ("agent.gae_lambda=2", "agent.gae_lambda must be between 0 and 1"),
+        ("n_envs=0", "n_envs must be auto, or at least 1, got 0"),
+        ("seed=-1", "seed must be between 0 and"),
+        ("total_steps=0", "total_steps must be a whole number of at least 1"),
+        ("total_steps=10.5", "total_steps must be a whole number of at least 1, got 10.5"),
+        ("num_episodes=0", "num_episodes must be at least 1"),
+        ("device=tpu", r"device must be auto \| cpu \| cuda \| cuda:N \| mps, got tpu"),
+        ("device=cuda:x", "device must be"),
+        ("compile=fast", r"compile must be auto \| off \| graph, got fast"),
+        ("compile=true", r"compile must be auto \| off \| graph, got True"),
+        ("precision=half", r"precision must be float32 \| tf32 \| bf16, got half"),
+        ("n_envs=many", "n_envs must be auto, or at least 1, got many"),
+        ("n_envs=1.5", "n_envs must be auto, or at least 1, got 1.5"),
+        ("vec_env.infos=some", r"vec_env.infos must be all \| final, got some"),
+        ("vec_env.on_worker_death=weep", r"must be raise \| restart, got weep"),
+        ("vec_env.max_restarts=-1", "vec_env.max_restarts must be at least 0, got -1"),
+        (
+            "vec_env.mode=fast",
+            r"vec_env.mode must be auto \| serial \| parallel \| shared, got fast",
+        ),
+        ("vec_env.n_workers=0", "vec_env.n_workers must be at least 1"),
+        ("vec_env.start_method=loky", "vec_env.start_method must be spawn"),
+        ("vec_env.step_timeout_seconds=0", "vec_env.step_timeout_seconds must be positive"),
+        ("env.id=null", "env.id and env.target are both empty"),
+        (
+            "agent.n_minibatches=7",
+            "agent.n_steps 128 x n_envs 8 = 1024 transitions cannot be cut into "
+            "agent.n_minibatches=7",
+        ),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_its_full_key(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("agent.learning_rat=1", "agent.learning_rat"),
+        ("n_env=3", "n_env"),
+        ("agent.n_steps=1.5", "agent.n_steps"),
+        ("agent.anneal_learning_rate=maybe", "agent.anneal_learning_rate"),
+        ("callbacks.evaluation.every=1", "callbacks.evaluation.every"),
+        ("total_steps=long", "total_steps"),
+    ],
+)
+def test_an_unknown_key_or_a_wrong_type_is_refused_with_its_full_key(
+    override: str, key: str
+) -> None:
+    with pytest.raises(ConfigCompositionException) as caught:
+        config(override)
+
+    assert f"full_key: {key}\n" in str(caught.value.__cause__)
+
+
+def test_devices_with_an_index_are_one_word() -> None:
+    assert config("device=cuda:1").device == "cuda:1"
+
+
+@pytest.mark.parametrize("written", ["off", "'off'", "false"])  # as YAML reads off
+def test_an_off_in_yaml_is_an_off(written: str) -> None:
+    assert config(f"compile={written}").compile == "off"
+
+
+def test_an_env_takes_new_arguments_and_wrappers() -> None:
+    composed = config(
+        "env.id=Pendulum-v1",
+        "+env.kwargs.g=9.81",
+        "+env.wrappers.clip={_target_: gymnasium.wrappers.ClipReward, min_reward: -1}",
+    )
+
+    assert composed.env.kwargs == {"g": 9.81}
+    assert composed.env.wrappers["clip"]["min_reward"] == -1
+
+
+def test_several_loggers_can_be_chosen_at_once_or_none() -> None:
+    assert list(config("logger=[wandb,none]").logger) == ["wandb"]
+    assert config("logger=none").logger == {}
+    assert config("logger=[]").logger == {}
+
+
+def test_an_experiment_changes_many_keys_at_once_and_the_command_line_wins() -> None:
+    composed = config("experiment=cartpole", "agent.n_epochs=3")
+
+    assert (composed.agent.n_steps, composed.agent.n_epochs) == (32, 3)
+
+
+def test_every_preset_composes_and_names_a_command_in_its_first_line() -> None:
+    files = sorted(Path(REPOSITORY / "conf").rglob("*.yaml"))
+    assert len(files) > 15
+    for file in files:
+        lines = [line for line in file.read_text().splitlines() if "@package" not in line]
+        group, option = file.relative_to(REPOSITORY / "conf").parent, file.stem
+        if str(group) == "study":  # search spaces, no group of Hydra
+            assert "python -m ml_pipeline study start" in lines[0], file
+            continue
+        assert "python train_ppo.py" in lines[0], file
+        if str(group) != ".":
+            own = ["network._target_=my_module.Mine"] if option == "own" else []  # to be named
+            config(f"{group}={option}", *own)
+
+
+def test_env_presets_use_the_one_shape_of_an_env() -> None:
+    for file in (REPOSITORY / "conf" / "env").glob("*.yaml"):
+        assert set(yaml.safe_load(file.read_text())) <= {"id", "target", "kwargs", "wrappers"}

@@ -1,0 +1,102 @@
+"""StopSignals: raised at once, held back by a shield, and everything as before afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+
+from ml_pipeline.signals import Interrupted, StopSignals
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_stop_signal_is_raised_at_once_with_its_exit_code(number: int, code: int) -> None:
+    with StopSignals(), pytest.raises(Interrupted) as caught:
+        send(number)
+
+    assert caught.value.exit_code == code
+
+
+def test_a_shielded_block_is_finished_first_however_often_the_signal_comes() -> None:
+    done: list[str] = []
+
+    def work(signals: StopSignals) -> None:
+        with signals.shielded(), signals.shielded():
+            send(signal.SIGINT)
+            send(signal.SIGTERM)
+            done.append("all of it")
+        done.append("not this")
+
+    with StopSignals(echo_seconds=0) as signals, pytest.raises(Interrupted, match="SIGTERM"):
+        work(signals)
+
+    assert done == ["all of it"]
+
+
+def test_a_signal_that_comes_twice_at_once_is_one() -> None:
+    done: list[str] = []
+
+    def work(signals: StopSignals) -> None:
+        with signals.patient():
+            send(signal.SIGINT)
+            send(signal.SIGTERM)  # told to the group, too
+            done.append("patience")
+
+    with StopSignals(echo_seconds=60) as signals, pytest.raises(Interrupted, match="SIGINT"):
+        work(signals)
+
+    assert done == ["patience"]
+
+
+def test_the_handlers_before_are_back_afterwards() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+
+    with StopSignals():
+        assert [signal.getsignal(number) for number in numbers] != before
+
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals():
+            send(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_job_that_a_script_put_into_the_background_can_be_stopped() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's & does
+    try:
+        with StopSignals(), pytest.raises(Interrupted, match="SIGINT"):
+            send(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_outside_the_main_thread_it_does_nothing() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def work() -> None:
+        with StopSignals():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+    assert seen == [before]

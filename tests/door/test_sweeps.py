@@ -1,0 +1,147 @@
+"""Sweeps: jobs side by side, in order or not, and what is told of them at the end."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Door, door_command, is_running, small, wait_until, wait_until_gone
+from rich.console import Console
+
+from ml_pipeline import sweeps
+from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
+from ml_pipeline.extras import MissingExtraError
+from ml_pipeline.sweeps import Job, check_launcher, jobs_table, noted_job, read_jobs, share_of_cores
+
+
+@pytest.mark.slow
+def test_jobs_run_side_by_side_and_a_failed_one_ends_no_other(door: Door, here: Path) -> None:
+    ids = "env.id=CartPole-v1,Nope-v0"
+
+    result = door("-m", "sweep=local", ids, "seed=1,2", *small(), "hydra.launcher.n_jobs=2")
+
+    assert result.returncode == 1
+    (folder,) = (here / "runs" / "sweeps").iterdir()
+    jobs = read_jobs(folder)
+    assert [job.status for job in jobs] == ["finished", "finished", "failed", "failed"]
+    assert [Path(str(job.run_dir)).is_dir() for job in jobs[:2]] == [True, True]
+    assert len({job.pid for job in jobs[:2]}) == 2
+    assert "2 of 4 jobs finished" in result.stdout
+    assert "env.id=Nope-v0 is not a registered environment" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_submitit_runs_a_sweep_on_this_machine(door: Door, here: Path) -> None:
+    result = door("-m", "sweep=submitit_local", "seed=1,2", *small(), "vec_env=parallel")
+
+    assert result.returncode == 0, result.stderr
+    assert "2 of 2 jobs finished" in result.stdout
+
+
+@pytest.fixture
+def local_sweep(here: Path) -> Any:
+    """Two jobs side by side that would train for days, with workers; and their notes."""
+    settings = small(total_steps=10**9, callbacks__evaluation__eval_every_steps=32)
+    settings += ["vec_env=parallel", "hydra.launcher.n_jobs=2"]
+    command = door_command("-m", "sweep=local", "seed=1,2,3", *settings)
+    process = subprocess.Popen(command, cwd=here, text=True, stdout=subprocess.PIPE)
+
+    def running() -> list[Job]:
+        folders = list(here.glob("runs/sweeps/*"))
+        return [job for job in read_jobs(folders[0]) if job.status == "running"] if folders else []
+
+    wait_until(lambda: len(running()) == 2, 60)
+    wait_until(lambda: len(list(here.glob("runs/CartPole-v1/*/checkpoints/best.pt"))) == 2, 60)
+    jobs = running()
+    yield process, jobs
+    for pid in (process.pid, *(job.pid for job in jobs)):
+        if is_running(pid):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_sweep_saves_every_job_and_begins_no_other(
+    local_sweep: Any, here: Path, number: int, code: int
+) -> None:
+    process, jobs = local_sweep
+
+    process.send_signal(number)
+    stdout, _ = process.communicate(timeout=40)
+
+    assert process.returncode == code
+    (folder,) = here.glob("runs/sweeps/*")
+    assert [job.status for job in read_jobs(folder)] == ["interrupted"] * 2
+    assert "0 of 2 jobs finished" in stdout
+    summaries = [json.loads(path.read_text()) for path in here.glob("runs/CartPole-v1/*/*.json")]
+    assert [each["status"] for each in summaries] == ["interrupted"] * 2
+    wait_until_gone([job.pid for job in jobs])
+
+
+@pytest.mark.slow
+def test_jobs_end_with_the_sweep_that_was_killed(local_sweep: Any) -> None:
+    process, jobs = local_sweep
+
+    process.kill()
+
+    wait_until_gone([job.pid for job in jobs], 30)
+
+
+def test_a_job_that_left_no_word_has_died_and_what_is_common_is_not_repeated() -> None:
+    jobs = [
+        Job(0, ["a=1", "b=2"], "finished", 1, "runs/x", 3.14),
+        Job(1, ["a=1", "b=3"], "running", 1),
+        Job(2, ["a=1", "b=4"], "failed", 1, error="no such thing"),
+    ]
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(jobs_table(jobs))
+
+    lines = console.export_text().splitlines()
+    assert lines[1].split() == ["0", "b=2", "finished", "3.1", "runs/x"]
+    assert lines[2].split() == ["1", "b=3", "died", "-", "-"]
+    assert lines[3].split()[:4] == ["2", "b=4", "failed", "-"]
+    assert lines[3].rstrip().endswith("no such thing")
+
+
+def test_a_job_is_noted_however_it_ends(tmp_path: Path) -> None:
+    with noted_job(tmp_path, 0, []) as note:
+        note.finished(Path("runs/x"), float("nan"))
+    with pytest.raises(ZeroDivisionError), noted_job(tmp_path, 1, []):
+        _ = 1 / 0
+    with pytest.raises(KeyboardInterrupt), noted_job(tmp_path, 2, []):
+        raise KeyboardInterrupt
+
+    jobs = read_jobs(tmp_path)
+    assert [job.status for job in jobs] == ["finished", "failed", "interrupted"]
+    assert jobs[0].objective is None  # JSON has no nan
+    assert jobs[1].error == "division by zero"
+
+
+def test_jobs_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert share_of_cores({}, 8) == 8
+    assert share_of_cores({"n_jobs": 3}, 8) == 2
+    assert share_of_cores({"n_jobs": 100}, 8) == 1
+    assert share_of_cores({"n_jobs": -1}, 8) == 1
+
+    monkeypatch.setenv(CORES_VARIABLE, "1")
+    assert available_cores() == 1
+
+
+def test_a_launcher_that_is_missing_comes_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_launcher(["-m", "sweep=local", "seed=1,2"])
+    monkeypatch.setitem(sweeps._LAUNCHERS, "local", "hydra_plugins.no.hydra_joblib_launcher")
+
+    with pytest.raises(
+        MissingExtraError, match=r'sweep=local needs .*: pip install -e "\.\[sweep\]"'
+    ):
+        check_launcher(["-m", "sweep=local", "seed=1,2"])

@@ -1,0 +1,121 @@
+"""Channel: messages of any size, plain ones by a word in memory, and none taken twice."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ml_pipeline.envs.workers import channel
+from ml_pipeline.envs.workers.channel import LONG_SPIN, NO_SPIN, Channel, Spin
+
+PLAIN = (b"s", b"d")
+
+
+def two_ends(*, hints: bool) -> tuple[Channel, Channel]:
+    ours, theirs = socket.socketpair()
+    parent, worker = Channel(ours, "parent", plain=PLAIN), Channel(theirs, "worker", plain=PLAIN)
+    if hints:
+        words = np.zeros((1, 8), dtype=np.int64)
+        parent.use_hints(words, 0)
+        worker.use_hints(words, 0)
+    return parent, worker
+
+
+@pytest.mark.parametrize("hints", [False, True])
+def test_messages_of_any_size_arrive_whole_and_in_order(hints: bool) -> None:
+    parent, worker = two_ends(hints=hints)
+    sizes = [0, 1, 5_000_000, 0, 300]
+
+    def send_all() -> None:
+        for number, size in enumerate(sizes, start=1):
+            worker.send(b"r", number, bytes(size))
+
+    sender = threading.Thread(target=send_all)
+    sender.start()
+    received = [parent.receive(5.0) for _ in sizes]
+    sender.join()
+
+    assert received == [(b"r", i, bytes(size)) for i, size in enumerate(sizes, start=1)]
+
+
+def test_a_plain_message_to_one_who_is_awake_is_only_a_word() -> None:
+    parent, worker = two_ends(hints=True)
+    parent.send(b"s", 1)
+
+    assert worker.has_hint()
+    assert worker.next(Spin(LONG_SPIN)) == (b"s", 1, b"")
+    assert not worker.has_hint()
+    worker.send(b"d", 1)
+    assert parent.receive() == (b"d", 1, b"")
+
+
+def test_one_who_sleeps_is_woken_by_a_message_and_hears_it_once() -> None:
+    parent, worker = two_ends(hints=True)
+    heard: list[object] = []
+    listener = threading.Thread(target=lambda: heard.append(worker.next(Spin(NO_SPIN))))
+    listener.start()
+    parent.send(b"s", 1)
+    listener.join(5)
+
+    assert heard == [(b"s", 1, b"")]
+    parent.send(b"c", 2, b"more")
+    assert worker.next(Spin(LONG_SPIN)) == (b"c", 2, b"more"), "no echo of the first"
+
+
+def test_what_does_not_come_or_go_in_time_is_a_timeout() -> None:
+    parent, worker = two_ends(hints=False)
+    with pytest.raises(TimeoutError):
+        parent.receive(0.01)
+    with pytest.raises(TimeoutError):
+        parent.send(b"c", 1, bytes(50_000_000), 0.01)
+    worker.sock.close()
+
+
+def test_the_end_of_the_other_side_is_an_end() -> None:
+    parent, worker = two_ends(hints=True)
+    worker.sock.close()
+
+    with pytest.raises(EOFError):
+        parent.receive(1.0)
+
+
+def test_a_spin_is_bounded_and_gives_up_after_waits_in_vain() -> None:
+    asked = [0]
+
+    def never() -> bool:
+        asked[0] += 1
+        return False
+
+    spin = Spin(LONG_SPIN)
+    counts = []
+    for _ in range(8):
+        asked[0] = 0
+        assert not spin.until(never)
+        counts.append(asked[0])
+
+    assert sum(counts[:4]) > 4
+    assert counts[4:] == [1] * 4
+    assert spin.until(lambda: True)
+    asked[0] = 0
+    Spin(NO_SPIN).until(never)
+    assert asked[0] <= 2
+
+
+def test_a_spin_rests_where_others_want_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    yields = [0]
+
+    def yield_to_another() -> None:
+        yields[0] += 1
+        time.sleep(2e-3)
+
+    monkeypatch.setattr(channel, "yield_core", yield_to_another)
+    monkeypatch.setattr(channel, "_SHORTEST_REST", 60.0)
+    spin = Spin(LONG_SPIN)
+    for _ in range(3):
+        assert not spin.until(lambda: False)
+
+    assert yields[0] == 1

@@ -1,0 +1,68 @@
+"""The envs we ship: what their numbers promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from ml_pipeline.envs.tasks.camera_and_flag import CameraAndFlag
+from ml_pipeline.envs.tasks.crowded_keys import CrowdedKeys
+from ml_pipeline.envs.wrappers.hide_velocity import HideVelocity
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("make", [CrowdedKeys, CameraAndFlag])
+def test_gymnasiums_own_checker_is_content(make: Any) -> None:
+    check_env(make(), skip_render_check=True)
+
+
+def test_the_nearest_working_key_is_worth_one_and_a_dead_one_ends_the_episode() -> None:
+    env = CrowdedKeys(n_keys=8, n_working=2)
+    tone, info = env.reset(seed=1)
+    working = np.flatnonzero(info["action_mask"])
+    distances = np.abs(working - tone)
+
+    _, best, over, _, _ = env.step(working[distances.argmin()])
+    assert (best, over) == (1.0, False)
+
+    tone, info = env.reset(seed=1)
+    _, other, _, _, _ = env.step(working[distances.argmax()])
+    assert other == 1.0 - (distances.max() - distances.min()) / 8
+
+    env.reset(seed=1)
+    dead = np.flatnonzero(info["action_mask"] == 0)[0]
+    assert env.step(dead)[1:3] == (0.0, True)
+
+
+def test_the_flag_decides_what_the_camera_means() -> None:
+    env = CameraAndFlag(size=4, length=1000)
+    obs, _ = env.reset(seed=1)
+    flags = set()
+    for _ in range(50):
+        row, column, _ = np.argwhere(obs["camera"])[0]
+        quarter = 2 * (row >= 2) + (column >= 2)
+        flags.add(float(obs["flag"][0]))
+        obs, reward, _, _, _ = env.step(quarter if obs["flag"][0] > 0 else 3 - quarter)
+        assert reward == 1.0
+    assert flags == {-1.0, 1.0}
+
+
+def test_hidden_numbers_are_left_out_of_observation_and_space() -> None:
+    env = HideVelocity(gym.make("CartPole-v1"))
+    obs, _ = env.reset(seed=1)
+    whole, _ = gym.make("CartPole-v1").reset(seed=1)
+
+    assert obs.tolist() == whole[[0, 2]].tolist()
+    assert env.observation_space.shape == (2,)
+    with pytest.raises(ValueError, match="must be those of a vector"):
+        HideVelocity(CameraAndFlag())
+
+
+@pytest.mark.parametrize("make", [lambda: CrowdedKeys(4, 9), lambda: CameraAndFlag(5)])
+def test_sizes_that_make_no_sense_are_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        make()

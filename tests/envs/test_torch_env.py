@@ -1,0 +1,293 @@
+"""TorchVectorEnv: the autoreset, the seeds, resuming, and one env of it alone."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode, VectorEnv
+from torch import Tensor
+
+from ml_pipeline.envs.tensor_env import SingleTorchEnv, State, TorchVectorEnv
+from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
+
+
+class Walk(TorchVectorEnv):
+    """From a drawn start in [0, 1) by -1 or +1 a step; the reward is the place, 3 is the end."""
+
+    single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    single_action_space = spaces.Discrete(2)
+    n_draws: ClassVar[int] = 1
+
+    def begin(self, draws: tuple[Tensor, ...]) -> State:
+        (draw,) = draws
+        return draw, draw[:, None, None].expand(-1, 2, 3).clone()  # a part with more dimensions
+
+    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+        place = state[0] + 2.0 * action - 1.0
+        return (place, state[1]), place, place >= 3.0
+
+    def observe(self, state: State) -> Tensor:
+        return torch.stack((state[0], state[1][:, 1, 2]), dim=1)
+
+
+UP, DOWN = 1, 0
+
+
+def actions(env: TorchVectorEnv, number: int) -> Tensor:
+    return torch.full((env.num_envs,), number)
+
+
+def play(env: TorchVectorEnv, n_steps: int, seed: int = 0) -> list[Tensor]:
+    """What each step has brought, as one row per env, under actions that env i alone decides."""
+    rows = []
+    for t in range(n_steps):
+        draws = [np.random.default_rng([seed, t, i]).integers(2) for i in range(env.num_envs)]
+        obs, reward, terminated, truncated, infos = env.step(torch.tensor(np.array(draws)))
+        columns = (reward, terminated, truncated, infos["episode"]["r"], infos["episode"]["l"])
+        rows.append(torch.cat((obs, infos["final_obs"], torch.stack(columns, dim=1)), dim=1))
+    return rows
+
+
+def test_it_keeps_the_contract_of_a_gymnasium_vector_env() -> None:
+    env = Walk(3, seed=1)
+    obs, infos = env.reset()
+
+    assert isinstance(env, VectorEnv)
+    assert env.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
+    assert env.num_envs == 3
+    assert env.action_space == spaces.MultiDiscrete([2, 2, 2])
+    assert env.observation_space.shape == (3, 2)
+    assert env.observation_space.contains(obs.numpy())
+    assert infos == {}
+    env.close()
+    env.close()
+    assert env.closed
+
+
+def test_the_end_of_an_episode_is_in_final_obs_and_a_new_beginning_in_obs() -> None:
+    env = Walk(2, seed=1)
+    first, _ = env.reset()
+    start = first[:, 0]
+    for _ in range(2):
+        obs, _, terminated, _, infos = env.step(actions(env, UP))
+        assert not terminated.any()
+        assert torch.equal(obs, infos["final_obs"])
+        assert not infos["_final_obs"].any()
+
+    obs, reward, terminated, truncated, infos = env.step(actions(env, UP))
+
+    assert terminated.tolist() == [True, True]
+    assert truncated.tolist() == [False, False]
+    assert torch.equal(infos["final_obs"][:, 0], start + 1 + 1 + 1)
+    assert torch.equal(reward, infos["final_obs"][:, 0])
+    assert ((obs[:, 0] >= 0) & (obs[:, 0] < 1) & (obs[:, 0] != start)).all()
+    assert torch.equal(obs[:, 0], obs[:, 1])  # every part of the state has begun anew
+    assert infos["_final_obs"].all()
+    assert infos["_episode"].all()
+    assert infos["episode"]["l"].tolist() == [3, 3]
+    assert torch.allclose(infos["episode"]["r"], 3 * start + 6)
+    assert env.position.n_steps.tolist() == [0, 0]
+    assert env.position.episode_return.tolist() == [0.0, 0.0]
+    assert env.position.n_episodes.tolist() == [2, 2]
+
+
+def test_only_the_envs_that_ended_begin_anew() -> None:
+    env = Walk(3, seed=1)
+    start, _ = env.reset()
+    up_down_up = torch.tensor([UP, DOWN, UP])
+    for _ in range(3):
+        obs, _, terminated, _, _ = env.step(up_down_up)
+
+    assert terminated.tolist() == [True, False, True]
+    assert obs[1, 0] == start[1, 0] - 3
+    assert obs[[0, 2], 0].max() < 1
+    assert env.position.n_episodes.tolist() == [2, 1, 2]
+    assert env.position.n_steps.tolist() == [0, 3, 0]
+
+
+def test_the_time_limit_truncates_and_is_told_apart_from_an_end() -> None:
+    env = Walk(2, seed=1, max_episode_steps=3)
+    env.reset()
+    for _ in range(2):
+        assert not env.step(torch.tensor([UP, DOWN]))[3].any()
+
+    _, _, terminated, truncated, infos = env.step(torch.tensor([UP, DOWN]))
+
+    assert terminated.tolist() == [True, False]
+    assert truncated.tolist() == [True, True]  # as Gymnasium's TimeLimit, whatever terminated says
+    assert infos["_final_obs"].tolist() == [True, True]
+
+
+def test_without_a_limit_episodes_go_on() -> None:
+    env = Walk(1, seed=1)
+    env.reset()
+
+    for _ in range(50):
+        assert not env.step(actions(env, DOWN))[3].any()
+
+
+def test_env_i_plays_the_same_among_three_and_among_eight() -> None:
+    few, many = Walk(3, max_episode_steps=9), Walk(8, max_episode_steps=9)
+    few.reset(seed=4)
+    many.reset(seed=4)
+
+    for row_few, row_many in zip(play(few, 40), play(many, 40), strict=True):
+        assert torch.equal(row_few, row_many[:3])
+
+
+def test_env_i_has_seed_plus_i() -> None:
+    first, _ = Walk(3, seed=10).reset()
+    second, _ = Walk(3, seed=11).reset()
+
+    assert torch.equal(first[1:], second[:2])
+    assert len(set(first[:, 0].tolist())) == 3
+
+
+def test_a_seed_begins_again_and_no_seed_goes_on() -> None:
+    env = Walk(2, seed=7)
+    first, _ = env.reset()
+    next_one, _ = env.reset()
+    again, _ = env.reset(seed=7)
+
+    assert torch.equal(first, again)
+    assert not torch.equal(first, next_one)
+    assert torch.equal(env.reset()[0], next_one)
+    assert not torch.equal(Walk(2).reset()[0], Walk(2).reset()[0])
+
+
+@pytest.mark.parametrize("seed", [-1, 2**62])
+def test_a_seed_that_is_no_int64_is_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match=f"between 0 and 2\\^62 - 1, got {seed}"):
+        Walk(2, seed=seed)
+
+
+def test_a_loaded_state_goes_on_bit_for_bit(tmp_path: Any) -> None:
+    env = TorchCartPole(5, seed=3, max_episode_steps=30)
+    env.reset()
+    play(env, 45)
+    torch.save(env.state_dict(), tmp_path / "env.pt")
+    wanted = play(env, 60, seed=1)
+
+    other = TorchCartPole(5, max_episode_steps=30)
+    other.load_state_dict(torch.load(tmp_path / "env.pt", weights_only=True))
+
+    assert all(map(torch.equal, play(other, 60, seed=1), wanted))
+
+
+def test_a_saved_state_does_not_change_behind_its_owner() -> None:
+    env = Walk(2, seed=3)
+    env.reset()
+    saved = env.state_dict()
+    place = saved["state"][0].clone()
+    play(env, 5)
+    env.reset(seed=9)
+
+    assert saved["seeds"].tolist() == [3, 4]
+    assert torch.equal(saved["state"][0], place)
+
+
+def test_a_state_of_other_sizes_is_refused() -> None:
+    with pytest.raises(ValueError, match="state of 3 envs cannot be loaded into 2; use num_envs=3"):
+        Walk(2).load_state_dict(Walk(3).state_dict())
+    with pytest.raises(ValueError, match="load it into the task that saved it"):
+        Walk(3).load_state_dict(TorchCartPole(3).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (torch.zeros(3, dtype=torch.int64), r"\(2,\) of integers on cpu, got \(3,\)"),
+        (torch.zeros(2, 1, dtype=torch.int64), r"got \(2, 1\)"),
+        (torch.zeros(2), "got .* of torch.float32"),
+        (torch.zeros(2, dtype=torch.int64, device="meta"), "got .* on meta"),
+        (np.zeros(2, dtype=np.int64), "got ndarray; use torch.as_tensor"),
+    ],
+)
+def test_an_action_that_does_not_fit_is_refused(action: Any, message: str) -> None:
+    env = Walk(2, seed=1)
+    env.reset()
+
+    with pytest.raises(ValueError, match=message):
+        env.step(action)
+
+
+def test_wrong_sizes_options_and_a_missing_reset_are_named() -> None:
+    with pytest.raises(ValueError, match="num_envs must be at least 1, got 0"):
+        Walk(0)
+    with pytest.raises(ValueError, match="max_episode_steps must be at least 1, got 0"):
+        Walk(1, max_episode_steps=0)
+    with pytest.raises(ValueError, match="Walk takes no options"):
+        Walk(1).reset(options={"low": 1})
+    with pytest.raises(ResetNeeded, match="call reset first"):
+        Walk(1).step(torch.tensor([UP]))
+
+
+def test_step_and_transition_agree() -> None:
+    env = Walk(4, seed=2, max_episode_steps=7)
+    env.reset()
+    position = env.position
+    for t in range(30):  # on most steps nothing ends, and step saves the drawing
+        action = actions(env, t % 3 % 2)
+        before = [part.clone() for part in (*position.state, *position[1:])]
+        next_position, outcome = env.transition(position, action)
+        assert all(map(torch.equal, before, (*position.state, *position[1:])))
+        obs, reward, _, truncated, infos = env.step(action)
+
+        position = next_position
+        assert torch.equal(obs, outcome.obs)
+        assert torch.equal(reward, outcome.reward)
+        assert torch.equal(truncated, outcome.truncated)
+        assert torch.equal(infos["final_obs"], outcome.final_obs)
+        assert torch.equal(infos["episode"]["r"], outcome.episode_return)
+        assert all(map(torch.equal, position.state, env.position.state))
+        assert torch.equal(position.n_episodes, env.position.n_episodes)
+
+
+def test_reset_and_load_keep_the_seeds_where_they_are() -> None:
+    env = Walk(2, seed=1)
+    address = env.seeds.data_ptr()  # a captured CUDA graph has it
+    env.reset(seed=5)
+    assert env.seeds.tolist() == [5, 6]
+    env.load_state_dict(Walk(2, seed=8).state_dict())
+
+    assert env.seeds.tolist() == [8, 9]
+    assert env.seeds.data_ptr() == address
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_one_env_alone_is_a_plain_gymnasium_env() -> None:
+    check_env(SingleTorchEnv(Walk, max_episode_steps=20), skip_render_check=True)
+
+
+def test_one_env_alone_stays_at_its_end_and_begins_as_env_0_of_the_batch() -> None:
+    single, batch = SingleTorchEnv(Walk), Walk(2)
+    obs, _ = single.reset(seed=6)
+    start, _ = batch.reset(seed=6)
+    assert obs.tolist() == start[0].tolist()
+
+    for _ in range(3):
+        obs, reward, terminated, truncated, _ = single.step(np.int64(UP))
+        next_start, rewards, _, _, infos = batch.step(actions(batch, UP))
+        assert obs.tolist() == infos["final_obs"][0].tolist()
+        assert reward == rewards[0].item()
+
+    assert (terminated, truncated) == (True, False)
+    assert single.reset()[0].tolist() == next_start[0].tolist()
+
+
+def test_a_task_with_a_twin_is_evaluated_in_gymnasiums_own_env() -> None:
+    twin = TorchCartPole.single_env(max_episode_steps=7)
+
+    assert type(twin.unwrapped) is type(gym.make("CartPole-v1").unwrapped)
+    assert twin.spec is not None
+    assert twin.spec.max_episode_steps == 7
+    assert isinstance(Walk.single_env(max_episode_steps=7), SingleTorchEnv)
+    with pytest.raises(ValueError, match="Walk cannot be drawn"):
+        Walk.single_env(render_mode="rgb_array")

@@ -1,0 +1,234 @@
+"""The tasks made of tensors, each beside its twin: Gymnasium's own env, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.tensor_tasks.acrobot import TorchAcrobot
+from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
+from ml_pipeline.envs.tensor_tasks.mountain_car_continuous import TorchMountainCarContinuous
+from ml_pipeline.envs.tensor_tasks.pendulum import TorchPendulum
+
+TASKS = [TorchCartPole, TorchPendulum, TorchAcrobot, TorchMountainCarContinuous]
+each_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
+
+# Bounds of the first state, from Gymnasium's documentation.
+BOUNDS = {
+    TorchCartPole: [(-0.05, 0.05)] * 4,
+    TorchPendulum: [(-np.pi, np.pi), (-1.0, 1.0)],
+    TorchAcrobot: [(-0.1, 0.1)] * 4,
+    TorchMountainCarContinuous: [(-0.6, -0.4), (0.0, 0.0)],
+}
+
+
+def twin_of(task: type[TorchVectorEnv], seed: int) -> gym.Env[Any, Any]:
+    assert task.twin is not None
+    env = gym.make(task.twin)
+    env.reset(seed=seed)
+    return env
+
+
+def state_of(twin: gym.Env[Any, Any]) -> tuple[Tensor, ...]:
+    state = np.asarray(twin.unwrapped.state, dtype=np.float32)  # type: ignore[attr-defined]
+    return tuple(torch.tensor([number]) for number in state)
+
+
+def put(env: TorchVectorEnv, state: tuple[Tensor, ...], n_steps: int = 0) -> None:
+    env.position = env.position._replace(state=state, n_steps=torch.tensor([n_steps]))
+
+
+class Driver:
+    """Actions that reach the ends: random, and for the hills and swings with the motion."""
+
+    def __init__(self, task: type[TorchVectorEnv], seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.task = task
+
+    def action(self, twin: gym.Env[Any, Any]) -> Any:
+        # Beyond the bounds too: Pendulum and MountainCar clip what they are given.
+        if self.task is TorchPendulum:
+            return self.random.uniform(-3.0, 3.0, 1).astype(np.float32)
+        state = twin.unwrapped.state  # type: ignore[attr-defined]
+        with_the_motion = self.random.random() < 0.8
+        if self.task is TorchMountainCarContinuous:
+            push = np.sign(state[1]) if with_the_motion else self.random.uniform(-2.0, 2.0)
+            return np.array([push], dtype=np.float32)
+        if self.task is TorchAcrobot:
+            return np.int64(1 + np.sign(state[3]) if with_the_motion else self.random.integers(3))
+        return self.random.integers(2)
+
+
+def as_batch(action: Any) -> Tensor:
+    return torch.as_tensor(np.asarray(action))[None]
+
+
+@each_task
+def test_every_step_is_that_of_the_twin(task: type[TorchVectorEnv]) -> None:
+    env = task(1, seed=0)
+    env.reset()
+    ended = 0
+    for seed in range(2):
+        twin, driver = twin_of(task, seed), Driver(task, seed)
+        n_steps = 0
+        for _ in range(400):
+            put(env, state_of(twin), n_steps)
+            action = driver.action(twin)
+            obs, reward, terminated, truncated, _ = twin.step(action)
+            n_steps += 1
+            _, our_reward, our_terminated, our_truncated, infos = env.step(as_batch(action))
+
+            np.testing.assert_allclose(infos["final_obs"][0], obs, rtol=1e-5, atol=2e-5)
+            np.testing.assert_allclose(our_reward.item(), reward, rtol=1e-5, atol=2e-5)
+            assert our_terminated.item() == terminated
+            assert our_truncated.item() == truncated
+            if terminated or truncated:
+                twin.reset()
+                ended += 1
+                n_steps = 0
+    assert ended >= 2
+
+
+@each_task
+def test_left_to_itself_it_stays_beside_the_twin(task: type[TorchVectorEnv]) -> None:
+    twin, driver = twin_of(task, 5), Driver(task, 5)
+    env = task(1, seed=0)
+    env.reset()
+    put(env, state_of(twin))
+
+    for _ in range(25):
+        action = driver.action(twin)
+        obs, reward, terminated, _, _ = twin.step(action)
+        _, our_reward, our_terminated, _, infos = env.step(as_batch(action))
+
+        np.testing.assert_allclose(infos["final_obs"][0], obs, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(our_reward.item(), reward, rtol=1e-3, atol=1e-3)
+        assert our_terminated.item() == terminated
+        if terminated:
+            break
+
+
+@each_task
+def test_spaces_and_time_limit_are_those_of_the_twin(task: type[TorchVectorEnv]) -> None:
+    env, twin = task(2), twin_of(task, 0)
+
+    assert env.single_observation_space == twin.observation_space
+    assert env.single_action_space == twin.action_space
+    assert twin.spec is not None
+    assert env.max_episode_steps == twin.spec.max_episode_steps
+
+
+@each_task
+def test_beginnings_fill_the_twins_bounds_evenly(task: type[TorchVectorEnv]) -> None:
+    n = 4000
+    env = task(n, seed=0)
+    env.reset()
+
+    for part, (low, high) in zip(env.position.state, BOUNDS[task], strict=True):
+        assert part.min() >= low - 1e-7
+        assert part.max() <= high + 1e-7
+        width = high - low
+        assert abs(part.mean() - (low + high) / 2) <= 4 * width / np.sqrt(12 * n) + 1e-7
+        assert part.max() - part.min() >= 0.99 * width
+    parts = torch.stack(env.position.state)
+    moving = parts[parts.std(1) > 0]
+    correlation = torch.corrcoef(moving).reshape(len(moving), len(moving))
+    assert (correlation - torch.eye(len(moving))).abs().max() < 4 / np.sqrt(n)
+    # The twin begins inside the same bounds.
+    state = torch.cat(state_of(twin_of(task, 1)))
+    for number, (low, high) in zip(state, BOUNDS[task], strict=True):
+        assert low <= number <= high
+
+
+@each_task
+def test_observations_stay_inside_the_space_and_in_float32(task: type[TorchVectorEnv]) -> None:
+    env = task(64, seed=0, max_episode_steps=40)
+    env.reset()
+    env.action_space.seed(0)
+
+    for _ in range(100):
+        action = torch.as_tensor(env.action_space.sample())
+        position, outcome = env.transition(env.position, action)
+        env.step(action)
+        assert env.observation_space.contains(outcome.obs.numpy())
+        every = (*position.state, *position[1:], *outcome)
+        assert all(tensor.dtype != torch.float64 for tensor in every)
+        for tensor in (*position.state, outcome.reward, outcome.obs, outcome.episode_return):
+            assert tensor.dtype == torch.float32
+    assert env.position.n_episodes.min() >= 3
+
+
+class Recorder(TorchDispatchMode):
+    """Every operation, and the dtype of every tensor that it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.names.add(str(func).split(".")[1])
+        made = result if isinstance(result, (tuple, list)) else [result]
+        self.dtypes |= {one.dtype for one in made if isinstance(one, Tensor)}
+        return result
+
+
+@each_task
+def test_a_transition_reads_nothing_back_and_makes_no_float64(task: type[TorchVectorEnv]) -> None:
+    env = task(4, seed=1, max_episode_steps=3)
+    env.reset()
+    action = torch.as_tensor(env.action_space.sample())
+
+    with Recorder() as seen:
+        env.transition(env.position, action)
+
+    reading = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select"}
+    from_the_host = {"lift_fresh", "copy_"}  # torch.tensor(...) and its like
+    assert seen.names & (reading | from_the_host) == set()
+    assert torch.float64 not in seen.dtypes
+
+
+@each_task
+def test_the_whole_transition_compiles(task: type[TorchVectorEnv]) -> None:
+    env = task(4, seed=1, max_episode_steps=2)
+    env.reset()
+    action = torch.as_tensor(env.action_space.sample())
+    compiled = torch.compile(env.transition, fullgraph=True, backend="aot_eager")
+
+    position, outcome = compiled(env.position, action)
+
+    wanted_position, wanted = env.transition(env.position, action)
+    assert all(map(torch.equal, outcome, wanted))
+    assert all(map(torch.equal, position.state, wanted_position.state))
+
+
+def test_the_car_stops_at_the_wall() -> None:
+    env = TorchMountainCarContinuous(1, seed=0)
+    env.reset()
+    put(env, (torch.tensor([-1.19]), torch.tensor([-0.07])))
+
+    obs, *_ = env.step(torch.tensor([[-1.0]]))
+
+    assert obs.tolist() == [[np.float32(-1.2), 0.0]]
+
+
+def test_the_pole_falls_beyond_12_degrees_and_the_step_still_pays() -> None:
+    env = TorchCartPole(2, seed=0)
+    env.reset()
+    zero = torch.zeros(2)
+    env.position = env.position._replace(
+        state=(zero, zero, torch.deg2rad(torch.tensor([11.9, 12.1])), zero)
+    )
+
+    _, reward, terminated, _, _ = env.step(torch.tensor([0, 0]))
+
+    assert terminated.tolist() == [False, True]
+    assert reward.tolist() == [1.0, 1.0]

@@ -1,0 +1,157 @@
+"""What vec_env=auto and n_envs=auto choose; the modes are those of the config."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import only_run, small
+from tiny_envs import CountingEnv
+
+from ml_pipeline.build import train
+from ml_pipeline.door.compose import plain_config
+from ml_pipeline.envs import choice as vec_env_choice
+from ml_pipeline.envs.choice import choose_mode, choose_n_envs
+from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerStartError
+from ml_pipeline.envs.workers.cores import available_cores, cgroup_cores
+
+
+class Clock:
+    """Only what is said to take time takes time, whatever else the machine does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    time = SimpleNamespace(perf_counter=lambda: clock.now)
+    monkeypatch.setattr(vec_env_choice, "time", time)
+    return clock
+
+
+class TimedEnv(CountingEnv):
+    """A step takes ``seconds`` by the clock."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.clock = clock
+        self.seconds = seconds
+
+    def step(self, action: Any) -> Any:
+        self.clock.now += self.seconds
+        return super().step(action)
+
+
+CHEAP, DEAR = 1e-6, 2e-3  # seconds of a step
+
+
+def act(obs: Any, infos: Any) -> Any:
+    return np.zeros(len(obs), dtype=np.int64)
+
+
+def test_cheap_envs_run_here_and_nothing_is_started_for_them(clock: Clock) -> None:
+    def start_nothing(mode: str) -> ParallelEnv:
+        raise AssertionError(f"{mode} was started")
+
+    cheap, dear = TimedEnv(clock, CHEAP), TimedEnv(clock, DEAR)
+    choice = choose_mode(start_nothing, cheap, act, n_envs=8, n_slices=2)
+
+    assert choice == ("serial", "a turn takes 0.01 ms here, 0.03 ms at best with workers")
+    assert choose_mode(start_nothing, dear, act, n_envs=1, n_slices=2).mode == "serial"
+    assert choose_mode(start_nothing, dear, act, n_envs=8, n_slices=1).mode == "serial"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "shared", "mode"),
+    [(20e-3, 20e-3, "parallel"), (40e-3, 15e-3, "shared"), (0.2, 0.2, "serial")],
+)
+def test_what_is_measured_decides_and_isolation_wins_a_draw(
+    clock: Clock, parallel: float, shared: float, mode: str
+) -> None:
+    seconds = {"parallel": parallel, "shared": shared}
+    choice = choose_mode(
+        lambda each: SerialEnv([partial(TimedEnv, clock, seconds[each])]),
+        TimedEnv(clock, DEAR),
+        act,
+        n_envs=32,
+        n_slices=4,
+    )
+
+    assert choice.mode == mode
+    assert "a turn took: serial" in choice.reason
+    assert "shared" in choice.reason
+
+
+def test_where_no_worker_can_start_the_envs_run_here_and_the_reason_is_told(clock: Clock) -> None:
+    def refuse(mode: str) -> ParallelEnv:
+        raise WorkerStartError("no process left")
+
+    choice = choose_mode(refuse, TimedEnv(clock, DEAR), act, n_envs=8, n_slices=2)
+
+    assert choice == ("serial", "no process left")
+
+
+def test_n_envs_grows_with_what_the_policy_costs(clock: Clock) -> None:
+    def slow_act(obs: Any, infos: Any) -> Any:
+        clock.now += 2e-3
+        return act(obs, infos)
+
+    cheap, dear = TimedEnv(clock, CHEAP), TimedEnv(clock, DEAR)
+    few = choose_n_envs(dear, act, n_slices=2, allowed=lambda n: True)
+    many = choose_n_envs(cheap, slow_act, n_slices=2, allowed=lambda n: True)
+
+    assert few.n_envs <= 4
+    assert many.n_envs == 64
+    assert "n_envs=auto: about" in many.reason
+    assert choose_n_envs(cheap, act, n_slices=2, allowed=lambda n: n == 16).n_envs == 16
+
+
+def test_n_envs_auto_is_resolved_in_the_record(here: Path) -> None:
+    train([*small(), "n_envs=auto", "total_steps=4096"])
+
+    assert plain_config(only_run(here))["n_envs"] in (2, 4, 8, 16, 32, 64, 128)
+
+
+def test_every_mode_of_the_config_trains_alike(here: Path) -> None:
+    results = [train([*small(n_envs=4), f"vec_env={mode}"]) for mode in ("serial", "shared")]
+
+    assert results[0].mean_reward == results[1].mean_reward
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "cores"),
+    [
+        ({"box/cpu.max": "150000 100000"}, "0::/box", 1.5),
+        ({"cpu.max": "50000 100000", "box/cpu.max": "max 100000"}, "0::/box", 0.5),
+        ({"cpu.max": "max 100000"}, "0::/", float("inf")),
+        ({"cpu.max": "300000 100000"}, "0::/not/in/this/container", 3.0),
+        (
+            {"cpu/job/cpu.cfs_quota_us": "200000", "cpu/job/cpu.cfs_period_us": "100000"},
+            "4:cpu,cpuacct:/job\n2:memory:/other",
+            2.0,
+        ),
+        (
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+            "1:cpu:/",
+            float("inf"),
+        ),
+        ({"cpu.max": "what is this"}, "0::/", float("inf")),
+    ],
+)
+def test_the_quota_of_a_container_counts(
+    files: dict[str, str], own: str, cores: float, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text + "\n")
+    (tmp_path / "own").write_text(own + "\n")
+
+    assert cgroup_cores(tmp_path / "groups", tmp_path / "own") == cores
+    assert cgroup_cores(tmp_path / "groups", tmp_path / "missing") == float("inf")
+    assert available_cores() >= 1

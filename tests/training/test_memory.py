@@ -1,0 +1,171 @@
+"""Out of memory: what a run takes by hand arithmetic, and how running out of it is told."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Door, only_run, small
+from gymnasium import spaces
+
+from ml_pipeline.agents.networks import MLP, Recurrent
+from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.build import train
+from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.envs.workers.worker import WorkerError
+from ml_pipeline.training.out_of_memory import (
+    DeviceMemoryError,
+    activation_bytes,
+    memory_advice,
+    memory_explained,
+    ran_out_of_memory,
+    rollout_bytes,
+    shown_bytes,
+)
+
+CPU = torch.device("cpu")
+CAMERA = spaces.Dict(
+    {"camera": spaces.Box(0, 255, (8, 8, 3), np.uint8), "arm": spaces.Box(-1, 1, (2,), np.float64)}
+)
+
+
+def agent_for(obs: Any, action: Any, network: Any = MLP, **options: Any) -> PPOAgent:
+    return PPOAgent(obs, action, network, PPOConfig(**options), device=CPU, seed=1)
+
+
+def test_a_rollout_takes_the_bytes_of_its_fields() -> None:
+    agent = agent_for(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3))
+
+    # Observation, action, five floats, three flags; and the noise.
+    assert rollout_bytes(agent, n_steps=10, n_envs=7) == 10 * 7 * (4 * 4 + 8 + 5 * 4 + 3 + 4)
+    as_tensors = rollout_bytes(agent, n_steps=10, n_envs=7, keeps_final_obs=True)
+    assert as_tensors == 10 * 7 * (2 * 4 * 4 + 8 + 5 * 4 + 3 + 4)
+
+
+def test_images_count_as_bytes_doubles_as_floats_and_masks_as_they_are() -> None:
+    agent = agent_for(CAMERA, spaces.MultiDiscrete([3, 2]), action_mask="info")
+
+    fields = (8 * 8 * 3 + 2 * 4) + 2 * 8 + (3 + 2) + 5 * 4 + 3
+    assert rollout_bytes(agent, n_steps=10, n_envs=7) == 10 * 7 * (fields + 2 * 4)
+
+
+def test_noise_that_is_kept_for_several_steps_is_counted_once_for_them() -> None:
+    network = partial(MLP, hidden_sizes=[6])
+    options = {"box_policy": "gsde", "gsde_every_steps": 4}
+    agent = agent_for(spaces.Box(-1, 1, (4,)), spaces.Box(-1, 1, (2,)), network, **options)
+
+    fields = 4 * 4 + 2 * 4 + 5 * 4 + 3
+    assert rollout_bytes(agent, n_steps=10, n_envs=7) == 7 * (10 * fields + 3 * (6 * 2 * 4))
+
+
+def test_a_minibatch_keeps_the_outputs_of_the_layers() -> None:
+    agent = agent_for(
+        spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3), partial(MLP, hidden_sizes=[6, 5])
+    )
+
+    per_transition = activation_bytes(agent, {"": np.zeros((1, 4), dtype=np.float32)})
+
+    # The observation, and of actor and critic what each tanh gives.
+    assert per_transition == 4 * (4 + 2 * (6 + 5))
+
+
+def test_a_network_with_a_memory_is_measured_too() -> None:
+    agent = agent_for(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3), Recurrent)
+
+    assert activation_bytes(agent, {"": np.zeros((1, 4), dtype=np.float32)}) > 4 * 2 * 64
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: np.zeros((10**14, 16)),
+        lambda: np.zeros((2**40, 2**40)),
+        lambda: torch.zeros(10**14, 16),
+        lambda: torch.zeros(10**15, 10**5),
+    ],
+)
+def test_memory_that_cannot_be_had_is_recognised(allocate: Any) -> None:
+    with pytest.raises((MemoryError, RuntimeError, ValueError)) as caught:
+        allocate()
+
+    assert ran_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 18.50 GiB, ...)"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (WorkerError("env 3 raised: MemoryError: out of memory"), False),
+        (KeyError("out of memory"), False),
+    ],
+)
+def test_only_missing_memory_is_taken_for_it(error: Exception, expected: bool) -> None:
+    assert ran_out_of_memory(error) is expected
+
+
+def test_an_error_that_is_kept_keeps_no_tensor_alive() -> None:
+    tensors = []
+
+    class Tracked:
+        def __del__(self) -> None:
+            tensors.append("gone")
+
+    def update() -> None:
+        activation = Tracked()
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 GiB {activation}")
+
+    with (
+        pytest.raises(DeviceMemoryError, match=r"out of memory on cuda, .* asked for 2.00 GiB: x"),
+        memory_explained("cuda", lambda: "x"),
+    ):
+        update()
+
+    assert tensors == ["gone"]
+
+
+def test_the_advice_names_what_is_needed_and_what_to_change() -> None:
+    agent = agent_for(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3))
+
+    advice = memory_advice(agent, 1_000, n_steps=1_000, n_envs=100, n_minibatches=4)
+
+    assert (
+        "agent.n_steps=1000 x n_envs=100 takes about 5.1 MB, 51 bytes per env and step, and as"
+        in advice
+    )
+    assert "a minibatch of 25000 about 25 MB in the network; cpu has " in advice
+    assert "lower n_envs or agent.n_steps" in advice
+    assert "raise agent.n_minibatches=4" in advice
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "shown"),
+    [(47, "47 bytes"), (2_500_000, "2.5 MB"), (80e9, "80 GB"), (1.5e15, "1,500.0 TB")],
+)
+def test_bytes_are_shown_in_the_unit_that_fits(n_bytes: float, shown: str) -> None:
+    assert shown_bytes(n_bytes) == shown
+
+
+def test_a_rollout_beyond_all_memory_ends_in_one_line(door: Door, here: Path) -> None:
+    result = door(*small(agent__n_steps=10**14))  # no address space is as large, so none is used
+
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "out of memory on cpu, which was asked for 2.84 PiB: a rollout of" in result.stderr
+    assert "failed with DeviceMemoryError" in result.stdout
+
+
+def test_the_checkpoint_before_is_kept_when_a_resume_runs_out_of_memory(here: Path) -> None:
+    run = train(small()).run_dir
+    kept = (run / "checkpoints" / "latest.pt").read_bytes()
+
+    with pytest.raises(DeviceMemoryError, match=r"n_minibatches=2; the last checkpoint is kept"):
+        train([f"resume={run}", "agent.n_steps=100000000000000", "total_steps=1e15"])
+
+    assert (only_run(here) / "checkpoints" / "latest.pt").read_bytes() == kept
