@@ -37,7 +37,7 @@ from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.gpu.programs import MODES, Programs
 from ml_pipeline.training.ppo_trainer import PPOTrainer
-from ml_pipeline.training.tensor.collector import DeviceCollector
+from ml_pipeline.training.tensor.collector import TensorCollector
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -66,7 +66,7 @@ def new_trainer(
         precision=precision,
     )
     programs = Programs(device, mode)
-    collector = DeviceCollector(
+    collector = TensorCollector(
         env, env_seed=seed, noise_seed=stream_seed(seed, "actions"), programs=programs
     )
     return PPOTrainer(agent, collector, seed=seed, programs=programs)

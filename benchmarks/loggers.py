@@ -22,6 +22,7 @@ from io import StringIO
 from typing import Any
 
 from ml_pipeline import build
+from ml_pipeline.door import parts
 
 
 def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
@@ -38,7 +39,7 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
 def share_of(name: str, overrides: list[str]) -> float:
     """Seconds in the logger over seconds of training."""
     spent: list[float] = []
-    plain = build.build_loggers
+    plain = parts.build_loggers
 
     def build_loggers(*args: Any) -> dict[str, Any]:
         loggers = plain(*args)
@@ -48,14 +49,14 @@ def share_of(name: str, overrides: list[str]) -> float:
                     setattr(logger, method, timed(getattr(logger, method), spent))
         return loggers
 
-    build.build_loggers = build_loggers  # type: ignore[assignment]
+    parts.build_loggers = build_loggers  # type: ignore[assignment]
     try:
         begin = time.perf_counter()
         with redirect_stdout(StringIO()):
             build.train([f"logger={name}", "device=cpu", "vec_env=serial", *overrides])
         return sum(spent) / (time.perf_counter() - begin)
     finally:
-        build.build_loggers = plain
+        parts.build_loggers = plain
 
 
 def main() -> None:

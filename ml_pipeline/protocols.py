@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, float]  # "group/name" -> value; absent where there is nothing to tell
 Obs = Union["Tensor", "dict[str, Tensor]"]  # a tensor, or one per leaf: "camera", "arm/angle", "0"
-State = dict[str, Any]  # tensors, numbers, strings, and lists and dicts of these: no code
+StateDict = dict[str, Any]  # tensors, numbers, strings, and lists and dicts of these: no code
 
 
 class Episode(NamedTuple):
@@ -110,9 +110,9 @@ class Agent(Policy, Protocol):
     def for_playing(self) -> Policy:
         """The same policy, where it acts fastest for a few envs: itself, or a copy elsewhere."""
 
-    def state_dict(self) -> State: ...
+    def state_dict(self) -> StateDict: ...
 
-    def load_state_dict(self, state: State) -> None: ...
+    def load_state_dict(self, state: StateDict) -> None: ...
 
 
 class Trainer(Protocol):
@@ -144,7 +144,7 @@ class Trainer(Protocol):
     def env_snapshots(self) -> list[bytes] | None:
         """All envs as bytes, if their episodes can go on from them; a resume needs them."""
 
-    def state_dict(self) -> State: ...
+    def state_dict(self) -> StateDict: ...
 
 
 class Callback:
@@ -167,10 +167,10 @@ class Callback:
     def on_train_end(self, trainer: Trainer) -> None:
         """After the last iteration; not after an error."""
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         return {}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Called before ``on_train_start`` when a run is resumed."""
 
 

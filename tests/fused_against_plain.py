@@ -1,4 +1,4 @@
-"""What ``MLPFused`` and ``gae_in_one_kernel`` differ by from plain torch, as numbers.
+"""What ``TritonPPO`` and ``gae_in_one_kernel`` differ by from plain torch, as numbers.
 
 In a process of its own it is told cases, and prints a JSON object of what it has found. With
 TRITON_INTERPRET=1 the kernels are run by Triton's interpreter, which needs no GPU.
@@ -66,7 +66,7 @@ class Pair:
     """Two agents of the same weights; the work of one is done by the kernels."""
 
     def __init__(self, case: Case, device: torch.device, precision: str) -> None:
-        from ml_pipeline.agents.fast.triton_ppo import MLPFused
+        from ml_pipeline.agents.fast.triton_ppo import TritonPPO
 
         self.config = PPOConfig(n_minibatches=2, **case.options)
         obs_space = spaces.Box(-np.inf, np.inf, (case.n_obs,), np.float32)
@@ -95,8 +95,8 @@ class Pair:
                 agent.distribution.log_std.data.copy_(torch.tensor([-0.3, 0.1, 0.0]))
             agent.learn_moments(self.obs.unsqueeze(0))
         self.plain, fused = self.agents
-        assert MLPFused.fits(fused.model)
-        fused.fused = MLPFused(fused.model, fused.adam, self.config, precision=precision)
+        assert TritonPPO.fits(fused.model)
+        fused.fused = TritonPPO(fused.model, fused.adam, self.config, precision=precision)
         self.fused = fused
         self.inputs = PolicyInput(self.obs, None, None, None)
         self.noise = self.plain.draw_noise(1, case.n_rows, generator)[0]

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from tiny_envs import ForbiddingEnv, MixedEnv
 from torch import Tensor
 
-from ml_pipeline.envs.tensor_env import State, TorchVectorEnv
+from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
 
 
 class Places(TorchVectorEnv):
@@ -24,16 +24,16 @@ class Places(TorchVectorEnv):
     single_action_space = spaces.Discrete(3)
     n_draws: ClassVar[int] = 1
 
-    def begin(self, draws: tuple[Tensor, ...]) -> State:
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         number = torch.arange(self.num_envs, dtype=torch.float32, device=self.device)
         return number, torch.zeros_like(number)
 
-    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         number, t = state
         t = t + 1.0
         return (number, t), 10.0 * t + number, t >= 4.0 - number % 2.0
 
-    def observe(self, state: State) -> Tensor:
+    def observe(self, state: EnvState) -> Tensor:
         number, t = state
         return (10.0 * t + number).unsqueeze(1)
 
@@ -43,7 +43,7 @@ class Endless(Places):
 
     max_episode_steps = 3
 
-    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         state, reward, terminated = super().advance(state, action)
         return state, reward, torch.zeros_like(terminated)
 
@@ -56,22 +56,22 @@ class Drift(TorchVectorEnv):
     n_draws: ClassVar[int] = 2
     max_episode_steps = 7
 
-    def begin(self, draws: tuple[Tensor, ...]) -> State:
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         return draws[0] - 0.5, 0.2 * (draws[1] - 0.5)
 
-    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         place, wind = state
         place = place + wind + 0.1 * action[:, 0]
         return (place, wind), -place.abs(), place.abs() > 0.6
 
-    def observe(self, state: State) -> Tensor:
+    def observe(self, state: EnvState) -> Tensor:
         return torch.stack(state, dim=1)
 
 
 class Breaking(Places):
     """The reward of env 1 is no number in the second step of each episode."""
 
-    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         (number, t), reward, terminated = super().advance(state, action)
         is_broken = (number == 1.0) & (t == 2.0)
         return (number, t), reward.masked_fill(is_broken, torch.nan), terminated

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import State
+from ml_pipeline.protocols import StateDict
 
 BETA_1, BETA_2 = 0.9, 0.999
 
@@ -101,10 +101,10 @@ class FlatAdam:
         """The parameters whose gradients are not finite."""
         return [name for name, (_, grad) in self.views.items() if not torch.isfinite(grad).all()]
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         return {"mean": self._mean, "square": self._square, "n_steps": self.n_steps}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         for name, own in self.state_dict().items():
             if own.shape != state[name].shape:
                 raise ValueError(f"optimiser: {state[name].numel()} numbers for {own.numel()}")

@@ -1,7 +1,7 @@
 """PPOAgent: an actor, a critic, and the clipped update that improves both.
 
 ``update`` is one gradient step; how many there are, and on which minibatches, is the trainer's.
-Small MLPs have faster ways to the same numbers: ``MLPByHand`` on the CPU, ``MLPFused`` on a GPU.
+Small MLPs have faster ways to the same numbers: ``NumpyPPO`` on the CPU, ``TritonPPO`` on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ml_pipeline.agents.distributions import (
     Distribution,
     action_distribution,
 )
-from ml_pipeline.agents.fast.numpy_ppo import MLPByHand
+from ml_pipeline.agents.fast.numpy_ppo import NumpyPPO
 from ml_pipeline.agents.networks import init_orthogonal, out_features
 from ml_pipeline.agents.observations import (
     ObservationReader,
@@ -35,11 +35,11 @@ from ml_pipeline.agents.observations import (
 from ml_pipeline.agents.space_data import space_to_data
 from ml_pipeline.config.train import PPOConfig
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import Minibatch, Obs, PolicyInput, PolicySample, State
+from ml_pipeline.protocols import Minibatch, Obs, PolicyInput, PolicySample, StateDict
 from ml_pipeline.seeding import stream_seed
 
 if TYPE_CHECKING:
-    from ml_pipeline.agents.fast.triton_ppo import MLPFused
+    from ml_pipeline.agents.fast.triton_ppo import TritonPPO
 
 NetworkBuilder = Callable[[gym.Space[Any]], nn.Module]
 
@@ -174,7 +174,7 @@ class PPOAgent:
     ) -> None:
         """``precision``: of the products on a GPU, float32, tf32 or bf16.
 
-        ``by_hand``: let ``MLPByHand`` or ``MLPFused`` do the arithmetic where they can; False is
+        ``by_hand``: let ``NumpyPPO`` or ``TritonPPO`` do the arithmetic where they can; False is
         for tests.
         """
         self.config = config
@@ -202,23 +202,23 @@ class PPOAgent:
         self.state_size = sum(self.model.state_sizes)  # 0: no memory
         self.adam = FlatAdam(self.model, eps=config.adam_eps, max_grad_norm=config.max_grad_norm)
         self._act_generator = torch.Generator().manual_seed(stream_seed(seed, "act"))
-        self._by_hand: MLPByHand | None = None
-        if by_hand and device.type == "cpu" and MLPByHand.fits(self.model):
-            self._by_hand = MLPByHand(self.model, self.adam, config)
+        self._by_hand: NumpyPPO | None = None
+        if by_hand and device.type == "cpu" and NumpyPPO.fits(self.model):
+            self._by_hand = NumpyPPO(self.model, self.adam, config)
         self.remark = ""  # on what was tried, and did not work
-        self.fused: MLPFused | None = self._find_fused() if by_hand else None
+        self.fused: TritonPPO | None = self._find_fused() if by_hand else None
 
-    def _find_fused(self) -> MLPFused | None:
+    def _find_fused(self) -> TritonPPO | None:
         """The kernels for small MLPs, where they cover this one; Triton comes with torch's CUDA."""
         if self.device.type != "cuda" or torch.version.hip is not None:
             return None
         if importlib.util.find_spec("triton") is None:
             return None
-        from ml_pipeline.agents.fast.triton_ppo import MLPFused
+        from ml_pipeline.agents.fast.triton_ppo import TritonPPO
 
-        if not MLPFused.fits(self.model):
+        if not TritonPPO.fits(self.model):
             return None
-        fused = MLPFused(self.model, self.adam, self.config, precision=self.precision)
+        fused = TritonPPO(self.model, self.adam, self.config, precision=self.precision)
         reason = fused.why_not()
         if reason is None:
             return fused
@@ -521,7 +521,7 @@ class PPOAgent:
             if self.fused is not None:
                 self.fused.learn_moments()
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         spaces = {name: space_to_data(space) for name, space in self.spaces.items()}
         return {
             "spaces": spaces,
@@ -530,7 +530,7 @@ class PPOAgent:
             "act_generator": self._act_generator.get_state(),
         }
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         for name, space in self.spaces.items():
             saved, own = state["spaces"][name], space_to_data(space)
             if saved != own:

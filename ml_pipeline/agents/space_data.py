@@ -10,10 +10,10 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from ml_pipeline.protocols import State
+from ml_pipeline.protocols import StateDict
 
 
-def space_to_data(space: gym.Space[Any]) -> State:
+def space_to_data(space: gym.Space[Any]) -> StateDict:
     """A space that PPO supports as numbers, strings, lists and dicts; equal for equal spaces."""
     if isinstance(space, spaces.Box):
         bounds = {"low": _short(space.low), "high": _short(space.high)}
@@ -32,7 +32,7 @@ def space_to_data(space: gym.Space[Any]) -> State:
     raise TypeError(f"{space} is no space that PPO supports")
 
 
-def space_from_data(data: State) -> gym.Space[Any]:
+def space_from_data(data: StateDict) -> gym.Space[Any]:
     """The space that ``space_to_data`` was given; also from what ``without_infinities`` made."""
     kind = data["kind"]
     if kind == "Box":

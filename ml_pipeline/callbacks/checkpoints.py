@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ml_pipeline.callbacks.every_steps import EverySteps
-from ml_pipeline.protocols import Callback, State, Trainer
+from ml_pipeline.protocols import Callback, StateDict, Trainer
 from ml_pipeline.runs.checkpoint import BEST, save_checkpoint
 from ml_pipeline.runs.resuming import save_latest
 from ml_pipeline.runs.run_folder import RunFolder
@@ -31,8 +31,8 @@ class Checkpoints(Callback):
         if self._every.is_due(trainer):
             save_latest(self.run, trainer)
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         return {"best_return": self.best_return}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.best_return = state["best_return"]

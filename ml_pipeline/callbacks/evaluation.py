@@ -6,7 +6,7 @@ from ml_pipeline.analysis.evaluate import evaluate
 from ml_pipeline.callbacks.every_steps import EverySteps
 from ml_pipeline.config.train import whole_steps
 from ml_pipeline.envs.factory import EnvFactory, close_env
-from ml_pipeline.protocols import Callback, Metrics, State, Trainer
+from ml_pipeline.protocols import Callback, Metrics, StateDict, Trainer
 from ml_pipeline.seeding import stream_seed
 
 
@@ -54,8 +54,8 @@ class PeriodicEvaluation(Callback):
         metrics["eval/episode_length"] = result.mean_length
         metrics["eval/n_cut_episodes"] = result.n_cut
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         return {"is_due": self._is_due}  # one that a stop signal cut short is made up for
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self._is_due = state["is_due"]

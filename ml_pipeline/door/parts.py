@@ -31,7 +31,7 @@ from ml_pipeline.signals import StopSignals
 from ml_pipeline.targets import instantiate
 from ml_pipeline.training.collector import Collector
 from ml_pipeline.training.ppo_trainer import PPOTrainer
-from ml_pipeline.training.tensor.collector import DeviceCollector
+from ml_pipeline.training.tensor.collector import TensorCollector
 
 if TYPE_CHECKING:
     from ml_pipeline.door.plan import RunPlan
@@ -183,9 +183,9 @@ def build_trainer(
         "noise_seed": stream_seed(seed, "actions"),
         "programs": plan.programs,
     }
-    collector: Collector | DeviceCollector
+    collector: Collector | TensorCollector
     if isinstance(envs[0], TorchVectorEnv):
-        collector = DeviceCollector(envs[0], **same)
+        collector = TensorCollector(envs[0], **same)
     else:
         from_infos = counts_episodes(plan.first_env)
         collector = Collector(

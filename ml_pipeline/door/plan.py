@@ -31,7 +31,7 @@ from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import Callback, State
+from ml_pipeline.protocols import Callback, StateDict
 from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint, misfit_explained
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.run_folder import RunFolder
@@ -59,7 +59,7 @@ class RunPlan(NamedTuple):
     agent: PPOAgent
     run: RunFolder  # of a new run: not yet on the disk
     callbacks: dict[str, Callback]
-    state: State | None  # of the checkpoint to resume from
+    state: StateDict | None  # of the checkpoint to resume from
     remark: str  # on what was chosen while planning; empty where nothing was
     no_snapshot: str | None  # why episodes cannot go on in a resumed run; None: they can
 

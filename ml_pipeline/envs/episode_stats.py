@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.protocols import Episode, State
+from ml_pipeline.protocols import Episode, StateDict
 
 
 class EpisodeStats:
@@ -48,10 +48,10 @@ class EpisodeStats:
         lengths = np.zeros(n_envs - kept, dtype=np.int64)
         self._length = np.concatenate([self._length[:kept], lengths])
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         return {"return": self._return.tolist(), "length": self._length.tolist()}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self._return = np.array(state["return"], dtype=np.float64)
         self._length = np.array(state["length"], dtype=np.int64)
 

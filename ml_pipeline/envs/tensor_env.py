@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ml_pipeline import counter_random
 
-State = tuple[Tensor, ...]
+EnvState = tuple[Tensor, ...]
 
 _MAX_SEED = 2**62  # seed + i must stay an int64
 
@@ -35,13 +35,13 @@ _MAX_SEED = 2**62  # seed + i must stay an int64
 class Position(NamedTuple):
     """Where all envs stand: everything that goes on from here."""
 
-    state: State  # the task's own, [n_envs, ...] each
+    state: EnvState  # the task's own, [n_envs, ...] each
     n_steps: Tensor  # [n_envs] int64, of the episode so far
     episode_return: Tensor  # [n_envs] float32, so far
     n_episodes: Tensor  # [n_envs] int64, begun since the seed: the next beginning is drawn by it
 
 
-class Outcome(NamedTuple):
+class StepResult(NamedTuple):
     """What one step of all envs has brought."""
 
     obs: Tensor  # [n_envs, *obs] after the autoreset
@@ -97,11 +97,11 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         self._needs_reset = True
 
     @abstractmethod
-    def begin(self, draws: tuple[Tensor, ...]) -> State:
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         """The first state of an episode per env; ``n_draws`` tensors [N], uniform in [0, 1)."""
 
     @abstractmethod
-    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         """One step of every env: the next state, reward [N] float32, terminated [N] bool.
 
         Like ``begin`` and ``observe`` it is pure: nothing in place, nothing read by the host, no
@@ -109,10 +109,10 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         """
 
     @abstractmethod
-    def observe(self, state: State) -> Tensor:
+    def observe(self, state: EnvState) -> Tensor:
         """[N, *obs], of the dtype of the observation space."""
 
-    def transition(self, position: Position, action: Tensor) -> tuple[Position, Outcome]:
+    def transition(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
         """One step of all envs; those whose episode ends begin the next one in the same step."""
         return self._begin_anew(*self._move(position, action))
 
@@ -196,7 +196,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             return gym.make(cls.twin, **kwargs)
         return SingleTorchEnv(cls, **kwargs)
 
-    def _move(self, position: Position, action: Tensor) -> tuple[Position, Outcome]:
+    def _move(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
         """One step without the autoreset: ended episodes stand at their end."""
         state, reward, terminated = self.advance(position.state, action)
         n_steps = position.n_steps + 1
@@ -206,10 +206,10 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         else:
             truncated = n_steps >= self.max_episode_steps
         obs = self.observe(state)
-        outcome = Outcome(obs, reward, terminated, truncated, obs, episode_return, n_steps)
+        outcome = StepResult(obs, reward, terminated, truncated, obs, episode_return, n_steps)
         return Position(state, n_steps, episode_return, position.n_episodes), outcome
 
-    def _begin_anew(self, position: Position, outcome: Outcome) -> tuple[Position, Outcome]:
+    def _begin_anew(self, position: Position, outcome: StepResult) -> tuple[Position, StepResult]:
         """The autoreset, by masks; where no episode has ended it changes nothing."""
         done = outcome.terminated | outcome.truncated
         fresh = self.begin(self._draws(position.n_episodes))

@@ -37,7 +37,7 @@ from ml_pipeline.envs.workers.worker import (
     EnvFn,
     EnvSlice,
     InfoMode,
-    Outcome,
+    SliceReport,
     StepInfo,
     WorkerError,
 )
@@ -330,7 +330,7 @@ class ParallelEnv(SliceVectorEnv):
                 end_workers([lost], 0.0)
         return [(worker.rows, each) for worker, each in zip(self._workers, results, strict=True)]
 
-    def _restarted(self, line: int, lost: Worker, pending: str) -> tuple[Worker, Outcome]:
+    def _restarted(self, line: int, lost: Worker, pending: str) -> tuple[Worker, SliceReport]:
         """A replacement, tried again and again while the budget lasts, and its reply."""
         cause = lost.lost
         while True:
@@ -353,7 +353,7 @@ class ParallelEnv(SliceVectorEnv):
                     raise  # an env has raised, and that is told as always
                 cause = worker.lost
 
-    def _revive(self, worker: Worker, line: int, pending: str) -> Outcome:
+    def _revive(self, worker: Worker, line: int, pending: str) -> SliceReport:
         """Build and reset the envs of a new worker; what takes the place of the lost reply."""
         arrays, rows = self._arrays, worker.rows
         arrays.hints[line] = 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import State
+from ml_pipeline.protocols import StateDict
 from ml_pipeline.runs.run_folder import RunFolder, write_atomically
 from ml_pipeline.training.out_of_memory import ran_out_of_memory
 
@@ -55,7 +55,7 @@ def check_plain(value: Any, what: str) -> None:
         )
 
 
-def save_checkpoint(run: RunFolder, name: str, state: State) -> None:
+def save_checkpoint(run: RunFolder, name: str, state: StateDict) -> None:
     """Replace checkpoint ``name`` of a run; the old one stays until the new one is on the disk."""
     path = checkpoint_path(run, name)
     content = io.BytesIO()
@@ -70,7 +70,7 @@ def save_checkpoint(run: RunFolder, name: str, state: State) -> None:
         raise CheckpointError(f"could not save {path}: {error}; the one before is kept") from error
 
 
-def load_checkpoint(run: RunFolder, name: str) -> State:
+def load_checkpoint(run: RunFolder, name: str) -> StateDict:
     """The state saved under ``name``, on the CPU."""
     path = checkpoint_path(run, name)
     if not path.is_file():

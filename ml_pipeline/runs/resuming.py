@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ml_pipeline.envs.workers.worker import WorkerError
-from ml_pipeline.protocols import State, Trainer
+from ml_pipeline.protocols import StateDict, Trainer
 from ml_pipeline.runs.checkpoint import (
     LATEST,
     CheckpointError,
@@ -58,13 +58,13 @@ def _is_saved_with_envs(run: RunFolder, env_steps: int) -> bool:
     return state["env_steps"] == env_steps and state.get("env_snapshots") is not None
 
 
-def sweep_litter(run: RunFolder, state: State) -> None:
+def sweep_litter(run: RunFolder, state: StateDict) -> None:
     """Remove what a kill has left of unfinished files; only for whoever holds the folder's lock."""
     run.sweep()
     sweep_snapshots(run, keep=state.get("env_snapshots"))
 
 
-def resume_episodes(run: RunFolder, trainer: Any, state: State, *, trust: bool) -> str:
+def resume_episodes(run: RunFolder, trainer: Any, state: StateDict, *, trust: bool) -> str:
     """Let the envs go on in mid-episode; the words that say so, or why they begin anew.
 
     Snapshots that are there, but not to be trusted, are an error: the next save would replace

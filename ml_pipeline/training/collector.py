@@ -23,8 +23,8 @@ from ml_pipeline.config.train import PPOConfig
 from ml_pipeline.envs.episode_stats import EpisodeStats
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import Episode, PolicyInput, RolloutStats, State
-from ml_pipeline.training.gpu.acting import DeviceActing
+from ml_pipeline.protocols import Episode, PolicyInput, RolloutStats, StateDict
+from ml_pipeline.training.gpu.acting import GpuActing
 from ml_pipeline.training.gpu.programs import Programs
 from ml_pipeline.training.returns import RewardScaler
 from ml_pipeline.training.rollout_buffer import FinalStep, RolloutBuffer
@@ -58,7 +58,7 @@ class _Columns:
         self.state: Tensor | None = None
         self.episode_start = np.ones(env.num_envs, dtype=bool)
         self.action: NDArray[Any] | None = None  # sent, and not yet answered
-        self.acting: DeviceActing | None = None  # where the policy is on a GPU
+        self.acting: GpuActing | None = None  # where the policy is on a GPU
         self._in_turns = in_turns
 
     def reset(self, agent: PPOAgent, seed: int) -> None:
@@ -87,7 +87,7 @@ class _Columns:
         self.leaves = agent.reader.read(obs)
         self.mask = agent.mask_in(self.leaves, infos)
 
-    def position(self) -> State:
+    def position(self) -> StateDict:
         return {
             "leaves": {name: torch.from_numpy(leaf) for name, leaf in self.leaves.items()},
             "mask": None if self.mask is None else torch.from_numpy(self.mask),
@@ -96,7 +96,7 @@ class _Columns:
             "stats": self.stats.state_dict(),
         }
 
-    def resume_at(self, position: State, agent: PPOAgent) -> None:
+    def resume_at(self, position: StateDict, agent: PPOAgent) -> None:
         mask, state = position["mask"], position["state"]
         self.leaves = {name: leaf.numpy() for name, leaf in position["leaves"].items()}
         self.mask = None if mask is None else mask.numpy()
@@ -191,7 +191,7 @@ class Collector:
             columns.action = None
             if agent.device.type == "cuda" and columns.acting is None:
                 programs = self._programs or Programs(agent.device)
-                columns.acting = DeviceActing(agent, columns.env.num_envs, programs)
+                columns.acting = GpuActing(agent, columns.env.num_envs, programs)
             if not columns.leaves:
                 columns.reset(agent, self._env_seed + columns.place.start)
                 self._check_obs(columns, columns.leaves, 0)
@@ -332,21 +332,21 @@ class Collector:
         given = agent.mask_of({"action_mask": infos.get("action_mask")})
         return None if given is None else np.concatenate([kept, given[len(kept) :]])
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         """The draws of a rollout that was cut short do not count."""
         state = self._generator.get_state() if self._state_before is None else self._state_before
         position = self._position() if self.is_between_rollouts else None
         return {"generator": state, "n_steps": self._n_steps, "position": position}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self._generator.set_state(state["generator"])
         self._n_steps = state["n_steps"]
 
-    def _position(self) -> list[State]:
+    def _position(self) -> list[StateDict]:
         """Where the envs stand, seen from here; belongs to a snapshot of the envs themselves."""
         return [columns.position() for columns in self._columns]
 
-    def _checked(self, position: list[State] | None, agent: PPOAgent) -> list[State]:
+    def _checked(self, position: list[StateDict] | None, agent: PPOAgent) -> list[StateDict]:
         """A position that this collector and agent can take up."""
         if not isinstance(position, list):
             raise ValueError("where its envs stood was not saved, or of envs of another kind")
@@ -364,7 +364,7 @@ class Collector:
         return [each for env in self.envs for each in env.snapshot()]  # type: ignore[attr-defined]
 
     def resume_at(
-        self, position: list[State] | None, snapshots: Sequence[bytes], agent: PPOAgent
+        self, position: list[StateDict] | None, snapshots: Sequence[bytes], agent: PPOAgent
     ) -> None:
         """Go on in the midst of the episodes."""
         rest, states = list(snapshots), self._checked(position, agent)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ml_pipeline.agents.ppo import UPDATE_METRICS, PPOAgent, Rates, UpdateResult
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import Callback, Episode, Logger, Metrics, State
+from ml_pipeline.protocols import Callback, Episode, Logger, Metrics, StateDict
 from ml_pipeline.seeding import (
     global_generators_state,
     set_global_generators_state,
@@ -28,7 +28,7 @@ from ml_pipeline.training.gpu.epochs import Epochs
 from ml_pipeline.training.gpu.programs import Programs
 from ml_pipeline.training.returns import RewardScaler
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
-from ml_pipeline.training.tensor.collector import DeviceCollector
+from ml_pipeline.training.tensor.collector import TensorCollector
 
 _SLOWEST, _FASTEST = 1e-6, 1e-2  # bounds of an adaptive learning rate
 
@@ -43,7 +43,7 @@ class PPOTrainer:
     def __init__(
         self,
         agent: PPOAgent,
-        collector: Collector | DeviceCollector,
+        collector: Collector | TensorCollector,
         *,
         seed: int,
         programs: Programs | None = None,
@@ -293,7 +293,7 @@ class PPOTrainer:
                 self._scaler.resize(n_envs)
         return n_envs
 
-    def resume_episodes(self, state: State, snapshots: Sequence[bytes]) -> None:
+    def resume_episodes(self, state: StateDict, snapshots: Sequence[bytes]) -> None:
         """Let the envs go on where they stood when ``state`` was saved."""
         self.collector.resume_at(state["collector"]["position"], snapshots, self.agent)
         if self._scaler is not None and state["scaler"] is not None:
@@ -317,7 +317,7 @@ class PPOTrainer:
             return None
         return self.collector.snapshots()
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         """Everything that goes on from here."""
         return {
             "agent": self.agent.state_dict(),
@@ -333,7 +333,7 @@ class PPOTrainer:
             "callbacks": {name: each.state_dict() for name, each in self.callbacks.items()},
         }
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Go on from a state; of the envs, only the numbers: see ``resume_episodes``."""
         set_global_generators_state(state["global_generators"])
         self.agent.load_state_dict(state["agent"])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.protocols import State
+from ml_pipeline.protocols import StateDict
 
 Array = NDArray[np.float32]
 
@@ -89,11 +89,11 @@ class RewardScaler:
         """All envs have been reset."""
         self._return = np.zeros_like(self._return)
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         moments: list[Any] = [self._mean, self._variance, self._count]
         return {"moments": moments, "return": self._return.tolist()}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self._mean, self._variance, self._count = state["moments"]
         if len(state["return"]) == len(self._return):
             self._return = np.array(state["return"])

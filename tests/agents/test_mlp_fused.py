@@ -1,4 +1,4 @@
-"""MLPFused and the kernel for advantages: the numbers of plain torch, on a GPU and interpreted."""
+"""TritonPPO and the kernel for advantages: the numbers of plain torch, on a GPU and interpreted."""
 
 from __future__ import annotations
 
@@ -150,13 +150,13 @@ def test_interpreted_the_kernels_give_the_numbers_of_plain_torch(names: list[str
 def test_the_kernels_cover_two_narrow_layers_of_a_plain_policy(
     fits: bool, action_space: Any, hidden_sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    from ml_pipeline.agents.fast.triton_ppo import MLPFused
+    from ml_pipeline.agents.fast.triton_ppo import TritonPPO
 
     network = partial(MLP, hidden_sizes=hidden_sizes, activation="tanh")
     obs_space, device = spaces.Box(-1.0, 1.0, (4,), np.float32), torch.device("cpu")
     agent = PPOAgent(obs_space, action_space, network, PPOConfig(**options), device=device, seed=1)
 
-    assert MLPFused.fits(agent.model) is fits
+    assert TritonPPO.fits(agent.model) is fits
 
 
 def test_on_the_cpu_there_are_no_kernels_and_nothing_is_said() -> None:

@@ -14,7 +14,7 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
-from ml_pipeline.envs.tensor_env import SingleTorchEnv, State, TorchVectorEnv
+from ml_pipeline.envs.tensor_env import EnvState, SingleTorchEnv, TorchVectorEnv
 from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
 
 
@@ -25,15 +25,15 @@ class Walk(TorchVectorEnv):
     single_action_space = spaces.Discrete(2)
     n_draws: ClassVar[int] = 1
 
-    def begin(self, draws: tuple[Tensor, ...]) -> State:
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         (draw,) = draws
         return draw, draw[:, None, None].expand(-1, 2, 3).clone()  # a part with more dimensions
 
-    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         place = state[0] + 2.0 * action - 1.0
         return (place, state[1]), place, place >= 3.0
 
-    def observe(self, state: State) -> Tensor:
+    def observe(self, state: EnvState) -> Tensor:
         return torch.stack((state[0], state[1][:, 1, 2]), dim=1)
 
 

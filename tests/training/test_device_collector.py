@@ -1,4 +1,4 @@
-"""DeviceCollector and DeviceBuffer: what a rollout on the device holds, and what is made of it."""
+"""TensorCollector and TensorBuffer: what a rollout on the device holds, and what is made of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
 from ml_pipeline.protocols import PolicyInput
 from ml_pipeline.training.gpu.programs import Programs
-from ml_pipeline.training.tensor.buffer import DeviceBuffer
-from ml_pipeline.training.tensor.collector import DeviceCollector
+from ml_pipeline.training.tensor.buffer import TensorBuffer
+from ml_pipeline.training.tensor.collector import TensorCollector
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ class Played:
         self, env: TorchVectorEnv, n_steps: int, noise_seed: int = 2, **options: Any
     ) -> None:
         self.agent = agent_of(env, **options)
-        self.collector = DeviceCollector(
+        self.collector = TensorCollector(
             env, env_seed=10, noise_seed=noise_seed, programs=Programs(CPU)
         )
         self.buffer = self.collector.new_buffer(n_steps, self.agent)
@@ -367,7 +367,7 @@ def test_people_are_shown_actions_and_advantages() -> None:
 def test_the_tensors_of_a_buffer_stay_where_they_are() -> None:
     played = Played(Drift(2), n_steps=3, scale_reward=True)
 
-    def places(buffer: DeviceBuffer) -> list[int]:
+    def places(buffer: TensorBuffer) -> list[int]:
         fields = (buffer.obs, buffer.action, buffer.reward, buffer.facts(), *buffer.learned[1:])
         return [each.data_ptr() for each in (*fields, *played.collector.env.position.state)]
 

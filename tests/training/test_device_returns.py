@@ -11,8 +11,8 @@ import torch
 from ml_pipeline.config.train import PPOConfig
 from ml_pipeline.training import returns
 from ml_pipeline.training.tensor.returns import (
-    DeviceRewardScaler,
-    Outcomes,
+    RolloutOutcome,
+    TensorRewardScaler,
     explained_variance,
     gae,
     gae_step_by_step,
@@ -21,18 +21,18 @@ from ml_pipeline.training.tensor.returns import (
 CPU = torch.device("cpu")
 
 
-def outcomes(n_steps: int, n_envs: int, seed: int, device: str = "cpu") -> Outcomes:
+def outcomes(n_steps: int, n_envs: int, seed: int, device: str = "cpu") -> RolloutOutcome:
     """A random rollout; of its steps a quarter terminate, a quarter are cut, some are both."""
     generator = torch.Generator().manual_seed(seed)
     grid = (n_steps, n_envs)
     reward, value, final_value = (torch.randn(grid, generator=generator) for _ in range(3))
     last_value = torch.randn(n_envs, generator=generator)
     terminated, truncated = (torch.rand(grid, generator=generator) < 0.25 for _ in range(2))
-    made = Outcomes(reward, value, last_value, final_value, terminated, truncated)
-    return Outcomes(*(each.to(device) for each in made))
+    made = RolloutOutcome(reward, value, last_value, final_value, terminated, truncated)
+    return RolloutOutcome(*(each.to(device) for each in made))
 
 
-def by_numpy(given: Outcomes, *, gamma: float, lam: float) -> Any:
+def by_numpy(given: RolloutOutcome, *, gamma: float, lam: float) -> Any:
     """As ``RolloutBuffer.finish`` does it."""
     reward, value, last_value, final_value, terminated, truncated = (
         each.cpu().numpy() for each in given
@@ -45,7 +45,7 @@ def by_numpy(given: Outcomes, *, gamma: float, lam: float) -> Any:
 
 
 def test_the_successor_of_a_step_is_the_next_value_the_final_value_or_nothing() -> None:
-    given = Outcomes(
+    given = RolloutOutcome(
         reward=torch.tensor([[1.0, 1.0], [1.0, 1.0]]),
         value=torch.tensor([[2.0, 2.0], [4.0, 4.0]]),
         last_value=torch.tensor([8.0, 8.0]),
@@ -83,16 +83,16 @@ def test_what_an_unwanted_final_value_is_does_not_matter() -> None:
     assert torch.equal(ours, theirs)
 
 
-def scalers(n_envs: int) -> tuple[DeviceRewardScaler, returns.RewardScaler]:
+def scalers(n_envs: int) -> tuple[TensorRewardScaler, returns.RewardScaler]:
     same: Any = {"gamma": 0.9, "clip": 3.0}
-    return DeviceRewardScaler(n_envs, device=CPU, **same), returns.RewardScaler(n_envs, **same)
+    return TensorRewardScaler(n_envs, device=CPU, **same), returns.RewardScaler(n_envs, **same)
 
 
-def rollouts(n: int) -> list[Outcomes]:
+def rollouts(n: int) -> list[RolloutOutcome]:
     return [each._replace(reward=5.0 + 20.0 * each.reward) for each in _made(n)]
 
 
-def _made(n: int) -> list[Outcomes]:
+def _made(n: int) -> list[RolloutOutcome]:
     return [outcomes(8, 3, seed) for seed in range(n)]
 
 
@@ -112,7 +112,7 @@ def test_the_reward_scaler_in_torch_is_the_one_in_numpy_over_several_rollouts() 
 
 
 def test_the_scale_is_the_deviation_of_the_discounted_return() -> None:
-    scaler = DeviceRewardScaler(1, gamma=0.5, clip=10.0, device=CPU)
+    scaler = TensorRewardScaler(1, gamma=0.5, clip=10.0, device=CPU)
     done = torch.tensor([[False], [True], [False]])
 
     scaled = scaler.scaled(torch.tensor([[2.0], [3.0], [1.0]]), done)
@@ -157,7 +157,7 @@ def test_a_loaded_scaler_goes_on_bit_for_bit_and_begun_episodes_have_no_return_y
 
 def test_a_scaler_of_other_envs_takes_the_moments_over_and_begins_with_no_returns() -> None:
     given = rollouts(1)[0]
-    ours, other = scalers(3)[0], DeviceRewardScaler(2, gamma=0.9, clip=3.0, device=CPU)
+    ours, other = scalers(3)[0], TensorRewardScaler(2, gamma=0.9, clip=3.0, device=CPU)
     ours.scaled(given.reward, torch.zeros(8, 3, dtype=torch.bool))
 
     other.load_state_dict(ours.state_dict())
@@ -168,7 +168,7 @@ def test_a_scaler_of_other_envs_takes_the_moments_over_and_begins_with_no_return
 
 def test_the_clip_of_the_config_bounds_the_scaled_reward() -> None:
     clip = PPOConfig().clip_reward
-    scaler = DeviceRewardScaler(100, gamma=0.9, clip=clip, device=CPU)
+    scaler = TensorRewardScaler(100, gamma=0.9, clip=clip, device=CPU)
     reward = torch.zeros(10, 100)
     reward[0, 0], reward[0, 1] = 1000.0, -1000.0
 

@@ -22,7 +22,7 @@ from ml_pipeline.protocols import Callback, Episode, Metrics, Trainer
 from ml_pipeline.training.collector import Collector
 from ml_pipeline.training.gpu.programs import Programs
 from ml_pipeline.training.ppo_trainer import PPOTrainer, TrainingError, _episode_means, _latest
-from ml_pipeline.training.tensor.collector import DeviceCollector
+from ml_pipeline.training.tensor.collector import TensorCollector
 
 
 def trainer_of(
@@ -302,7 +302,7 @@ def test_a_trainer_of_tensor_envs_counts_every_episode_and_tells_their_means() -
     spaces = env.single_observation_space, env.single_action_space
     agent = PPOAgent(*spaces, MLP, config, device=torch.device("cpu"), seed=1)
     programs = Programs(agent.device)
-    collector = DeviceCollector(env, env_seed=1, noise_seed=2, programs=programs)
+    collector = TensorCollector(env, env_seed=1, noise_seed=2, programs=programs)
     trainer = PPOTrainer(agent, collector, seed=1)
 
     metrics = [trainer.train_episode_vectorized() for _ in range(2)][-1]

@@ -1,4 +1,4 @@
-"""MLPByHand: acting and the gradient of PPO's loss for two plain MLPs on the CPU, in NumPy.
+"""NumpyPPO: acting and the gradient of PPO's loss for two plain MLPs on the CPU, in NumPy.
 
 The same arithmetic as ``PPOAgent``'s own, to rounding; autograd and torch's dispatch take several
 times as long as the numbers do at these sizes. ``PPOAgent`` uses it where it ``fits``.
@@ -70,7 +70,7 @@ class _Tower:
                 grad *= 1.0 - x * x if self._tanh else x > 0
 
 
-class MLPByHand:
+class NumpyPPO:
     """The model of a PPOAgent, seen through NumPy; weights and gradients are shared with it."""
 
     @staticmethod

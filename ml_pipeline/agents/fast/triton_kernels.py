@@ -1,4 +1,4 @@
-"""The Triton kernels of ``MLPFused``: a small MLP forwards and backwards, one tile at a time.
+"""The Triton kernels of ``TritonPPO``: a small MLP forwards and backwards, one tile at a time.
 
 A tile is a matrix of units x rows, so that a layer is ``weight @ tile``: the weights, as torch has
 them, are the left operand, and sums over rows stay inside a warp. B rows of a tile, D inputs, H

@@ -1,4 +1,4 @@
-"""MLPFused: acting and the gradient of PPO's loss for two small MLPs on a GPU, in Triton.
+"""TritonPPO: acting and the gradient of PPO's loss for two small MLPs on a GPU, in Triton.
 
 The same arithmetic as ``PPOAgent``'s own, to rounding. A tile of observations goes through a whole
 network and back inside one kernel: activations never reach the device's memory, which is what
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ml_pipeline.agents.adam import BETA_1, BETA_2, FlatAdam
 from ml_pipeline.agents.distributions import LOG_SQRT_2PI, Categorical
-from ml_pipeline.agents.fast.numpy_ppo import MLPByHand
+from ml_pipeline.agents.fast.numpy_ppo import NumpyPPO
 from ml_pipeline.agents.fast.triton_kernels import (
     adam_kernel,
     advantage_kernel,
@@ -62,13 +62,13 @@ def _acting(n_rows: int) -> Tiling:
     return Tiling(rows=16 if n_rows < 4096 else 64, warps=4, programs_per_core=0)
 
 
-class MLPFused:
+class TritonPPO:
     """The model of a PPOAgent on a GPU; weights and gradients are shared with it."""
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Whether this covers the model: what ``MLPByHand`` covers, of two narrow layers."""
-        if not MLPByHand.fits(model):
+        """Whether this covers the model: what ``NumpyPPO`` covers, of two narrow layers."""
+        if not NumpyPPO.fits(model):
             return False
         sizes = _sizes(model.actor, model.policy_head)
         same = _sizes(model.critic, model.value_head)[:-1] == sizes[:-1]

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from ml_pipeline.envs.tensor_env import State, TorchVectorEnv
+from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
 
 GRAVITY = 9.8
 # Both links: mass 1, length 1, moment of inertia 1, centre of mass in the middle.
@@ -30,10 +30,10 @@ class TorchAcrobot(TorchVectorEnv):
     max_episode_steps = 500
     twin: ClassVar[str | None] = "Acrobot-v1"
 
-    def begin(self, draws: tuple[Tensor, ...]) -> State:
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         return tuple(draw * 0.2 - 0.1 for draw in draws)
 
-    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         torque = action.to(torch.float32) - 1.0
         angle_1, angle_2, speed_1, speed_2 = _runge_kutta(state, torque)
         angle_1, angle_2 = _wrapped(angle_1), _wrapped(angle_2)
@@ -43,13 +43,13 @@ class TorchAcrobot(TorchVectorEnv):
         terminated = height > 1.0
         return (angle_1, angle_2, speed_1, speed_2), terminated.to(torch.float32) - 1.0, terminated
 
-    def observe(self, state: State) -> Tensor:
+    def observe(self, state: EnvState) -> Tensor:
         angle_1, angle_2, speed_1, speed_2 = state
         directions = (torch.cos(angle_1), torch.sin(angle_1), torch.cos(angle_2))
         return torch.stack((*directions, torch.sin(angle_2), speed_1, speed_2), dim=1)
 
 
-def _runge_kutta(state: State, torque: Tensor) -> State:
+def _runge_kutta(state: EnvState, torque: Tensor) -> EnvState:
     """One step of the classical fourth order."""
     half = SECONDS_PER_STEP / 2
     slope_1 = _slope(state, torque)
@@ -61,11 +61,11 @@ def _runge_kutta(state: State, torque: Tensor) -> State:
     return _moved(state, mean, SECONDS_PER_STEP)
 
 
-def _moved(state: State, slope: State, seconds: float) -> State:
+def _moved(state: EnvState, slope: EnvState, seconds: float) -> EnvState:
     return tuple(x + seconds * change for x, change in zip(state, slope, strict=True))
 
 
-def _slope(state: State, torque: Tensor) -> State:
+def _slope(state: EnvState, torque: Tensor) -> EnvState:
     """Equations 11.1 of Sutton and Barto's book (Gymnasium's default, not the paper's)."""
     angle_1, angle_2, speed_1, speed_2 = state
     sin_2, cos_2 = torch.sin(angle_2), torch.cos(angle_2)

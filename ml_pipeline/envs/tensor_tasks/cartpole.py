@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from ml_pipeline.envs.tensor_env import State, TorchVectorEnv
+from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
 
 GRAVITY = 9.8
 POLE_MASS, TOTAL_MASS = 0.1, 1.1
@@ -32,10 +32,10 @@ class TorchCartPole(TorchVectorEnv):
     max_episode_steps = 500
     twin: ClassVar[str | None] = "CartPole-v1"
 
-    def begin(self, draws: tuple[Tensor, ...]) -> State:
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         return tuple(draw * 0.1 - 0.05 for draw in draws)
 
-    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         x, speed, angle, turn = state
         push = (action == 1).to(torch.float32) * (2 * FORCE) - FORCE
         sin, cos = torch.sin(angle), torch.cos(angle)
@@ -52,5 +52,5 @@ class TorchCartPole(TorchVectorEnv):
         terminated = (x.abs() > MAX_X) | (angle.abs() > MAX_ANGLE)
         return (x, speed, angle, turn), torch.ones_like(x), terminated
 
-    def observe(self, state: State) -> Tensor:
+    def observe(self, state: EnvState) -> Tensor:
         return torch.stack(state, dim=1)

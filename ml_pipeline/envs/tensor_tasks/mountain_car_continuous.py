@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from ml_pipeline.envs.tensor_env import State, TorchVectorEnv
+from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
 
 MIN_POSITION, MAX_POSITION = -1.2, 0.6
 GOAL = 0.45
@@ -30,11 +30,11 @@ class TorchMountainCarContinuous(TorchVectorEnv):
     max_episode_steps = 999
     twin: ClassVar[str | None] = "MountainCarContinuous-v0"
 
-    def begin(self, draws: tuple[Tensor, ...]) -> State:
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         position = draws[0] * 0.2 - 0.6
         return position, torch.zeros_like(position)
 
-    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         position, speed = state
         force = action[:, 0].clamp(-1.0, 1.0)
         speed = speed + force * POWER - GRAVITY * torch.cos(3.0 * position)
@@ -47,5 +47,5 @@ class TorchMountainCarContinuous(TorchVectorEnv):
         reward = 100.0 * terminated.to(torch.float32) - 0.1 * action[:, 0] ** 2
         return (position, speed), reward, terminated
 
-    def observe(self, state: State) -> Tensor:
+    def observe(self, state: EnvState) -> Tensor:
         return torch.stack(state, dim=1)

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from ml_pipeline.envs.tensor_env import State, TorchVectorEnv
+from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
 
 GRAVITY = 10.0
 MAX_SPEED = 8.0
@@ -28,11 +28,11 @@ class TorchPendulum(TorchVectorEnv):
     max_episode_steps = 200
     twin: ClassVar[str | None] = "Pendulum-v1"
 
-    def begin(self, draws: tuple[Tensor, ...]) -> State:
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         angle, speed = (draw * 2.0 - 1.0 for draw in draws)
         return angle * math.pi, speed
 
-    def advance(self, state: State, action: Tensor) -> tuple[State, Tensor, Tensor]:
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         angle, speed = state
         torque = action[:, 0].clamp(-MAX_TORQUE, MAX_TORQUE)
         from_upright = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
@@ -42,6 +42,6 @@ class TorchPendulum(TorchVectorEnv):
         angle = angle + speed * SECONDS_PER_STEP
         return (angle, speed), -cost, torch.zeros_like(cost, dtype=torch.bool)
 
-    def observe(self, state: State) -> Tensor:
+    def observe(self, state: EnvState) -> Tensor:
         angle, speed = state
         return torch.stack((torch.cos(angle), torch.sin(angle), speed), dim=1)

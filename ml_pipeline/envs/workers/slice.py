@@ -40,8 +40,8 @@ from ml_pipeline.envs.workers.worker import (
     EnvFn,
     EnvSlice,
     InfoMode,
-    Outcome,
     SliceOptions,
+    SliceReport,
     StepInfo,
     WorkerError,
 )
@@ -339,7 +339,7 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
         return found
 
     def _merge(
-        self, outcomes: list[tuple[list[int], Outcome | None]], *, may_have_ended: bool
+        self, outcomes: list[tuple[list[int], SliceReport | None]], *, may_have_ended: bool
     ) -> dict[str, Any]:
         """The infos of all envs as Gymnasium gives them."""
         arrays = self._arrays

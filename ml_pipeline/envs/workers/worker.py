@@ -95,12 +95,12 @@ class Description(NamedTuple):
 
 # Infos of one env in one step, only sent where there is something to tell: the env's index, the
 # last info of an episode that ended in this step (else empty), and the info that goes on from it.
-# A plain tuple, and so is Outcome: they are pickled in the middle of a step.
+# A plain tuple, and so is SliceReport: they are pickled in the middle of a step.
 StepInfo = tuple[int, "dict[str, Any]", "dict[str, Any]"]
 
 # What a step or reset of a slice has to tell beside the arrays: infos, the objects of the
 # observations and of the final observations (see take_objects), and casts to be told once.
-Outcome = tuple[list[StepInfo], list[list[Any]], list[list[Any]], list[str]]
+SliceReport = tuple[list[StepInfo], list[list[Any]], list[list[Any]], list[str]]
 
 
 class EnvSlice:
@@ -179,7 +179,7 @@ class EnvSlice:
         seeds: Sequence[int | None],
         options: dict[str, Any] | None,
         mask: Sequence[bool],
-    ) -> Outcome | None:
+    ) -> SliceReport | None:
         """Reset the envs whose ``mask`` is set; ``seeds`` and ``mask`` cover this slice only."""
         infos: list[StepInfo] = []
         offset = 0
@@ -196,7 +196,7 @@ class EnvSlice:
         """The parts of the actions that are in no array, before a step."""
         put_objects(self._arrays.action, self.rows, objects)
 
-    def step(self) -> Outcome | None:
+    def step(self) -> SliceReport | None:
         """Step every env with its row of the actions; None where there is nothing to tell."""
         infos: list[StepInfo] = []
         rows, ended, obs_rows, reward_of = self.rows, self._ended, self._obs_rows, self._reward
@@ -291,7 +291,7 @@ class EnvSlice:
                 obs = read_row(tree, row)
                 raise ValueError(f"the env gave an observation that is not finite: {obs}")
 
-    def _outcome(self, infos: list[StepInfo]) -> Outcome | None:
+    def _outcome(self, infos: list[StepInfo]) -> SliceReport | None:
         casts: list[str] = []
         if self._casts:
             casts = sorted(self._casts - self._casts_told)

@@ -1,4 +1,4 @@
-"""DeviceActing: actions from a GPU for envs in host memory, at one short wait per step.
+"""GpuActing: actions from a GPU for envs in host memory, at one short wait per step.
 
 Observations go through pinned memory, so that the copy there, the policy, the draw and the copy
 back are queued at once, and captured as one graph where graphs are wanted.
@@ -18,7 +18,7 @@ from ml_pipeline.protocols import PolicyInput
 from ml_pipeline.training.gpu.programs import Programs
 
 
-class DeviceActing:
+class GpuActing:
     """Acts in ``n_envs`` envs, always the same ones: a policy's memory is kept here."""
 
     def __init__(self, agent: PPOAgent, n_envs: int, programs: Programs) -> None:

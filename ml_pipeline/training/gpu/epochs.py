@@ -7,7 +7,7 @@ import torch
 from ml_pipeline.agents.ppo import PPOAgent, Rates, UpdateResult
 from ml_pipeline.training.gpu.programs import Programs, send
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
-from ml_pipeline.training.tensor.buffer import DeviceBuffer
+from ml_pipeline.training.tensor.buffer import TensorBuffer
 
 
 class Epochs:
@@ -16,7 +16,7 @@ class Epochs:
     def __init__(
         self,
         agent: PPOAgent,
-        buffer: RolloutBuffer | DeviceBuffer,
+        buffer: RolloutBuffer | TensorBuffer,
         programs: Programs,
         *,
         n_epochs: int,

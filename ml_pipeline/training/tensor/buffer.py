@@ -1,4 +1,4 @@
-"""DeviceBuffer: one rollout, [T, n_envs], that is made, finished and learned from on one device.
+"""TensorBuffer: one rollout, [T, n_envs], that is made, finished and learned from on one device.
 
 It does what ``RolloutBuffer`` does for envs that live in host memory. All of its tensors stay
 where they are for as long as it lives, so that whoever fills it can be captured in a CUDA graph.
@@ -18,15 +18,15 @@ from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.protocols import Minibatch, PolicyInput
 from ml_pipeline.training.gpu.programs import Programs, send
 from ml_pipeline.training.tensor.returns import (
-    DeviceRewardScaler,
-    Outcomes,
+    RolloutOutcome,
+    TensorRewardScaler,
     explained_variance,
     gae,
 )
 
 
-class DeviceBuffer:
-    """Filled by a ``DeviceCollector``, row by row."""
+class TensorBuffer:
+    """Filled by a ``TensorCollector``, row by row."""
 
     def __init__(self, n_steps: int, n_envs: int, agent: PPOAgent, programs: Programs) -> None:
         self.n_steps = n_steps
@@ -62,7 +62,7 @@ class DeviceBuffer:
         *,
         gamma: float,
         lam: float,
-        scaler: DeviceRewardScaler | None = None,
+        scaler: TensorRewardScaler | None = None,
     ) -> None:
         """Score the rollout and compute its advantages; ``last`` is the last of ``obs``.
 
@@ -77,7 +77,7 @@ class DeviceBuffer:
         self._finish()
 
     def _score(
-        self, last: PolicyInput, gamma: float, lam: float, scaler: DeviceRewardScaler | None
+        self, last: PolicyInput, gamma: float, lam: float, scaler: TensorRewardScaler | None
     ) -> None:
         agent, learned = self._agent, self.learned
         log_prob, value = agent.score_batch(learned.inputs, learned.action)
@@ -90,7 +90,7 @@ class DeviceBuffer:
         reward = self.reward
         if scaler is not None:
             reward = scaler.scaled(reward, self.terminated | self.truncated)
-        outcomes = Outcomes(
+        outcomes = RolloutOutcome(
             reward, self._value, last_value, final_value, self.terminated, self.truncated
         )
         advantage, target = gae(outcomes, gamma=gamma, lam=lam)

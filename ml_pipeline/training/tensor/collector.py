@@ -1,4 +1,4 @@
-"""DeviceCollector: plays a policy in a TorchVectorEnv; nothing leaves the device while it does.
+"""TensorCollector: plays a policy in a TorchVectorEnv; nothing leaves the device while it does.
 
 A whole rollout is one CUDA graph, where graphs are wanted: per step a kernel or a few for the
 policy, and as many for the envs.
@@ -17,17 +17,17 @@ from torch import Tensor
 from ml_pipeline import counter_random
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.config.train import PPOConfig
-from ml_pipeline.envs.tensor_env import Outcome, Position, TorchVectorEnv
-from ml_pipeline.protocols import Episode, PolicyInput, State
+from ml_pipeline.envs.tensor_env import Position, StepResult, TorchVectorEnv
+from ml_pipeline.protocols import Episode, PolicyInput, StateDict
 from ml_pipeline.training.gpu.programs import Programs, send
-from ml_pipeline.training.tensor.buffer import DeviceBuffer
-from ml_pipeline.training.tensor.returns import DeviceRewardScaler
+from ml_pipeline.training.tensor.buffer import TensorBuffer
+from ml_pipeline.training.tensor.returns import TensorRewardScaler
 
 
-class DeviceRolloutStats:
+class TensorRolloutStats:
     """What happened in a rollout, read from the device when somebody asks."""
 
-    def __init__(self, collector: DeviceCollector) -> None:
+    def __init__(self, collector: TensorCollector) -> None:
         self._collector = collector
 
     @property
@@ -41,7 +41,7 @@ class DeviceRolloutStats:
         return self._collector.seconds()
 
 
-class DeviceCollector:
+class TensorCollector:
     """Rollouts of an agent in ``env``, on the device of both."""
 
     # An iteration takes milliseconds, and its steps run on while a signal is looked at: it is
@@ -69,7 +69,7 @@ class DeviceCollector:
         # How many episodes have ended in the last rollout, their returns, and their lengths.
         self.totals = torch.zeros(3, device=env.device)
         self._obs: Tensor | None = None  # to act on, of a run that is resumed
-        self._buffer: DeviceBuffer | None = None
+        self._buffer: TensorBuffer | None = None
         self._rollout: Any = None
         self._marks: list[Any] = []
 
@@ -81,17 +81,17 @@ class DeviceCollector:
     def is_between_rollouts(self) -> bool:
         return self._state_before is None
 
-    def new_buffer(self, n_steps: int, agent: PPOAgent) -> DeviceBuffer:
-        return DeviceBuffer(n_steps, self.n_envs, agent, self._programs)
+    def new_buffer(self, n_steps: int, agent: PPOAgent) -> TensorBuffer:
+        return TensorBuffer(n_steps, self.n_envs, agent, self._programs)
 
-    def new_scaler(self, config: PPOConfig) -> DeviceRewardScaler | None:
+    def new_scaler(self, config: PPOConfig) -> TensorRewardScaler | None:
         if not config.scale_reward:
             return None
-        return DeviceRewardScaler(
+        return TensorRewardScaler(
             self.n_envs, gamma=config.gamma, clip=config.clip_reward, device=self.env.device
         )
 
-    def collect(self, agent: PPOAgent, buffer: DeviceBuffer) -> DeviceRolloutStats:
+    def collect(self, agent: PPOAgent, buffer: TensorBuffer) -> TensorRolloutStats:
         """Fill ``buffer``; the device may still be at it when this returns."""
         if buffer is not self._buffer:
             self._take(buffer, agent)
@@ -104,14 +104,14 @@ class DeviceCollector:
         begin = self._mark()
         self._rollout()
         self._marks = [begin, self._mark()]
-        return DeviceRolloutStats(self)
+        return TensorRolloutStats(self)
 
     def commit(self, n_steps: int) -> None:
         """The rollout of ``n_steps`` was learned from."""
         self._state_before = None
         self.n_steps += n_steps
 
-    def _take(self, buffer: DeviceBuffer, agent: PPOAgent) -> None:
+    def _take(self, buffer: TensorBuffer, agent: PPOAgent) -> None:
         """Make the program that fills this buffer."""
         self._buffer = buffer
         if self._obs is not None:
@@ -211,7 +211,7 @@ class DeviceCollector:
         """None: the envs are part of ``state_dict``."""
         return []
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         """The draws of a rollout that was cut short do not count."""
         state = self._generator.get_state() if self._state_before is None else self._state_before
         position = None
@@ -222,7 +222,7 @@ class DeviceCollector:
             position = {"envs": self.env.state_dict(), "obs": obs}
         return {"generator": state, "n_steps": self.n_steps, "position": position}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self._generator.set_state(state["generator"])
         self.n_steps = state["n_steps"]
 
@@ -244,7 +244,7 @@ def _position(parts: list[Tensor]) -> Position:
     return Position(tuple(parts[:-3]), *parts[-3:])
 
 
-def _with_ended(ended: list[Tensor], outcome: Outcome) -> list[Tensor]:
+def _with_ended(ended: list[Tensor], outcome: StepResult) -> list[Tensor]:
     """How many episodes have ended in each env, their returns, and their lengths, summed up."""
     done = outcome.terminated | outcome.truncated
     told = (torch.ones_like(outcome.reward), outcome.episode_return, outcome.episode_length)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ml_pipeline.errors import first_line
-from ml_pipeline.protocols import State
+from ml_pipeline.protocols import StateDict
 
 
-class Outcomes(NamedTuple):
+class RolloutOutcome(NamedTuple):
     """How each step of a rollout ended, and what its successors are worth; [T, n_envs] each."""
 
     reward: Tensor
@@ -28,7 +28,7 @@ class Outcomes(NamedTuple):
     truncated: Tensor  # bool
 
 
-def gae(outcomes: Outcomes, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(outcomes: RolloutOutcome, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates, and value targets, as ``returns.gae`` gives them."""
     if outcomes.reward.device.type == "cuda" and _kernel_works(outcomes.reward.device):
         from ml_pipeline.training.tensor.gae_kernel import gae_in_one_kernel
@@ -46,7 +46,7 @@ def _kernel_works(device: torch.device) -> bool:
         from ml_pipeline.training.tensor.gae_kernel import gae_in_one_kernel
 
         numbers, flags = torch.zeros(1, 16, device=device), torch.zeros(1, 16, device=device)
-        tried = Outcomes(numbers, numbers, numbers[0], numbers, flags.bool(), flags.bool())
+        tried = RolloutOutcome(numbers, numbers, numbers[0], numbers, flags.bool(), flags.bool())
         gae_in_one_kernel(*tried, gamma=1.0, lam=1.0)
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
@@ -55,7 +55,9 @@ def _kernel_works(device: torch.device) -> bool:
     return True
 
 
-def gae_step_by_step(outcomes: Outcomes, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae_step_by_step(
+    outcomes: RolloutOutcome, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     reward, value, last_value, final_value, terminated, truncated = outcomes
     next_value = torch.cat([value[1:], last_value.unsqueeze(0)])
     next_value = torch.where(truncated, final_value, next_value).masked_fill(terminated, 0.0)
@@ -76,7 +78,7 @@ def explained_variance(value: Tensor, value_target: Tensor) -> Tensor:
     return torch.where(variance > 0, 1.0 - unexplained / variance, 0.0)
 
 
-class DeviceRewardScaler:
+class TensorRewardScaler:
     """``RewardScaler`` in tensors: divides by the running deviation of the discounted return."""
 
     def __init__(self, n_envs: int, *, gamma: float, clip: float, device: torch.device) -> None:
@@ -116,11 +118,11 @@ class DeviceRewardScaler:
         """All envs have been reset."""
         self._return.zero_()
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         moments = torch.stack([self._mean, self._variance, self._count]).tolist()
         return {"moments": moments, "return": self._return.tolist()}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         for own, saved in zip(
             (self._mean, self._variance, self._count), state["moments"], strict=True
         ):
