@@ -31,7 +31,7 @@ import torch
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.device import precision_of_products
 from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
 from ml_pipeline.seeding import stream_seed

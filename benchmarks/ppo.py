@@ -257,7 +257,7 @@ def update_and_act(name: str, size: int, *, by_hand: bool) -> tuple[float, float
 
     from ml_pipeline.agents.networks import MLP
     from ml_pipeline.agents.ppo import PPOAgent, Rates
-    from ml_pipeline.config.train import PPOConfig
+    from ml_pipeline.config.ppo import PPOConfig
     from ml_pipeline.protocols import Minibatch, PolicyInput
 
     n_obs, action_space = {

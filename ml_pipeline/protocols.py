@@ -1,17 +1,24 @@
-"""The records and promises that cross rooms; shapes stand beside each field."""
+"""The records and protocols that cross modules; shapes are noted beside each field."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union, runtime_checkable
 
 if TYPE_CHECKING:
+    import gymnasium as gym
     import numpy as np
+    import torch
     from gymnasium.vector import VectorEnv
     from numpy.typing import NDArray
-    from torch import Tensor
+    from torch import Tensor, nn
 
-Metrics = dict[str, float]  # "group/name" -> value; absent where there is nothing to tell
+    from ml_pipeline.config.agent import AgentConfig
+    from ml_pipeline.distributed import World
+    from ml_pipeline.training.gpu.programs import Programs
+    from ml_pipeline.training.loop import Loop
+
+Metrics = dict[str, float]  # "group/name" -> value; a metric without a value is absent
 Obs = Union["Tensor", "dict[str, Tensor]"]  # a tensor, or one per leaf: "camera", "arm/angle", "0"
 StateDict = dict[str, Any]  # tensors, numbers, strings, and lists and dicts of these: no code
 
@@ -19,62 +26,9 @@ StateDict = dict[str, Any]  # tensors, numbers, strings, and lists and dicts of 
 class Episode(NamedTuple):
     """A finished episode, or the mean of ``n`` of them."""
 
-    episode_return: float  # undiscounted sum of the rewards the env gave
+    episode_return: float  # undiscounted sum of the env's rewards
     length: float
     n: int = 1
-
-
-class PolicyInput(NamedTuple):
-    """What a policy sees in one step of B envs, or, if it has a memory, in T steps of them.
-
-    A policy with a memory takes ``obs``, ``action_mask`` and ``episode_start`` with a leading T.
-    """
-
-    obs: Obs  # [B, *obs], or one such tensor per leaf of a Dict or Tuple observation
-    action_mask: Tensor | None  # [B, n] bool; None: every action is allowed
-    state: Tensor | None  # [B, state_size] before the first step; None: no memory
-    episode_start: Tensor | None  # [B] bool: the state does not count; None: no memory
-
-
-class PolicySample(NamedTuple):
-    """What a policy did in one step of all envs."""
-
-    action: Tensor  # [n_envs, *act], as it was sampled: not yet clipped to the action space
-    state: Tensor | None  # [n_envs, state_size] after the step
-
-
-class Minibatch(NamedTuple):
-    """Transitions for one gradient step of an on-policy agent.
-
-    For a policy with a memory each field has the shape [T, B, ...]: whole sequences.
-    """
-
-    inputs: PolicyInput
-    action: Tensor  # [B, *act]
-    log_prob: Tensor  # [B], at the time of sampling
-    value: Tensor  # [B], at the time of sampling
-    advantage: Tensor  # [B], not normalised
-    value_target: Tensor  # [B]
-
-    def mapped(self, function: Callable[[Tensor], Tensor], state: Tensor | None) -> Minibatch:
-        """``function`` of every field that has a place for each step; ``state`` has none."""
-        obs, mask, _, start = self.inputs
-        inputs = PolicyInput(
-            {name: function(leaf) for name, leaf in obs.items()}
-            if isinstance(obs, dict)
-            else function(obs),
-            None if mask is None else function(mask),
-            state,
-            None if start is None else function(start),
-        )
-        return Minibatch(inputs, *(function(field) for field in self[1:]))
-
-    def rows(self, rows: Tensor) -> Minibatch:
-        """Some transitions, or of a policy with a memory, some sequences."""
-        state = self.inputs.state
-        if state is None:
-            return self.mapped(lambda field: field[rows], None)
-        return self.mapped(lambda field: field[:, rows], state[rows])
 
 
 class RolloutStats(NamedTuple):
@@ -84,8 +38,112 @@ class RolloutStats(NamedTuple):
     seconds: float
 
 
+class PolicyInput(NamedTuple):
+    """What a policy sees in one step of B envs; a recurrent policy in T steps of them.
+
+    A recurrent policy takes ``obs``, ``action_mask`` and ``episode_start`` with a leading T.
+    """
+
+    obs: Obs  # [B, *obs], or one such tensor per leaf of a Dict or Tuple observation
+    action_mask: Tensor | None  # [B, n] bool; None: every action is allowed
+    memory: Tensor | None  # [B, memory_size], recurrent state before the first step, or None
+    episode_start: Tensor | None  # [B] bool: reset the memory here; None: no memory
+
+
+class PolicySample(NamedTuple):
+    """What a policy did in one step of all envs."""
+
+    action: Tensor  # [n_envs, *act], as sampled: not clipped to the action space
+    memory: Tensor | None  # [n_envs, memory_size] after the step
+
+
+class Minibatch(NamedTuple):
+    """Transitions for one gradient step of an on-policy agent.
+
+    For a recurrent policy each field has the shape [T, B, ...]: whole sequences.
+    """
+
+    inputs: PolicyInput
+    action: Tensor  # [B, *act]
+    log_prob: Tensor  # [B], at sampling time
+    value: Tensor  # [B], at sampling time
+    advantage: Tensor  # [B], not normalised
+    value_target: Tensor  # [B]
+
+    def mapped(self, function: Callable[[Tensor], Tensor], memory: Tensor | None) -> Minibatch:
+        """Apply ``function`` to every per-step field; ``memory`` has one entry per sequence."""
+        obs, mask, _, start = self.inputs
+        inputs = PolicyInput(
+            {name: function(leaf) for name, leaf in obs.items()}
+            if isinstance(obs, dict)
+            else function(obs),
+            None if mask is None else function(mask),
+            memory,
+            None if start is None else function(start),
+        )
+        return Minibatch(inputs, *(function(field) for field in self[1:]))
+
+    def take(self, index: Tensor) -> Minibatch:
+        """The transitions, or for a recurrent policy the sequences, at ``index``."""
+        memory = self.inputs.memory
+        if memory is None:
+            return self.mapped(lambda field: field[index], None)
+        return self.mapped(lambda field: field[:, index], memory[index])
+
+
+class Rates(NamedTuple):
+    """The annealed settings at their current values.
+
+    On a device they are views of one tensor, which a captured graph reads in every replay.
+    """
+
+    learning_rate: Any
+    clip_range: Any
+    entropy_coef: Any
+
+
+class UpdateResult(NamedTuple):
+    """What gradient steps report: 0-d tensors for one step, [n] tensors for n steps."""
+
+    policy_loss: Tensor
+    value_loss: Tensor
+    entropy: Tensor
+    approx_kl: Tensor
+    clip_fraction: Tensor
+    grad_norm: Tensor
+    finite: Tensor  # 0 if loss or gradient was not finite; then nothing changed
+
+
+class Spaces(NamedTuple):
+    """The spaces of one env."""
+
+    observation: gym.Space[Any]
+    action: gym.Space[Any]
+
+
+class Envs(NamedTuple):
+    """The envs of a run, as a trainer takes them."""
+
+    parts: Sequence[VectorEnv[Any, Any, Any]]  # one, or two halves of a double-buffered collector
+    first_seed: int  # env i is reset with first_seed + i
+    infos_have_episodes: bool  # an inner wrapper reports true episodes in infos["episode"]
+
+
+class Place(NamedTuple):
+    """Where and how the parts of a run compute."""
+
+    device: torch.device
+    seed: int
+    precision: str  # of matrix products on a GPU: float32, tf32 or bf16
+    programs: Programs  # compiles and captures the work on a GPU
+    world: World
+
+
+NetworkBuilder = Callable[["gym.Space[Any]"], "nn.Module"]
+
+
 class Policy(Protocol):
-    """All that playing takes."""
+    """Acts. Evaluation, export, play, serve and opponents need nothing else."""
 
     def act_batch(
         self,
@@ -95,20 +153,26 @@ class Policy(Protocol):
         action_mask: NDArray[np.bool_] | None = None,
         memory: Tensor | None = None,
     ) -> NDArray[np.generic]:
-        """[n_envs, *obs] -> [n_envs, *act], fit for ``env.step``; ``memory`` goes on in place."""
+        """[n_envs, *obs] -> [n_envs, *act], ready for ``env.step``; updates ``memory`` in place."""
 
     def new_memory(self, n_envs: int) -> Tensor | None:
-        """The memory of a policy that has one, at the beginning of ``n_envs`` episodes."""
+        """Recurrent state at the start of ``n_envs`` episodes, or None without one."""
 
     def mask_of(self, infos: Mapping[str, Any]) -> NDArray[np.bool_] | None:
-        """The action mask in the infos of a reset or step; None where there is none to heed."""
+        """The action masks in the infos, or None if this policy does not read masks there."""
 
 
 class Agent(Policy, Protocol):
-    """All that evaluation, self-play and notebooks may assume of an agent."""
+    """Learns: a Policy that updates, saves and loads itself."""
+
+    def update(self, batch: Any, rates: Any) -> Any:
+        """One gradient step."""
+
+    def greedy(self) -> Any:
+        """The ``agents.policy.GreedyPolicy`` that export writes."""
 
     def for_playing(self) -> Policy:
-        """The same policy, where it acts fastest for a few envs: itself, or a copy elsewhere."""
+        """The policy where it acts fastest in few envs: itself, or a copy on the CPU."""
 
     def state_dict(self) -> StateDict: ...
 
@@ -116,55 +180,80 @@ class Agent(Policy, Protocol):
 
 
 class Trainer(Protocol):
-    """What a callback may read and ask of the trainer."""
+    """Runs one iteration at a time: collects, then improves the agent."""
 
-    iteration: int
-    env_steps: int
+    progress: float  # 0 at the start of the run, 1 at its end; the loop sets it for schedules
 
     @property
     def agent(self) -> Agent: ...
 
     @property
-    def envs(self) -> list[VectorEnv[Any, Any, Any]]:
-        """What is trained in: one vector env, or the two halves of a double-buffered collector."""
+    def envs(self) -> Sequence[VectorEnv[Any, Any, Any]]: ...
 
     @property
-    def loggers(self) -> Sequence[Logger]: ...
+    def iteration_steps(self) -> int:
+        """Env steps of the next iteration."""
 
-    def last_rollout(self) -> dict[str, NDArray[Any]]:
-        """Actions and advantages of the last rollout, to be shown."""
-
-    def resize(self, n_envs: int) -> int:
-        """Train in about so many envs from the next rollout on; gives the number it will be."""
-
-    def request_stop(self, reason: str) -> None: ...
-
-    def is_last_iteration(self) -> bool: ...
-
-    def env_snapshots(self) -> list[bytes] | None:
-        """All envs as bytes, if their episodes can go on from them; a resume needs them."""
+    def train_episode_vectorized(self, hold: Callable[[], None] = ...) -> Metrics:
+        """One iteration. Call ``hold`` before the first change that must not be left half done."""
 
     def state_dict(self) -> StateDict: ...
 
+    def load_state_dict(self, state: StateDict) -> None: ...
+
+
+@runtime_checkable
+class ResumesEpisodes(Protocol):
+    """A trainer whose envs continue within their episodes when a run is resumed."""
+
+    def env_snapshots(self) -> list[bytes] | None:
+        """All envs as bytes; empty if ``state_dict`` holds them, None while they are busy."""
+
+    def resume_episodes(self, state: StateDict, snapshots: Sequence[bytes]) -> None: ...
+
+
+@runtime_checkable
+class Resizes(Protocol):
+    """A trainer that can change its number of envs between two iterations."""
+
+    def resize(self, n_envs: int) -> int: ...
+
+
+@runtime_checkable
+class ShowsRollouts(Protocol):
+    """A trainer that hands out arrays of its last rollout, for histograms."""
+
+    def last_rollout(self) -> dict[str, NDArray[Any]]: ...
+
+
+class Algorithm(NamedTuple):
+    """How an algorithm builds its parts; ``agent.algorithm`` names one by dotted path."""
+
+    config: type[AgentConfig]
+    make_agent: Callable[[Spaces, NetworkBuilder, Any, Place], Agent]
+    make_trainer: Callable[[Any, Envs, Any, Place], Trainer]
+    # What takes memory and which settings reduce it: (agent, config, n_envs, tensor_envs) -> text
+    memory_advice: Callable[[Any, Any, int, bool], str] = lambda *_: "use fewer envs"
+
 
 class Callback:
-    """A habit of a run: override a hook.
+    """Reacts to events of a run; override the hooks you need.
 
-    A callback named in the config gets its keys as arguments, and by name what it asks for of
-    ``make_env`` (an ``EnvFactory``), ``run`` (a ``RunFolder``), ``seed`` and ``device`` (the
-    run's).
+    A callback in the config gets its keys as arguments. It also gets, by name, what its
+    constructor asks for of ``make_env`` (an ``EnvFactory``), ``run`` (a ``RunFolder``), and the
+    run's ``seed``, ``device`` and ``best_metric``.
     """
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, loop: Loop) -> None:
         """Before the first iteration, also of a resumed run."""
 
-    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
+    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
         """May add to ``metrics`` before they are logged."""
 
-    def on_iteration_logged(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """The record of this iteration is written."""
+    def on_iteration_logged(self, loop: Loop, metrics: Mapping[str, float]) -> None:
+        """The metrics of this iteration are written."""
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, loop: Loop) -> None:
         """After the last iteration; not after an error."""
 
     def state_dict(self) -> StateDict:
@@ -175,10 +264,10 @@ class Callback:
 
 
 class Logger(Protocol):
-    """Where metrics go; ``env_steps`` is the x-axis of every plot.
+    """Receives metrics; ``env_steps`` is the x-axis of every plot.
 
-    One that can show more may have ``log_histograms(values, *, env_steps)`` with arrays by name,
-    and ``log_file(path, *, kind, env_steps)`` for a "checkpoint" or a "video".
+    A logger may also have ``log_histograms(values, *, env_steps)`` for arrays by name, and
+    ``log_file(path, *, kind, env_steps)`` for a "checkpoint" or a "video".
     """
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None: ...

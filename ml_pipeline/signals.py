@@ -91,6 +91,16 @@ class StopSignals:
             self._patient = False
         self._raise_if_due()
 
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """One iteration: a stop signal waits for its end, or discards it before ``hold``."""
+        transaction = Transaction(self)
+        with self.patient():
+            try:
+                yield transaction
+            finally:
+                transaction.release()
+
     def _raise_if_due(self) -> None:
         waits = self._shields or (self._patient and not self._out_of_patience)
         if self._pending is not None and not waits:
@@ -117,3 +127,41 @@ class StopSignals:
     def _disarm(self) -> None:
         if self._before and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+class Transaction:
+    """Between ``hold`` and ``commit`` a stop signal waits."""
+
+    def __init__(self, signals: StopSignals) -> None:
+        self._signals = signals
+        self._is_held = False
+
+    def hold(self) -> None:
+        if not self._is_held:
+            self._is_held = True
+            self._signals._shields += 1
+
+    def release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._signals._shields -= 1
+
+    def commit(self) -> None:
+        self.release()
+        self._signals._raise_if_due()
+
+
+class NoSignals:
+    """Stands in for ``StopSignals`` where nothing handles signals."""
+
+    def hold(self) -> None: ...
+
+    def commit(self) -> None: ...
+
+    @contextmanager
+    def transaction(self) -> Iterator[NoSignals]:
+        yield self
+
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        yield

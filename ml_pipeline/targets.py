@@ -26,6 +26,10 @@ _MOVED = {
 }
 
 
+# Runs that are older than the key agent.algorithm do not name theirs.
+ALGORITHM_OF_OLD_RUNS = "ml_pipeline.algorithms.ppo.PPO"
+
+
 class TargetError(UserError):
     """A dotted path leads nowhere, or its class does not take the arguments given."""
 

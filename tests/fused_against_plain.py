@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent, Rates
-from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.protocols import Minibatch, PolicyInput
 
 TWO, FIVE = spaces.Discrete(2), spaces.Discrete(5)

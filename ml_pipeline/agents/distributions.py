@@ -18,7 +18,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.errors import UserError
 
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)

@@ -52,6 +52,7 @@ class ObservationReader:
     """Takes apart a batch of observations as a vector env hands it out."""
 
     def __init__(self, space: gym.Space[Any]) -> None:
+        self.space = space
         self.is_single = not isinstance(space, (spaces.Dict, spaces.Tuple))
         found = list(_leaves_of(space, ()))
         self._paths = {"/".join(map(str, path)): path for path, _ in found}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ml_pipeline.analysis.evaluate import evaluate
 from ml_pipeline.callbacks.every_steps import EverySteps
-from ml_pipeline.config.train import whole_steps
+from ml_pipeline.config.checks import integer_steps
 from ml_pipeline.envs.factory import EnvFactory, close_env
 from ml_pipeline.protocols import Callback, Metrics, StateDict, Trainer
 from ml_pipeline.seeding import stream_seed
@@ -25,7 +25,7 @@ class PeriodicEvaluation(Callback):
         n_episodes: int = 10,
     ) -> None:
         self._every = EverySteps("eval_every_steps", eval_every_steps)
-        self.n_episodes = whole_steps("n_episodes", n_episodes)
+        self.n_episodes = integer_steps("n_episodes", n_episodes)
         self._make_env = make_env
         self._seed = stream_seed(seed, "evaluation")
         self._is_due = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ml_pipeline.config.train import whole_steps
+from ml_pipeline.config.checks import integer_steps
 from ml_pipeline.protocols import Trainer
 
 
@@ -11,7 +11,7 @@ class EverySteps:
 
     def __init__(self, key: str, n_steps: float) -> None:
         """``key``: what the config calls it, for the error if it is no whole number of steps."""
-        self.n_steps = whole_steps(key, n_steps)
+        self.n_steps = integer_steps(key, n_steps)
         self._next = self.n_steps
 
     def begin(self, trainer: Trainer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ml_pipeline.config.train import whole_steps
+from ml_pipeline.config.checks import integer_steps
 from ml_pipeline.protocols import Callback, Metrics, Trainer
 
 METRIC = "eval/episode_return"
@@ -31,7 +31,7 @@ class Pruning(Callback):
     def __init__(self, trial: PrunableTrial, *, every_steps: float, reported: set[int]) -> None:
         """``reported`` are the points that a resumed run has told already."""
         self._trial = trial
-        self._every_steps = whole_steps("every_steps", every_steps)
+        self._every_steps = integer_steps("every_steps", every_steps)
         self._reported = set(reported)
 
     def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ml_pipeline.config.train import check, whole_steps
+from ml_pipeline.config.checks import check, integer_steps
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError
@@ -24,7 +24,7 @@ class FollowFreeCores(Callback):
     ) -> None:
         for name, value in vars().items():
             if name != "self":
-                whole_steps(f"callbacks.scaling.{name}", value)
+                integer_steps(f"callbacks.scaling.{name}", value)
         check(min_envs <= max_envs, "callbacks.scaling.min_envs", "at most max_envs", min_envs)
         self.envs_per_core = envs_per_core
         self.min_envs = min_envs

@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.agents.distributions import Categorical, Distribution, MultiCategorical
+from ml_pipeline.agents.masks import MaskError, checked_mask, masks_in
 from ml_pipeline.agents.observations import ObservationReader
-from ml_pipeline.agents.ppo import MaskError, checked_mask, masks_in
+from ml_pipeline.agents.policy import MASK, MEMORY, NEXT_MEMORY
 from ml_pipeline.agents.space_data import space_from_data
 from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.extras import import_extra
@@ -35,8 +36,6 @@ from ml_pipeline.extras import import_extra
 METADATA_FORMAT = 1  # raised when an older reader could not make sense of the metadata
 METADATA_FILE = "metadata.json"  # within a .pt2
 METADATA_KEY = "ml_pipeline"  # within an .onnx
-
-MASK, MEMORY, NEXT_MEMORY = "action_mask", "state", "next_state"  # inputs and output of their own
 
 Arrays = dict[str, NDArray[Any]]  # by name of input or output, [batch, ...] each
 

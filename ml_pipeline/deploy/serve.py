@@ -26,10 +26,8 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from ml_pipeline.agents.policy import MASK, MEMORY, NEXT_MEMORY
 from ml_pipeline.deploy.exported import (
-    MASK,
-    MEMORY,
-    NEXT_MEMORY,
     Arrays,
     ExportedPolicy,
     TensorSpec,

@@ -17,21 +17,23 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ml_pipeline.config.train import TrainConfig
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, first_line
+from ml_pipeline.protocols import Algorithm
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.targets import ALGORITHM_OF_OLD_RUNS, import_dotted
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
 
 
 class ConfigError(UserError):
-    """The config says something that cannot be."""
+    """The config contains a mistake."""
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
-    """What Hydra makes of conf/ and ``overrides``; a wrong key or type is refused here."""
+    """Compose conf/ and ``overrides`` with Hydra, which refuses unknown keys and wrong types."""
     ConfigStore.instance().store(name="train_schema", node=TrainConfig)
-    # The caller may be a Hydra program itself, and Hydra is one per process.
+    # The caller may be a Hydra program itself, and Hydra is a singleton.
     callers = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -42,14 +44,32 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
 
 
 def checked_config(cfg: DictConfig) -> TrainConfig:
-    """The config as checked dataclasses; what breaks a rule is named with its full key."""
+    """The config as checked dataclasses; agent.algorithm chooses the class of ``agent``."""
     try:
-        config = OmegaConf.to_object(cfg)
-    except (ValueError, OmegaConfBaseException) as error:
+        typed = OmegaConf.merge(OmegaConf.structured(TrainConfig), cfg)
+        settings = OmegaConf.create({"agent": typed.agent})
+        typed.agent = OmegaConf.structured(find_algorithm(cfg).config)
+        config = OmegaConf.to_object(OmegaConf.merge(typed, settings))
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{key}{first_line(error)}") from error
+    except ValueError as error:
         raise ConfigError(str(error)) from error
     if not isinstance(config, TrainConfig):
         raise TypeError(f"the schema of the composed config is {type(config).__name__}")
     return config
+
+
+def find_algorithm(cfg: DictConfig | TrainConfig) -> Algorithm:
+    """The algorithm that agent.algorithm names; runs from before that key used one only."""
+    name = getattr(cfg.agent, "algorithm", None) or ALGORITHM_OF_OLD_RUNS
+    algorithm = import_dotted(str(name), key="agent.algorithm")
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigError(
+            f"agent.algorithm={name}: is a {type(algorithm).__name__}; name an "
+            "ml_pipeline.protocols.Algorithm"
+        )
+    return algorithm
 
 
 def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -60,7 +80,7 @@ def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     ]
     if "experiment" in named:
         raise ConfigError("experiment= cannot be combined with resume=; name single keys")
-    # Never from the folder: whoever made it would decide whether it is trusted.
+    # Never from the folder: otherwise its author decides whether to trust it.
     base.trust = cfg.trust
     if "total_steps" in named and "num_episodes" not in named:
         base.num_episodes = None  # the newer goal counts
@@ -72,7 +92,7 @@ def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def _take_over(base: DictConfig, cfg: DictConfig, key: str) -> None:
-    """Let ``base`` have at ``key`` what ``cfg`` has, which may be nothing."""
+    """Copy ``key`` from ``cfg`` to ``base``, or delete it there."""
     parent, _, name = key.rpartition(".")
     if parent and OmegaConf.select(base, parent) is None:
         # logger.wandb.mode=... for a run without W&B: it needs all of logger.wandb.
@@ -92,9 +112,9 @@ def stored_config(run_folder: RunFolder) -> DictConfig:
         stored = OmegaConf.load(run_folder.config)
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), stored)
     except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
-        raise ConfigError(f"{run_folder.config} is no config of a run: {error}") from error
+        raise ConfigError(f"{run_folder.config}: not the config of a run: {error}") from error
     if not isinstance(merged, DictConfig) or not merged.network:
-        raise ConfigError(f"{run_folder.config} is no config of a run: it names no network")
+        raise ConfigError(f"{run_folder.config}: not the config of a run: it names no network")
     return merged
 
 
@@ -104,13 +124,13 @@ def plain_config(path: Path | str) -> dict[str, Any]:
 
 
 def stored_text(config: TrainConfig) -> str:
-    """What config.yaml holds: all that decides the run, and not which run it went on from."""
+    """The text of config.yaml: everything that decides the run, except what it resumed."""
     return OmegaConf.to_yaml(
         OmegaConf.create({**dataclasses.asdict(config), "resume": None, "trust": False})
     )
 
 
 def find_modules_in_cwd() -> None:
-    """A user's own modules lie where the command is typed, which is not where the script lies."""
+    """Let users' own modules be imported from the current folder."""
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))

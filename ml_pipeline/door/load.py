@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import torch
 
-from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.agents.space_data import space_to_data
 from ml_pipeline.deploy.export import Agreement, export_policy
 from ml_pipeline.deploy.exported import ExportedPolicy
@@ -19,17 +18,17 @@ from ml_pipeline.door.compose import (
     plain_config,
     stored_config,
 )
-from ml_pipeline.door.parts import build_agent, build_env_factory, torch_threads
+from ml_pipeline.door.parts import build_agent, build_env_factory, cpu_place, torch_threads
 from ml_pipeline.envs.factory import EnvFactory, close_env
-from ml_pipeline.protocols import Policy
+from ml_pipeline.protocols import Agent, Policy
 from ml_pipeline.runs.checkpoint import best_or_latest, load_checkpoint, misfit_explained
 from ml_pipeline.runs.run_folder import RunFolder
 
 
 class TrainedAgent(NamedTuple):
-    """An agent as a checkpoint holds it, and a single env of the kind it was trained in."""
+    """An agent from a checkpoint, and a single env of the kind it was trained in."""
 
-    agent: PPOAgent
+    agent: Agent
     env: gym.Env[Any, Any]
     env_name: str
     seed: int  # of the run
@@ -40,7 +39,7 @@ class TrainedAgent(NamedTuple):
 def load_agent(
     path: Path | str, checkpoint: str | None = None, *, render_mode: str | None = None
 ) -> TrainedAgent:
-    """The agent of a run folder, on the CPU; ``checkpoint`` None: the best where there is one."""
+    """The agent of a run folder, on the CPU; ``checkpoint`` None: the best if there is one."""
     find_modules_in_cwd()
     run_folder = RunFolder.open(path)
     config = checked_config(stored_config(run_folder))
@@ -50,7 +49,7 @@ def load_agent(
     if render_mode is not None:
         make_env = make_env.rendering(render_mode)
     env = make_env()
-    agent = build_agent(config, env, torch.device("cpu"))
+    agent = build_agent(config, env, cpu_place(config))
     with misfit_explained(run_folder):
         agent.load_state_dict(state["agent"])
         env_steps = int(state["env_steps"])
@@ -68,20 +67,22 @@ def load_policy(
     policy = ExportedPolicy.load(path)
     make_env = EnvFactory(**policy.metadata["env"])
     env = make_env() if render is None else make_env.rendering(render)()
-    for own, wanted in (
+    for own, expected in (
         (env.observation_space, policy.observation_space),
         (env.action_space, policy.action_space),
     ):
-        if space_to_data(own) != space_to_data(wanted):
+        if space_to_data(own) != space_to_data(expected):
             close_env(env)
-            raise ConfigError(f"env {policy.env_name} has {own}, {path} was made for {wanted}")
+            raise ConfigError(
+                f"env {policy.env_name} has the space {own}, but {path} was made for {expected}"
+            )
     return policy, env, policy.env_name
 
 
 def export_run(
     path: Path | str, out: Path | None, *, file_format: str, checkpoint: str | None = None
 ) -> tuple[TrainedAgent, Path, ExportedPolicy, Agreement]:
-    """Write the policy of a run as one file, ``out`` or policy.<format> in its folder."""
+    """Write the policy of a run as one file: ``out``, or policy.<format> in its folder."""
     trained, run = load_agent(path, checkpoint), RunFolder.open(path)
     out = out or run.path / f"policy.{file_format}"
     facts = {
@@ -94,7 +95,7 @@ def export_run(
         "commit": run.read_summary().get("git_commit"),  # of the code that trained it
     }
     try:
-        with torch_threads(trained.agent.device):
+        with torch_threads(torch.device("cpu")):
             policy, agreement = export_policy(
                 trained.agent, trained.env, out, file_format=file_format, facts=facts
             )

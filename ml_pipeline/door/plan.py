@@ -12,11 +12,12 @@ import gymnasium as gym
 import torch
 from gymnasium import spaces
 
-from ml_pipeline.agents.observations import batched
-from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.agents.observations import ObservationReader, batched
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.device import program_mode, resolve_device
+from ml_pipeline.distributed import World
 from ml_pipeline.door.compose import ConfigError
+from ml_pipeline.door.env_parts import find_tensor_env
 from ml_pipeline.door.parts import (
     act_greedily,
     build_agent,
@@ -31,12 +32,11 @@ from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import Callback, StateDict
+from ml_pipeline.protocols import Agent, Callback, Place, StateDict
 from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint, misfit_explained
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.seeding import first_env_seed, seed_global_generators
-from ml_pipeline.targets import import_dotted
 from ml_pipeline.training.gpu.programs import Programs
 from ml_pipeline.training.out_of_memory import (
     NETWORK_ADVICE,
@@ -48,24 +48,23 @@ RUN_ROOT = Path("runs")
 
 
 class RunPlan(NamedTuple):
-    """A checked config and all that can be made from it before a file or a process is."""
+    """A checked config and everything that is made from it before a file or a process is."""
 
     config: TrainConfig
-    device: torch.device
-    programs: Programs
+    place: Place
     make_env: EnvFactory
-    torch_env: type[TorchVectorEnv] | None  # the envs are tensors; None: they are in processes
-    first_env: gym.Env[Any, Any]  # shows that the env can be made; measured by vec_env=auto
-    agent: PPOAgent
-    run: RunFolder  # of a new run: not yet on the disk
+    tensor_env: type[TorchVectorEnv] | None  # None: the envs run in processes
+    first_env: gym.Env[Any, Any]  # proves that the env can be made; vec_env=auto times it
+    agent: Agent
+    run: RunFolder  # of a new run: not yet on disk
     callbacks: dict[str, Callback]
     state: StateDict | None  # of the checkpoint to resume from
-    remark: str  # on what was chosen while planning; empty where nothing was
-    no_snapshot: str | None  # why episodes cannot go on in a resumed run; None: they can
+    remark: str  # on choices made while planning, or empty
+    no_snapshot: str | None  # why a resumed run cannot continue its episodes; None: it can
 
     @property
     def first_step(self) -> int:
-        """Env steps that the run has behind it."""
+        """Env steps that the run has already made."""
         return int(self.state["env_steps"]) if self.state is not None else 0
 
     @property
@@ -83,130 +82,120 @@ def make_plan(
     """Find every mistake that can be found before a run folder or a worker exists."""
     run_folder, state = folder or RunFolder.unused(RUN_ROOT, config.env.name), None
     if config.resume is not None:
-        if config.n_envs == "auto":
-            raise ConfigError("n_envs=auto cannot be combined with resume=; give a number")
-        run_folder = RunFolder.open(config.resume)
-        state = load_checkpoint(run_folder, LATEST)
-        with misfit_explained(run_folder):
-            done, wanted = int(state["env_steps"]), config.wanted_steps
-        if done >= wanted:
-            raise ConfigError(
-                f"{run_folder.path} is complete: {done:,} of {wanted:,} env steps; "
-                f"to go on, raise the goal: total_steps={2 * max(done, wanted)}"
-            )
-    device = resolve_device(config.device)
-    if device.index is not None and device.type == "cuda":
-        # Streams and kernels go to the current one unless told otherwise, and not all are.
-        torch.cuda.set_device(device)
-    programs = Programs(device, program_mode(config.compile, device), tell=say)
+        run_folder, state = _resumed(config, config.resume)
+    place = _make_place(config)
     seed_global_generators(config.seed)
     make_env = build_env_factory(config)
-    torch_env = find_torch_env(config)
-    all_callbacks = build_callbacks(config, run_folder, make_env, device)
+    tensor_env = find_tensor_env(config)
+    all_callbacks = build_callbacks(config, run_folder, make_env, place.device)
     for name, callback in (callbacks or {}).items():
         if name in all_callbacks:
-            raise ConfigError(f"callbacks.{name} is named by the config and given; rename one")
+            raise ConfigError(f"callbacks.{name}: the config has one of that name; rename one")
         all_callbacks[name] = callback
     first_env = make_env()
     obs, info, step_info = try_env(first_env, config.env.name, mask_key=mask_key(config))
     config = with_mask_source(config, first_env, info, step_info)
-    with memory_explained(device, lambda: NETWORK_ADVICE):
-        agent = build_agent(config, first_env, device)
+    with memory_explained(place.device, lambda: NETWORK_ADVICE):
+        agent = build_agent(config, first_env, place)
         _try_agent(agent, first_env, obs, info)
-    if agent.remark:
-        say(agent.remark)
-    _check_sequences(config, agent)
     if state is not None:
         with misfit_explained(run_folder):
             agent.load_state_dict(state["agent"])
-    remark = ""
-    if torch_env is not None:
-        _check_torch_env(config, agent)
-    if config.n_envs == "auto":
-        if torch_env is not None:
-            config, remark = with_n_tensor_envs(config, device)
-        else:
-            config, remark = with_n_envs(config, first_env, agent)
-        _check_sequences(config, agent)
+    if tensor_env is not None:
+        _check_tensor_env(config, first_env, agent)
+    config, remark = _with_n_envs(config, first_env, agent, place, is_tensor=tensor_env is not None)
+    reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
+    if reason is not None:
+        raise ConfigError(reason)
+    no_snapshot = None
+    if tensor_env is None:
+        no_snapshot = why_no_snapshot(first_env, make_env, mask_key=mask_key(config))
     return RunPlan(
         config,
-        device,
-        programs,
+        place,
         make_env,
-        torch_env,
+        tensor_env,
         first_env,
         agent,
         run_folder,
         all_callbacks,
         state,
         remark,
-        no_snapshot=None
-        if torch_env is not None
-        else why_no_snapshot(first_env, make_env, mask_key=mask_key(config)),
+        no_snapshot,
     )
 
 
-def find_torch_env(config: TrainConfig) -> type[TorchVectorEnv] | None:
-    """The class of envs that are tensors, if env.target names one."""
-    if config.env.target is None:
-        return None
-    target = import_dotted(config.env.target, key="env.target")
-    is_one = isinstance(target, type) and issubclass(target, TorchVectorEnv)
-    return target if is_one else None
+def _resumed(config: TrainConfig, path: str) -> tuple[RunFolder, StateDict]:
+    """The run to resume and the state of its last checkpoint."""
+    if config.n_envs == "auto":
+        raise ConfigError("n_envs=auto cannot be combined with resume=; give a number")
+    run_folder = RunFolder.open(path)
+    state = load_checkpoint(run_folder, LATEST)
+    with misfit_explained(run_folder):
+        done, wanted = int(state["env_steps"]), config.wanted_steps
+    if done >= wanted:
+        raise ConfigError(
+            f"resume={run_folder.path}: the run is complete, {done:,} of {wanted:,} env steps; "
+            f"raise the goal to continue: total_steps={2 * max(done, wanted)}"
+        )
+    return run_folder, state
 
 
-def _check_torch_env(config: TrainConfig, agent: PPOAgent) -> None:
-    """What envs in processes can have, and envs that are tensors cannot."""
-    name = config.env.name
-    for wrong, key, way_out in (
-        (config.env.wrappers, "env.wrappers", "write what they do into the class"),
+def _make_place(config: TrainConfig) -> Place:
+    device = resolve_device(config.device)
+    if device.index is not None and device.type == "cuda":
+        # New streams and kernels use the current device by default.
+        torch.cuda.set_device(device)
+    programs = Programs(device, program_mode(config.compile, device), tell=say)
+    return Place(device, config.seed, config.precision, programs, World())
+
+
+def _is_recurrent(agent: Agent) -> bool:
+    return agent.new_memory(1) is not None
+
+
+def _check_tensor_env(config: TrainConfig, env: gym.Env[Any, Any], agent: Agent) -> None:
+    """Refuse settings that need envs in processes."""
+    is_nested = isinstance(env.observation_space, (spaces.Dict, spaces.Tuple))
+    for is_wrong, key, fix in (
+        (bool(config.env.wrappers), "env.wrappers", "put their work into the env class"),
         (config.vec_env.mode != "auto", "vec_env", "leave vec_env=auto"),
         (config.collector != "sync", "collector", "leave collector=sync"),
-        (agent.state_size, "network", "take one without a memory, such as network=mlp"),
-        (agent.is_masked, "agent.action_mask", "set agent.action_mask=none"),
-        (not agent.reader.is_single, "its observation space", "give one Box or Discrete"),
+        (_is_recurrent(agent), "network", "use one that is not recurrent, such as network=mlp"),
+        (config.agent.action_mask != "none", "agent.action_mask", "set agent.action_mask=none"),
+        (is_nested, "its observation space", "use one Box or Discrete"),
     ):
-        if wrong:
+        if is_wrong:
             raise ConfigError(
-                f"env {name} is a batch of tensors: {key} does not apply to it; {way_out}"
+                f"env {config.env.name} is a tensor env, which does not support {key}; {fix}"
             )
 
 
-def with_n_tensor_envs(config: TrainConfig, device: torch.device) -> tuple[TrainConfig, str]:
-    """The config with as many envs as fill a device, as far as the budget of steps allows."""
-    n_envs = 256 if device.type == "cpu" else 4096
-    while n_envs > 1 and not config.suits(n_envs):
-        n_envs //= 2
-    try:
-        return dataclasses.replace(config, n_envs=n_envs), f"n_envs=auto: {n_envs} envs"
-    except ValueError as error:
-        raise ConfigError(f"n_envs=auto found {n_envs}, but {error}") from error
-
-
-def with_n_envs(
-    config: TrainConfig, env: gym.Env[Any, Any], agent: PPOAgent
+def _with_n_envs(
+    config: TrainConfig, env: gym.Env[Any, Any], agent: Agent, place: Place, *, is_tensor: bool
 ) -> tuple[TrainConfig, str]:
-    """The config with a number of envs that was found by measuring, and why it is this one."""
-    n_slices = config.vec_env.n_workers or available_cores()
-    if config.vec_env.mode == "serial":
-        n_slices = 1
-    whole = config.agent.n_minibatches if agent.state_size else 1  # sequences, one per env
-
-    def allowed(n_envs: int) -> bool:
-        return config.suits(n_envs) and n_envs % whole == 0
-
-    with torch_threads(agent.device):
-        n_envs, reason = choose_n_envs(
-            env,
-            partial(act_greedily, agent),
-            n_slices=n_slices,
-            allowed=allowed,
-            mask_key=mask_key(config),
-        )
+    """The config with n_envs=auto replaced by a number, and the reason for this number."""
+    if config.n_envs != "auto":
+        return config, ""
+    if is_tensor:
+        n_envs = 256 if place.device.type == "cpu" else 4096  # enough to fill the device
+        while n_envs > 1 and not config.suits(n_envs):
+            n_envs //= 2
+        reason = f"n_envs=auto: {n_envs} envs"
+    else:
+        n_slices = config.vec_env.n_workers or available_cores()
+        with torch_threads(place.device):
+            n_envs, reason = choose_n_envs(
+                env,
+                partial(act_greedily, agent),
+                n_slices=1 if config.vec_env.mode == "serial" else n_slices,
+                allowed=partial(config.suits, recurrent=_is_recurrent(agent)),
+                mask_key=mask_key(config),
+            )
     try:
         return dataclasses.replace(config, n_envs=n_envs), reason
     except ValueError as error:
-        raise ConfigError(f"n_envs=auto found {n_envs}, but {error}") from error
+        raise ConfigError(f"n_envs=auto chose {n_envs}, but {error}") from error
 
 
 def with_mask_source(
@@ -217,18 +206,18 @@ def with_mask_source(
 ) -> TrainConfig:
     """The config with agent.action_mask=auto replaced by where this env has its masks, if at all.
 
-    Masks in infos are wanted at every step, so these must all be sent.
+    Masks in infos are needed at every step, so all infos must be sent.
     """
     source = config.agent.action_mask
     if source == "auto":
-        in_obs = isinstance(env.observation_space, spaces.Dict)
-        in_obs = in_obs and "action_mask" in env.observation_space.spaces  # type: ignore[attr-defined]
+        space = env.observation_space
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.spaces
         can_be_masked = not isinstance(env.action_space, spaces.Box)
         in_info = "action_mask" in info and can_be_masked
         if can_be_masked and not in_obs and "action_mask" in step_info and not in_info:
             raise ConfigError(
-                f"env {config.env.name} gives an action_mask with a step, but none with reset; let "
-                "reset give one too, or set agent.action_mask=none"
+                f"env {config.env.name} returns an action_mask from step, but not from reset; "
+                "return one from reset too, or set agent.action_mask=none"
             )
         source = "action_mask" if in_obs else "info" if in_info else "none"
     infos = "all" if source == "info" else config.vec_env.infos
@@ -239,31 +228,21 @@ def with_mask_source(
     )
 
 
-def _try_agent(agent: PPOAgent, env: gym.Env[Any, Any], obs: Any, info: dict[str, Any]) -> None:
-    """One forward pass, so that a network of the wrong shape is found out."""
-    # Two, since a network that mixes the envs of a batch may take one.
+def _try_agent(agent: Agent, env: gym.Env[Any, Any], obs: Any, info: dict[str, Any]) -> None:
+    """One forward pass, to find a network of the wrong shape."""
+    # A batch of two, since BatchNorm refuses one.
     mask = agent.mask_of({name: [value, value] for name, value in info.items()})
     batch = batched(env.observation_space, [obs, obs])
     try:
         agent.act_batch(batch, True, action_mask=mask, memory=agent.new_memory(2))
     except UserError:
         raise
-    except Exception as error:  # a user's network may do anything
+    except Exception as error:  # a user's network may raise anything
         if ran_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {error}"
-        shapes = {name or "obs": shape for name, shape in agent.reader.shapes.items()}
-        shown = shapes["obs"] if list(shapes) == ["obs"] else shapes
+        shapes = dict(ObservationReader(env.observation_space).shapes)
+        shape = shapes[""] if list(shapes) == [""] else shapes
         raise ConfigError(
-            f"network cannot take an observation of shape {shown}: {reason}"
+            f"network cannot process an observation of shape {shape}: {reason}"
         ) from error
-
-
-def _check_sequences(config: TrainConfig, agent: PPOAgent) -> None:
-    """A policy with a memory learns from whole sequences, one per env."""
-    if agent.state_size and config.n_envs != "auto" and config.n_envs % config.agent.n_minibatches:
-        raise ConfigError(
-            f"a network with a memory learns from whole sequences, one per env: n_envs="
-            f"{config.n_envs} cannot be cut into agent.n_minibatches="
-            f"{config.agent.n_minibatches} equal parts; choose one of its divisors"
-        )

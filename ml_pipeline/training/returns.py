@@ -1,11 +1,16 @@
-"""Returns and advantages of a rollout, in NumPy: a loop over time is slow in torch."""
+"""Advantages, reward scaling and explained variance of a rollout.
+
+In NumPy, because a loop over time is slow in torch on the CPU.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ml_pipeline.protocols import StateDict
 
@@ -36,29 +41,33 @@ def gae(
     return advantage
 
 
-def explained_variance(value: Array, value_target: Array) -> float:
-    """1 for a perfect critic, 0 for one no better than a constant.
+def explained_variance(value: Any, value_target: Any) -> Any:
+    """1 for a perfect critic, 0 for a constant one, and 0 if all targets are equal.
 
-    Targets that are all the same explain nothing: the result is then 0, not a NaN.
+    Takes arrays or tensors; of tensors the result is one, so nothing waits for the device.
     """
-    variance = float(value_target.var())
-    return 1.0 - float((value_target - value).var()) / variance if variance > 0 else 0.0
+    if isinstance(value, Tensor):
+        variance = value_target.var(correction=0)
+        unexplained = (value_target - value).var(correction=0)
+        return torch.where(variance > 0, 1.0 - unexplained / variance, 0.0)
+    variance, unexplained = float(value_target.var()), float((value_target - value).var())
+    return 1.0 - unexplained / variance if variance > 0 else 0.0
 
 
 class RewardScaler:
     """Divides rewards by the running deviation of the discounted return, and clips them.
 
-    The mean stays: a reward that is always positive must not become a punishment.
+    It does not subtract the mean: a reward that is always positive must stay positive.
     """
 
     def __init__(self, n_envs: int, *, gamma: float, clip: float) -> None:
         self.gamma = gamma
         self.clip = clip
-        self._return = np.zeros(n_envs)  # so far, of the episode that goes on in each env
+        self._return = np.zeros(n_envs)  # discounted, of the episode under way in each env
         self._mean, self._variance, self._count = 0.0, 1.0, 0
 
     def scaled(self, reward: Array, done: NDArray[np.bool_]) -> Array:
-        """Take in a rollout, [T, n_envs], then scale it by what is known with it."""
+        """Add a rollout, [T, n_envs], to the moments, then scale it by them."""
         returns = np.empty(reward.shape)
         for t in range(len(reward)):
             self._return = self._return * self.gamma + reward[t]
@@ -66,7 +75,7 @@ class RewardScaler:
             self._return = np.where(done[t], 0.0, self._return)
         if np.isfinite(returns).all():
             self._take_in(returns)
-        else:  # a rollout that is skipped: what it has left behind must not last
+        else:  # this rollout is skipped, and must not change later ones
             self._return = np.zeros_like(self._return)
         scale = np.float32(1.0 / np.sqrt(self._variance + 1e-8))
         scaled: Array = np.clip(reward * scale, -self.clip, self.clip).astype(np.float32)
@@ -81,12 +90,12 @@ class RewardScaler:
         self._count = total
 
     def resize(self, n_envs: int) -> None:
-        """Envs that stay keep their returns; new ones begin."""
+        """Envs that stay keep their returns; new ones start at zero."""
         kept = self._return[:n_envs]
         self._return = np.concatenate([kept, np.zeros(n_envs - len(kept))])
 
     def begin_episodes(self) -> None:
-        """All envs have been reset."""
+        """All envs were reset."""
         self._return = np.zeros_like(self._return)
 
     def state_dict(self) -> StateDict:

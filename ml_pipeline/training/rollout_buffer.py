@@ -1,15 +1,13 @@
-"""RolloutBuffer: one on-policy rollout, [T, n_envs], from the first write to the last minibatch.
+"""RolloutBuffer: one on-policy rollout, [T, n_envs], from the first write to the last epoch.
 
-Rows are time, columns are environments. It is written in host memory, where the envs are, and
-moved to the agent's device as a whole by ``finish``: on the CPU both are the same memory.
-``finish`` must be called once between the last write and the first ``minibatches``; it is the
-only place that knows why episodes end.
+Rows are time, columns are environments. The collector writes host memory; ``finish`` moves the
+rollout to the agent's device. Call ``finish`` once between the last write and the first epoch; it
+is the only place that knows why episodes end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,25 +15,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.agents.observations import map_obs
-from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.protocols import Minibatch, Obs, PolicyInput
 from ml_pipeline.training.gpu.programs import send
 from ml_pipeline.training.returns import RewardScaler, explained_variance, gae
 
-_SCORED_NUMBERS = 2**24  # of observations at a time: a rollout of images would fill the memory
+if TYPE_CHECKING:
+    from ml_pipeline.agents.ppo import PPOAgent
+
+_SCORED_NUMBERS = 2**24  # observation entries per forward pass: images would fill the memory
 
 
 class FinalStep(NamedTuple):
-    """The last observation of an episode that was cut by a time limit."""
+    """The final observation of an episode that was truncated."""
 
     row: int
     env: int
     leaves: dict[str, NDArray[Any]]
-    state: Tensor | None  # the policy's memory before it
+    memory: Tensor | None  # recurrent state before it
+
+
+class RolloutQuality(NamedTuple):
+    """What a finished rollout says about the critic and the envs."""
+
+    explained_variance: float
+    is_finite: bool  # all observations and rewards
 
 
 class RolloutBuffer:
-    """Filled by a collector, column by column or all at once."""
+    """A collector fills it, column by column or all columns at once."""
 
     def __init__(self, n_steps: int, n_envs: int, agent: PPOAgent) -> None:
         self.n_steps = n_steps
@@ -46,24 +53,25 @@ class RolloutBuffer:
             name: _zeros((*grid, *reader.shapes[name]), reader.dtypes[name], agent.device)
             for name in reader.leaves
         }
-        # An empty tensor knows the NumPy dtype that goes with its own.
+        # The NumPy dtype that corresponds to the torch dtype.
         action_dtype = torch.empty(0, dtype=distribution.action_dtype).numpy().dtype
         self.action = np.zeros((*grid, *distribution.action_shape), dtype=action_dtype)
         mask_shape = (*grid, distribution.mask_size)
-        self.action_mask = np.ones(mask_shape, dtype=bool) if agent.is_masked else None
+        self.action_mask = np.ones(mask_shape, dtype=bool) if agent.masks.are_used else None
         self.episode_start = np.zeros(grid, dtype=bool)
-        self.state = agent.new_memory(n_envs)  # before the first row
+        self.memory = agent.new_memory(n_envs)  # recurrent state before the first row
         self.reward = np.zeros(grid, dtype=np.float32)
         self.terminated = np.zeros(grid, dtype=bool)
         self.truncated = np.zeros(grid, dtype=bool)
         self.final_steps: list[FinalStep] = []
         self.value = self.advantage = self.value_target = np.zeros(grid, dtype=np.float32)
-        self._learned: Minibatch | None = None  # [T, n_envs, ...] on the device
+        self._finished: Minibatch | None = None  # [T, n_envs, ...] on the device
         self._orders: Tensor | None = None
 
-    def begin(self) -> None:
+    def begin(self, memory: Tensor | None) -> None:
         """Before the first row of a new rollout."""
         self.final_steps = []
+        self.memory = memory
 
     def write_seen(
         self,
@@ -73,7 +81,7 @@ class RolloutBuffer:
         action_mask: NDArray[np.bool_] | None,
         episode_start: NDArray[np.bool_],
     ) -> None:
-        """Row ``t`` of some envs: what the policy saw."""
+        """What the policy saw in row ``t`` of these columns."""
         for name, leaf in leaves.items():
             self.obs[name][t, columns] = leaf
         if self.action_mask is not None:
@@ -88,18 +96,13 @@ class RolloutBuffer:
         terminated: NDArray[np.bool_],
         truncated: NDArray[np.bool_],
     ) -> None:
-        """Row ``t`` of some envs: what came of it."""
+        """What the envs returned for the actions in row ``t`` of these columns."""
         self.reward[t, columns] = reward
         self.terminated[t, columns] = terminated
         self.truncated[t, columns] = truncated
 
     def finish(
-        self,
-        last: PolicyInput,
-        *,
-        gamma: float,
-        lam: float,
-        scaler: RewardScaler | None = None,
+        self, last: PolicyInput, *, gamma: float, lam: float, scaler: RewardScaler | None = None
     ) -> None:
         """Score the rollout and compute its advantages; ``last`` follows its last row."""
         agent, done = self._agent, self.terminated | self.truncated
@@ -115,139 +118,99 @@ class RolloutBuffer:
         reward = self.reward if scaler is None else scaler.scaled(self.reward, done)
         self.advantage = gae(reward, self.value, next_value, done, gamma=gamma, lam=lam)
         self.value_target = self.advantage + self.value
-        self._keep(
-            Minibatch(
-                inputs,
-                action,
-                log_prob,
-                value,
-                torch.from_numpy(self.advantage).to(agent.device),
-                torch.from_numpy(self.value_target).to(agent.device),
-            )
-        )
+        targets = (torch.from_numpy(each) for each in (self.advantage, self.value_target))
+        moved = (each.to(agent.device) for each in targets)
+        self._keep(Minibatch(inputs, action, log_prob, value, *moved))
 
     def _keep(self, rollout: Minibatch) -> None:
-        """On a device always in the same place: a captured update looks for it there."""
-        if self._learned is None or self._agent.device.type == "cpu":
-            self._learned = rollout
+        """On a GPU always at the same address, where a captured update reads it."""
+        if self._finished is None or self._agent.device.type == "cpu":
+            self._finished = rollout
             return
-        for held, new in zip(_tensors(self._learned), _tensors(rollout), strict=True):
+        for held, new in zip(_tensors(self._finished), _tensors(rollout), strict=True):
             held.copy_(new)
 
-    @property
-    def learned(self) -> Minibatch:
-        """The finished rollout, flat, [N, ...]; of a policy with a memory, [T, n_envs, ...]."""
-        if self._learned is None:
-            raise RuntimeError("the rollout was never finished")
-        if self.state is not None:
-            return self._learned
-        return self._learned.mapped(lambda field: field.flatten(0, 1), None)
+    def finished(self) -> Minibatch:
+        """The rollout to learn from: flat, [N, ...]; [T, n_envs, ...] for a recurrent policy."""
+        if self._finished is None:
+            raise RuntimeError("the rollout is not finished; call finish first")
+        if self.memory is not None:
+            return self._finished
+        return self._finished.mapped(lambda field: field.flatten(0, 1), None)
 
     def shuffle(self, generator: torch.Generator, n_orders: int) -> None:
-        """Draw so many orders on the host, so that they are those of a run on the CPU."""
-        n_items = self._n_items()
+        """Draw orders for as many epochs, on the host: they do not depend on the device."""
+        n_items = self.n_envs if self.memory is not None else self.n_steps * self.n_envs
         drawn = [torch.randperm(n_items, generator=generator) for _ in range(n_orders)]
         orders, device = torch.stack(drawn), self._agent.device
         if self._orders is None or len(self._orders) != n_orders:
             self._orders = torch.empty_like(orders, device=device)
         send(orders, self._orders)
 
-    def order(self, number: int) -> Tensor:
-        """Rows of ``learned``, or of a policy with a memory its envs, shuffled."""
+    def order(self, epoch: int) -> Tensor:
+        """The shuffled transitions, or envs of a recurrent policy, for one epoch."""
         if self._orders is None:
-            raise RuntimeError("the rollout was never shuffled")
-        return self._orders[number]
+            raise RuntimeError("the rollout is not shuffled; call shuffle first")
+        return self._orders[epoch]
 
-    def facts(self) -> Tensor:
-        """Explained variance, and whether all that the envs gave was finite, as 0 or 1.
+    def quality(self) -> RolloutQuality:
+        """The collector has checked every step, so all values are finite."""
+        explained = explained_variance(self.value, self.value_target)
+        return RolloutQuality(float(np.float32(explained)), is_finite=True)
 
-        The second is 1 here: a ``Collector`` has looked at each step.
-        """
-        return torch.tensor([explained_variance(self.value, self.value_target), 1.0])
+    def observations(self) -> Obs:
+        """[T, n_envs, ...] on the device, after ``finish``."""
+        if self._finished is None:
+            raise RuntimeError("the rollout is not finished; call finish first")
+        return self._finished.inputs.obs
 
-    def shown(self) -> dict[str, NDArray[Any]]:
-        """Actions and advantages, for people to look at."""
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Actions and advantages, for histograms."""
         return {"rollout/actions": self.action, "rollout/advantages": self.advantage}
 
-    def _n_items(self) -> int:
-        return self.n_envs if self.state is not None else self.n_steps * self.n_envs
-
-    def minibatches(self, n_minibatches: int, generator: torch.Generator) -> Iterator[Minibatch]:
-        """The whole rollout once, shuffled, in equal parts; whole sequences if it has a memory."""
-        if self._learned is None:
-            raise RuntimeError("minibatches of a rollout that was never finished")
-        is_recurrent, n_items = self.state is not None, self._n_items()
-        if n_items % n_minibatches:
-            what = "sequences" if is_recurrent else "transitions"
-            raise ValueError(
-                f"rollout of {self.n_steps} x {self.n_envs}: {n_items} {what} cannot be cut "
-                f"into {n_minibatches} equal minibatches; choose n_minibatches from the divisors"
-            )
-        order = torch.randperm(n_items, generator=generator).to(self._agent.device)
-        size = n_items // n_minibatches
-        if is_recurrent:
-            for begin in range(0, n_items, size):
-                yield self._learned.rows(order[begin : begin + size])
-            return
-        # Shuffled once per epoch: the minibatches are then slices, without a copy of their own.
-        shuffled = self.learned.rows(order)
-        for begin in range(0, n_items, size):
-            yield shuffled.mapped(lambda field: field[begin : begin + size], None)  # noqa: B023
-
-    def obs_tensors(self) -> Obs:
-        """[T, n_envs, ...] on the device, once finished."""
-        if self._learned is None:
-            raise RuntimeError("the rollout was never finished")
-        return self._learned.inputs.obs
-
     def _inputs(self) -> PolicyInput:
-        device = self._agent.device
-        inputs = self._agent.inputs(self.obs, self.action_mask, self.state)
-        if self.state is None:
+        inputs = self._agent.inputs(self.obs, self.action_mask, self.memory)
+        if self.memory is None:
             return inputs
-        return inputs._replace(episode_start=torch.from_numpy(self.episode_start).to(device))
+        start = torch.from_numpy(self.episode_start).to(self._agent.device)
+        return inputs._replace(episode_start=start)
 
     def _final_inputs(self) -> PolicyInput:
         steps, agent = self.final_steps, self._agent
         leaves = {name: np.stack([step.leaves[name] for step in steps]) for name in self.obs}
-        if steps[0].state is None:
+        if steps[0].memory is None:
             return agent.inputs(leaves)
-        state = torch.stack([step.state for step in steps if step.state is not None])
+        memory = torch.stack([step.memory for step in steps if step.memory is not None])
         start = torch.zeros(len(steps), dtype=torch.bool, device=agent.device)
-        return agent.inputs(leaves, None, state, start)
+        return agent.inputs(leaves, None, memory, start)
 
     def _scores(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
         """log_prob and value of every step, [T, n_envs]."""
-        if self.state is not None:
+        if self.memory is not None:
             return self._agent.score_batch(inputs, action)
-        mask = inputs.action_mask
-        flat = PolicyInput(
-            map_obs(lambda leaf: leaf.flatten(0, 1), inputs.obs),
-            None if mask is None else mask.flatten(0, 1),
-            None,
-            None,
-        )
+        flat = _mapped(inputs, lambda field: field.flatten(0, 1))
         flat_action = action.flatten(0, 1)
         numbers = sum(leaf[0, 0].size for leaf in self.obs.values())
         size = max(_SCORED_NUMBERS // numbers, 1)
-        parts = [
-            self._agent.score_batch(_part(flat, slice(i, i + size)), flat_action[i : i + size])
-            for i in range(0, len(flat_action), size)
-        ]
-        log_prob, value = (torch.cat(each) for each in zip(*parts, strict=True))
+        scores = []
+        for begin in range(0, len(flat_action), size):
+            part = slice(begin, begin + size)
+            inputs = _mapped(flat, lambda field: field[part])  # noqa: B023
+            scores.append(self._agent.score_batch(inputs, flat_action[part]))
+        log_prob, value = (torch.cat(each) for each in zip(*scores, strict=True))
         return log_prob.view(self.n_steps, -1), value.view(self.n_steps, -1)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> NDArray[Any]:
-    """In pinned memory where the device is a GPU: it then fetches them without a wait."""
+    """In pinned memory for a GPU, which then copies it without a wait."""
     zeros = np.zeros(shape, dtype=dtype)
     return torch.from_numpy(zeros).pin_memory().numpy() if device.type == "cuda" else zeros
 
 
-def _part(inputs: PolicyInput, rows: slice) -> PolicyInput:
+def _mapped(inputs: PolicyInput, function: Any) -> PolicyInput:
     mask = inputs.action_mask
-    obs = map_obs(lambda leaf: leaf[rows], inputs.obs)
-    return PolicyInput(obs, None if mask is None else mask[rows], None, None)
+    obs = map_obs(function, inputs.obs)
+    return PolicyInput(obs, None if mask is None else function(mask), None, None)
 
 
 def _tensors(rollout: Minibatch) -> list[Tensor]:

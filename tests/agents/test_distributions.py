@@ -19,7 +19,7 @@ from ml_pipeline.agents.distributions import (
     StateDependentNoise,
     action_distribution,
 )
-from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.config.ppo import PPOConfig
 
 
 def test_a_categorical_action_is_where_the_noise_falls() -> None:

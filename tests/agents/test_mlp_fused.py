@@ -20,7 +20,7 @@ from gymnasium import spaces
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.config.ppo import PPOConfig
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")

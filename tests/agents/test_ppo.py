@@ -16,7 +16,7 @@ from ml_pipeline.agents.distributions import ActionSpaceError
 from ml_pipeline.agents.networks import MLP, DictNetwork, Recurrent
 from ml_pipeline.agents.observations import ObservationSpaceError
 from ml_pipeline.agents.ppo import UPDATE_METRICS, MaskError, PPOAgent, Rates
-from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Minibatch, PolicyInput
 

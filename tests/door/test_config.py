@@ -9,7 +9,8 @@ import yaml
 from conftest import REPOSITORY
 from hydra.errors import ConfigCompositionException
 
-from ml_pipeline.config.train import EnvConfig, PPOConfig, TrainConfig, VecEnvConfig
+from ml_pipeline.config.ppo import PPOConfig
+from ml_pipeline.config.train import EnvConfig, TrainConfig, VecEnvConfig
 from ml_pipeline.door.compose import ConfigError, checked_config, compose_config
 
 

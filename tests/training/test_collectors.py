@@ -14,7 +14,7 @@ from tiny_envs import BreakingEnv, CountingEnv, ForbiddingEnv, LivesEnv, MixedEn
 
 from ml_pipeline.agents.networks import MLP, Recurrent
 from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.training.collector import BadValueError, Collector
 from ml_pipeline.training.rollout_buffer import RolloutBuffer

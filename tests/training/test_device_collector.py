@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
 from ml_pipeline.protocols import PolicyInput

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.training import returns
 from ml_pipeline.training.tensor.returns import (
     RolloutOutcome,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent, Rates
-from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.protocols import Callback, Episode, Metrics, Trainer
 from ml_pipeline.training.collector import Collector

@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from ml_pipeline.agents.networks import MLP, Recurrent
 from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.train import PPOConfig
+from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.protocols import PolicyInput
 from ml_pipeline.training.rollout_buffer import FinalStep, RolloutBuffer
 

@@ -1,7 +1,7 @@
 """NumpyPPO: acting and the gradient of PPO's loss for two plain MLPs on the CPU, in NumPy.
 
-The same arithmetic as ``PPOAgent``'s own, to rounding; autograd and torch's dispatch take several
-times as long as the numbers do at these sizes. ``PPOAgent`` uses it where it ``fits``.
+It computes what ``TorchPPO`` computes, up to rounding. At these sizes autograd and torch's
+dispatch take several times as long as the arithmetic.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from ml_pipeline.agents.adam import FlatAdam
 from ml_pipeline.agents.distributions import (
@@ -21,8 +22,8 @@ from ml_pipeline.agents.distributions import (
     DiagonalGaussian,
 )
 from ml_pipeline.agents.networks import MLP
-from ml_pipeline.config.train import PPOConfig
-from ml_pipeline.protocols import Minibatch
+from ml_pipeline.config.ppo import PPOConfig
+from ml_pipeline.protocols import Minibatch, PolicyInput, PolicySample, Rates, UpdateResult
 
 Array = NDArray[np.float32]
 
@@ -73,9 +74,11 @@ class _Tower:
 class NumpyPPO:
     """The model of a PPOAgent, seen through NumPy; weights and gradients are shared with it."""
 
+    acts_faster_on_cpu = False  # it is there already
+
     @staticmethod
-    def fits(model: Any) -> bool:
-        """Whether this covers the model: one Box, two MLPs, a Categorical or a Gaussian."""
+    def covers(model: Any) -> bool:
+        """Whether the model is two MLPs over one Box, with a Categorical or a Gaussian."""
         trunks = (model.actor, model.critic)
         return (
             all(type(each) is MLP and each.activation in ("tanh", "relu") for each in trunks)
@@ -85,6 +88,7 @@ class NumpyPPO:
 
     def __init__(self, model: Any, adam: FlatAdam, config: PPOConfig) -> None:
         self.config = config
+        self._adam = adam
         self.actor = _Tower(model.actor, "actor", "policy_head", adam)
         self.critic = _Tower(model.critic, "critic", "value_head", adam)
         self._discrete = isinstance(model.distribution, Categorical)
@@ -95,6 +99,72 @@ class NumpyPPO:
         if not self._discrete:
             values, grad = adam.views["distribution.log_std"]
             self._log_std, self._log_std_grad = values.numpy(), grad.numpy()
+
+    def refresh(self) -> None:
+        """Nothing is cached: all arrays are views of torch's memory."""
+
+    def outputs(self, inputs: PolicyInput) -> tuple[Tensor, None]:
+        outputs = self._policy(_numpy(inputs.obs))
+        return torch.from_numpy(_masked(outputs, inputs.action_mask)), None
+
+    def sample(self, inputs: PolicyInput, noise: Tensor, out: Tensor | None) -> PolicySample:
+        """Draws the same actions as ``Categorical`` and ``DiagonalGaussian``."""
+        outputs = self._policy(_numpy(inputs.obs))
+        if self.config.on_nonfinite == "skip":
+            outputs = np.nan_to_num(outputs)
+        if not self._discrete:
+            action = outputs + np.exp(self._log_std) * _numpy(noise)
+            return PolicySample(torch.from_numpy(action), None)
+        outputs = _masked(outputs, inputs.action_mask)
+        weights = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+        cumulative = weights.cumsum(axis=1)
+        threshold = _numpy(noise) * cumulative[:, -1]
+        drawn = (cumulative <= threshold[:, None]).sum(axis=1)
+        action = np.minimum(drawn, cumulative.shape[1] - 1)
+        return PolicySample(torch.from_numpy(action), None)
+
+    def score(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.prepared(_numpy(inputs.obs))
+        outputs = self.actor.forward(x)[-1]
+        value = self.critic.forward(x)[-1][:, 0]
+        if self._discrete:
+            log_probs = _log_softmax(outputs, inputs.action_mask)
+            log_prob = np.take_along_axis(log_probs, _numpy(action)[:, None], axis=1)[:, 0]
+        else:
+            log_prob = self._log_density((_numpy(action) - outputs) * np.exp(-self._log_std))
+        return torch.from_numpy(log_prob), torch.from_numpy(value)
+
+    def value(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor:
+        obs = _numpy(inputs.obs)
+        if wanted is None:
+            return torch.from_numpy(self._value(obs))
+        value = torch.zeros(len(obs))
+        if wanted.any():
+            value[wanted] = torch.from_numpy(self._value(obs[wanted.numpy()]))
+        return value
+
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> UpdateResult:
+        # One gather for the whole epoch; the minibatches are then slices without a copy.
+        shuffled = rollout.take(order)
+        size = len(order) // self.config.n_minibatches
+        results = []
+        for begin in range(0, len(order), size):
+            part = slice(begin, begin + size)
+            results.append(self._step(shuffled.mapped(lambda field: field[part], None), rates))  # noqa: B023
+            if not results[-1][-1] and self.config.on_nonfinite == "stop":
+                break
+        return UpdateResult._make(torch.tensor(results, dtype=torch.float64).unbind(1))
+
+    def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
+        step = self._step(batch, rates)
+        return UpdateResult._make(torch.tensor(step, dtype=torch.float64).unbind())
+
+    def _step(self, batch: Minibatch, rates: Rates) -> list[float]:
+        """One gradient step; the fields of ``UpdateResult`` as plain numbers."""
+        learning_rate, clip_range, entropy_coef = map(float, rates)
+        *report, loss = self._gradient(batch, clip_range, entropy_coef)
+        norm, finite = self._adam.step_on_cpu(learning_rate, loss)
+        return [*report, norm, float(finite)]
 
     def prepared(self, obs: Any) -> Array:
         flat = obs.reshape(len(obs), -1).astype(np.float32, copy=False)
@@ -107,40 +177,14 @@ class NumpyPPO:
         limit = np.float32(self.config.clip_obs)
         return np.clip(normalised, -limit, limit, out=normalised)  # type: ignore[no-any-return]
 
-    def outputs(self, obs: Any) -> Array:
-        """The policy head's, [B, n_outputs]."""
+    def _policy(self, obs: Any) -> Array:
+        """Outputs of the policy head, [B, n_outputs]."""
         return self.actor.forward(self.prepared(obs))[-1]
 
-    def value(self, obs: Any) -> Array:
+    def _value(self, obs: Any) -> Array:
         return self.critic.forward(self.prepared(obs))[-1][:, 0]
 
-    def sample(self, obs: Any, mask: Any, noise: Any) -> NDArray[Any]:
-        """Actions by the draws of ``Categorical`` or ``DiagonalGaussian``."""
-        outputs = self.outputs(obs)
-        if self.config.on_nonfinite == "skip":
-            outputs = np.nan_to_num(outputs)
-        if not self._discrete:
-            return outputs + np.exp(self._log_std) * noise  # type: ignore[no-any-return]
-        if mask is not None:
-            outputs = np.where(mask, outputs, np.float32(FORBIDDEN))
-        weights = np.exp(outputs - outputs.max(axis=1, keepdims=True))
-        cumulative = weights.cumsum(axis=1)
-        threshold = noise * cumulative[:, -1]
-        drawn = (cumulative <= threshold[:, None]).sum(axis=1)
-        return np.minimum(drawn, cumulative.shape[1] - 1)  # type: ignore[no-any-return]
-
-    def score(self, obs: Any, mask: Any, action: Any) -> tuple[Array, Array]:
-        """log_prob and value, [B] each."""
-        x = self.prepared(obs)
-        outputs = self.actor.forward(x)[-1]
-        value = self.critic.forward(x)[-1][:, 0]
-        if self._discrete:
-            log_probs = _log_softmax(outputs, mask)
-            return np.take_along_axis(log_probs, action[:, None], axis=1)[:, 0], value
-        z = (action - outputs) * np.exp(-self._log_std)
-        return self._log_density(z), value
-
-    def gradient(self, batch: Minibatch, clip_range: float, entropy_coef: float) -> list[float]:
+    def _gradient(self, batch: Minibatch, clip_range: float, entropy_coef: float) -> list[float]:
         """Write the gradients; policy loss, value loss, entropy, KL, clip fraction, loss."""
         x = self.prepared(_numpy(batch.inputs.obs))
         policy_loss, entropy, kl, clip_fraction = self._actor_gradient(
@@ -157,7 +201,7 @@ class NumpyPPO:
         passed = self.actor.forward(x)
         outputs, action, mask = passed[-1], _numpy(batch.action), batch.inputs.action_mask
         if self._discrete:
-            log_probs = _log_softmax(outputs, None if mask is None else _numpy(mask))
+            log_probs = _log_softmax(outputs, mask)
             places = np.arange(0, log_probs.size, log_probs.shape[1])  # of the actions taken
             places += action
             log_prob = log_probs.ravel().take(places)
@@ -235,12 +279,17 @@ class NumpyPPO:
         return np.einsum("ij,ij->i", z, z) * -0.5 - constant  # type: ignore[no-any-return]
 
 
-def _log_softmax(outputs: Array, mask: Any) -> Array:
-    if mask is not None:
-        outputs = np.where(mask, outputs, np.float32(FORBIDDEN))
+def _masked(outputs: Array, mask: Tensor | None) -> Array:
+    return outputs if mask is None else np.where(_numpy(mask), outputs, np.float32(FORBIDDEN))
+
+
+def _log_softmax(outputs: Array, mask: Tensor | None) -> Array:
+    outputs = _masked(outputs, mask)
     centred = outputs - outputs.max(axis=1, keepdims=True)
-    return centred - np.log(np.exp(centred).sum(axis=1, keepdims=True))  # type: ignore[no-any-return]
+    log_probs: Array = centred - np.log(np.exp(centred).sum(axis=1, keepdims=True))
+    return log_probs
 
 
 def _numpy(tensor: Any) -> NDArray[Any]:
-    return tensor.numpy()  # type: ignore[no-any-return]
+    array: NDArray[Any] = tensor.numpy()
+    return array

@@ -1,23 +1,21 @@
 """TritonPPO: acting and the gradient of PPO's loss for two small MLPs on a GPU, in Triton.
 
-The same arithmetic as ``PPOAgent``'s own, to rounding. A tile of observations goes through a whole
-network and back inside one kernel: activations never reach the device's memory, which is what
-takes the time otherwise. ``PPOAgent`` uses it where it ``fits``.
+It computes what ``TorchPPO`` computes, up to rounding. One kernel takes a tile of observations
+through a whole network and back, so activations never reach the device's memory.
 
-There is no wait for the device anywhere, and every tensor that lasts stays where it is: all of it
-can be captured in a CUDA graph.
+Nothing waits for the device, and lasting tensors keep their addresses: CUDA graphs can capture it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor, nn
 
-from ml_pipeline.agents.adam import BETA_1, BETA_2, FlatAdam
+from ml_pipeline.agents.adam import BETA_1, BETA_2
 from ml_pipeline.agents.distributions import LOG_SQRT_2PI, Categorical
 from ml_pipeline.agents.fast.numpy_ppo import NumpyPPO
 from ml_pipeline.agents.fast.triton_kernels import (
@@ -29,9 +27,11 @@ from ml_pipeline.agents.fast.triton_kernels import (
     sum_kernel,
 )
 from ml_pipeline.agents.networks import MLP
-from ml_pipeline.config.train import PPOConfig
 from ml_pipeline.errors import first_line
-from ml_pipeline.protocols import Minibatch, PolicyInput
+from ml_pipeline.protocols import Minibatch, PolicyInput, PolicySample, Rates, UpdateResult
+
+if TYPE_CHECKING:
+    from ml_pipeline.agents.ppo import TorchPPO
 
 _WIDEST = 64  # units in a layer: a tile of activations must find room in the registers
 _N_METRICS = 8  # places behind the gradient in a row of partial sums; five are used
@@ -65,21 +65,24 @@ def _acting(n_rows: int) -> Tiling:
 class TritonPPO:
     """The model of a PPOAgent on a GPU; weights and gradients are shared with it."""
 
+    acts_faster_on_cpu = True  # a launch takes longer than the arithmetic for a few envs
+
     @staticmethod
-    def fits(model: Any) -> bool:
-        """Whether this covers the model: what ``NumpyPPO`` covers, of two narrow layers."""
-        if not NumpyPPO.fits(model):
+    def covers(model: Any) -> bool:
+        """Whether ``NumpyPPO`` covers the model, and its MLPs have two narrow layers each."""
+        if not NumpyPPO.covers(model):
             return False
         sizes = _sizes(model.actor, model.policy_head)
         same = _sizes(model.critic, model.value_head)[:-1] == sizes[:-1]
         return same and len(sizes) == 4 and max(sizes) <= _WIDEST
 
-    def __init__(
-        self, model: Any, adam: FlatAdam, config: PPOConfig, *, precision: str = "float32"
-    ) -> None:
-        self._config = config
-        self._adam = adam
-        self._model = model
+    def __init__(self, plain: TorchPPO) -> None:
+        self._plain = plain
+        self._config = config = plain.config
+        self._adam = adam = plain.adam
+        self._model = plain.model
+        model: Any = plain.model
+        precision = plain.precision
         self._device = adam.values.device
         self._discrete = isinstance(model.distribution, Categorical)
         n_in, n_h, n_k, n_out = _sizes(model.actor, model.policy_head)
@@ -106,7 +109,7 @@ class TritonPPO:
         properties = torch.cuda.get_device_properties(self._device)
         self._n_cores = int(properties.multi_processor_count)
         self._tiling = _LEARNING[precision]
-        self.learn_moments()
+        self.refresh()
 
     def why_not(self) -> str | None:
         """Try all kernels, on numbers of no meaning; why this device does not take them, if so.
@@ -124,9 +127,9 @@ class TritonPPO:
         kept = [self._adam.values, *self._adam.moments, self._adam.n_steps]
         before = [each.clone() for each in kept]
         try:
-            self.sample(obs, torch.zeros(shape, device=self._device), action)
-            self.score(obs, action)
-            self.epoch(rollout, order, 1, torch.zeros(3, device=self._device))
+            self.sample(rollout.inputs, torch.zeros(shape, device=self._device), action)
+            self.score(rollout.inputs, action)
+            self._epoch(rollout, order, 1, torch.zeros(len(Rates._fields), device=self._device))
             torch.cuda.synchronize()
         except torch.OutOfMemoryError:
             raise
@@ -137,8 +140,8 @@ class TritonPPO:
                 held.copy_(old)
         return None
 
-    def learn_moments(self) -> None:
-        """Take over the normalisation of observations, after it has changed."""
+    def refresh(self) -> None:
+        """Copy the normaliser of observations after it has changed."""
         moments, n_in = self._model.preprocess.moments_of(""), self._sizes[0]
         if moments is None:
             self._moments[n_in:] = 1.0
@@ -146,26 +149,36 @@ class TritonPPO:
             return
         self._moments[:n_in] = moments.mean.flatten()
         self._moments[n_in : 2 * n_in] = torch.rsqrt(moments.variance.flatten() + 1e-8)
-        # Before the first rollout is taken in, nothing is known that could be clipped by.
+        # Before the first rollout there is no deviation to clip by.
         self._moments[2 * n_in] = torch.where(moments.count > 0, self._config.clip_obs, torch.inf)
 
-    def sample(self, obs: Tensor, noise: Tensor, action: Tensor) -> None:
-        """Write actions for [B, *obs] with noise [B, ...]."""
-        n_rows = len(obs)
-        tiling = _acting(n_rows)
+    def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
+        return self._plain.outputs(inputs)
+
+    def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
+        return self._plain.update(batch, rates)
+
+    def sample(self, inputs: PolicyInput, noise: Tensor, out: Tensor | None) -> PolicySample:
+        if out is None:
+            distribution = self._model.distribution
+            shape = (len(noise), *distribution.action_shape)
+            out = torch.empty(shape, dtype=distribution.action_dtype, device=self._device)
+        obs = _flat(inputs.obs)
+        n_rows, tiling = len(obs), _acting(len(obs))
         sample_kernel[(triton.cdiv(n_rows, tiling.rows),)](
-            *self._network, _flat(obs), noise, action, n_rows, *self._sizes,
+            *self._network, obs, noise, out, n_rows, *self._sizes,
             B=tiling.rows, SKIP=self._skip, num_warps=tiling.warps, **self._constants,
         )  # fmt: skip
+        return PolicySample(out, None)
 
-    def score(self, obs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """log_prob and value, [B] each."""
+    def score(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
+        obs = _flat(inputs.obs)
         log_prob, value = torch.empty(2, len(obs), device=self._device)
         self._score(obs, action, log_prob, value, None, n_towers=2)
         return log_prob, value
 
-    def value(self, obs: Tensor, wanted: Tensor | None = None) -> Tensor:
-        """[B]; with ``wanted``, a mask, the others are any number."""
+    def value(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor:
+        obs = _flat(inputs.obs)
         value = torch.zeros(len(obs), device=self._device)
         self._score(obs, value, value, value, wanted, n_towers=1)
         return value
@@ -183,20 +196,20 @@ class TritonPPO:
         tiling, n_rows = _SCORING, len(obs)
         n_programs = self._n_programs(n_rows, tiling)
         score_kernel[(n_programs, n_towers)](
-            *self._network, _flat(obs), action, log_prob, value,
+            *self._network, obs, action, log_prob, value,
             value if wanted is None else wanted, n_rows, *self._sizes, LOG_SQRT_2PI, 2 - n_towers,
             B=tiling.rows, HAS_WANTED=wanted is not None, num_warps=tiling.warps,
             **self._constants,
         )  # fmt: skip
 
-    def epoch(
-        self, rollout: Minibatch, order: Tensor, n_minibatches: int, rates: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Gradient steps on minibatches of a flat rollout, [N, ...], in this order of its rows.
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> UpdateResult:
+        # The rates are views of one tensor; the kernels read all three from the first on.
+        packed = torch.as_strided(rates.learning_rate, (len(rates),), (1,))
+        return self._epoch(rollout, order, self._config.n_minibatches, packed)
 
-        ``rates`` are those of ``Rates``; gives metrics, [n_minibatches, 6], and whether each step
-        was finite.
-        """
+    def _epoch(
+        self, rollout: Minibatch, order: Tensor, n_minibatches: int, rates: Tensor
+    ) -> UpdateResult:
         adam, config, tiling = self._adam, self._config, self._tiling
         size = len(order) // n_minibatches
         n_values = adam.values.numel()
@@ -240,7 +253,7 @@ class TritonPPO:
                 C=_ADAM_COLUMNS, S=triton.next_power_of_2(n_squares), M=_N_METRICS,
             )  # fmt: skip
         adam.n_steps.copy_(n_steps[-1])
-        return metrics, finite
+        return UpdateResult._make([*metrics.unbind(1), finite])
 
     def _n_programs(self, n_rows: int, tiling: Tiling) -> int:
         """Of one network, such that each goes through several tiles where there are many."""
@@ -260,4 +273,5 @@ def _padded(size: int) -> int:
 
 
 def _flat(obs: Any) -> Tensor:
-    return obs.reshape(len(obs), -1).float()  # type: ignore[no-any-return]
+    flat: Tensor = obs.reshape(len(obs), -1).float()
+    return flat

@@ -1,7 +1,7 @@
-"""GpuActing: actions from a GPU for envs in host memory, at one short wait per step.
+"""GpuActing: actions from a GPU for envs in host memory, with one short wait per step.
 
-Observations go through pinned memory, so that the copy there, the policy, the draw and the copy
-back are queued at once, and captured as one graph where graphs are wanted.
+Observations pass through pinned memory. The copy to the GPU, the policy, the draw and the copy
+back are queued together, and captured as one graph if graphs are enabled.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.agents.masks import Mask
 from ml_pipeline.protocols import PolicyInput
+from ml_pipeline.training.contracts import Actor
 from ml_pipeline.training.gpu.programs import Programs
 
 
 class GpuActing:
-    """Acts in ``n_envs`` envs, always the same ones: a policy's memory is kept here."""
+    """Acts in ``n_envs`` envs, always the same ones; it keeps their recurrent state."""
 
-    def __init__(self, agent: PPOAgent, n_envs: int, programs: Programs) -> None:
+    def __init__(self, agent: Actor, n_envs: int, programs: Programs) -> None:
         reader, distribution = agent.reader, agent.distribution
         self._agent = agent
         self.n_envs = n_envs
-        # In host memory, and in the device's: leaves, mask and episode starts; then the actions.
-        self._given = {
+        self._leaves = {
             name: _pinned((n_envs, *reader.shapes[name]), reader.dtypes[name])
             for name in reader.leaves
         }
         self._mask = self._start = None
-        if agent.is_masked:
+        if agent.masks.are_used:
             self._mask = _pinned((n_envs, distribution.mask_size), np.bool_)
-        self.state = agent.new_memory(n_envs)
-        if self.state is not None:
+        self.memory = agent.new_memory(n_envs)
+        if self.memory is not None:
             self._start = _pinned((n_envs,), np.bool_)
         noise_shape = distribution.noise_shape(1, n_envs)[1:]
         self._noise = torch.zeros(noise_shape, device=agent.device)
@@ -45,39 +45,41 @@ class GpuActing:
     def begin(
         self,
         leaves: dict[str, NDArray[Any]],
-        mask: NDArray[np.bool_] | None,
-        state: Tensor | None,
+        mask: Mask | None,
+        memory: Tensor | None,
         episode_start: NDArray[np.bool_],
         noise: Tensor,
     ) -> None:
-        """Queue it all; the memory after the actions is in ``state``."""
+        """Queue the work; ``self.memory`` is the recurrent state after the actions."""
         for name, leaf in leaves.items():
-            self._given[name].numpy()[...] = leaf
+            self._leaves[name].numpy()[...] = leaf
         if self._mask is not None:
             self._mask.numpy()[...] = mask
-        if self.state is not None and self._start is not None and state is not None:
+        if self.memory is not None and self._start is not None and memory is not None:
             self._start.numpy()[...] = episode_start
-            if state is not self.state:  # of a new run, or of one that is resumed
-                self.state.copy_(state)
+            if memory is not self.memory:  # of a new or a resumed run
+                self.memory.copy_(memory)
         self._noise.copy_(noise)
         self._act()
 
     def actions(self) -> NDArray[Any]:
-        """Wait for them; as they are stored."""
+        """Wait for the actions, in the form in which they are stored."""
         torch.cuda.current_stream(self._agent.device).synchronize()
-        return self._action.numpy().copy()  # type: ignore[no-any-return]
+        action: NDArray[Any] = self._action.numpy().copy()
+        return action
 
     def _run(self) -> None:
-        leaves = {name: self._sent(given) for name, given in self._given.items()}
+        device = self._agent.device
+        leaves = {name: leaf.to(device, non_blocking=True) for name, leaf in self._leaves.items()}
         obs = leaves[""] if self._agent.reader.is_single else leaves
-        inputs = PolicyInput(obs, self._sent(self._mask), self.state, self._sent(self._start))  # type: ignore[arg-type]
+        inputs = PolicyInput(obs, self._sent(self._mask), self.memory, self._sent(self._start))
         sample = self._agent.sample_batch(inputs, self._noise)
-        if self.state is not None and sample.state is not None:
-            self.state.copy_(sample.state)
+        if self.memory is not None and sample.memory is not None:
+            self.memory.copy_(sample.memory)
         self._action.copy_(sample.action, non_blocking=True)
 
-    def _sent(self, given: Tensor | None) -> Tensor | None:
-        return None if given is None else given.to(self._agent.device, non_blocking=True)
+    def _sent(self, pinned: Tensor | None) -> Tensor | None:
+        return None if pinned is None else pinned.to(self._agent.device, non_blocking=True)
 
 
 def _pinned(shape: tuple[int, ...], dtype: Any) -> Tensor:

@@ -1,44 +1,57 @@
-"""Epochs: passes over a finished rollout on a device, captured as one graph if that is wanted."""
+"""Epochs: passes over a finished rollout; on a GPU captured as one graph."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from ml_pipeline.agents.ppo import PPOAgent, Rates, UpdateResult
+import torch
+from torch import Tensor
+
+from ml_pipeline.protocols import Rates
+from ml_pipeline.training.contracts import Learner, Rollout
 from ml_pipeline.training.gpu.programs import Programs, send
-from ml_pipeline.training.rollout_buffer import RolloutBuffer
-from ml_pipeline.training.tensor.buffer import TensorBuffer
 
 
 class Epochs:
-    """Gradient steps of ``agent`` on all minibatches of ``buffer``, ``n_epochs`` times per run."""
+    """One run makes ``n_epochs`` passes of ``agent`` over all minibatches of ``buffer``."""
 
     def __init__(
         self,
-        agent: PPOAgent,
-        buffer: RolloutBuffer | TensorBuffer,
+        agent: Learner,
+        buffer: Rollout,
         programs: Programs,
         *,
         n_epochs: int,
+        on_host: bool,
     ) -> None:
+        """``on_host``: buffer and agent share host memory, so the rates stay Python floats."""
         self.n_epochs = n_epochs
         self._agent = agent
         self._buffer = buffer
-        self._rates = torch.zeros(len(Rates._fields), device=agent.device)
-        self._epochs = programs.captured(self._run, "the update")
+        self._rates: Tensor | None = None
+        if not on_host:
+            self._rates = torch.zeros(len(Rates._fields), device=agent.device)
+        self._captured: Any = programs.captured(self._run_on_device, "the update")
 
-    def run(self, rates: Rates, generator: torch.Generator) -> UpdateResult:
-        """All that the gradient steps tell, a row for each; it stays on the device."""
-        send(torch.tensor(rates), self._rates)
+    def run(self, rates: Rates, generator: torch.Generator) -> Tensor:
+        """One row per gradient step, with the fields of ``UpdateResult``; stays on the device."""
         self._buffer.shuffle(generator, self.n_epochs)
-        metrics, finite = self._epochs()
-        # The next run leaves its results in the same place.
-        return UpdateResult(metrics.clone(), finite.clone())
+        if self._rates is None:
+            return self._run(rates)
+        send(torch.tensor(rates), self._rates)
+        table: Tensor = self._captured()
+        return table.clone()  # the next replay writes its results to the same place
 
-    def _run(self) -> UpdateResult:
-        rollout = self._buffer.learned
-        results = [
-            self._agent.epoch(rollout, self._buffer.order(epoch), self._rates)
-            for epoch in range(self.n_epochs)
-        ]
-        return UpdateResult(*(torch.cat(each) for each in zip(*results, strict=True)))
+    def _run_on_device(self) -> Tensor:
+        if self._rates is None:
+            raise RuntimeError("these epochs run on the host")
+        return self._run(Rates(*self._rates.unbind()))
+
+    def _run(self, rates: Rates) -> Tensor:
+        rollout = self._buffer.finished()
+        tables = []
+        for epoch in range(self.n_epochs):
+            result = self._agent.epoch(rollout, self._buffer.order(epoch), rates)
+            fields = [field.to(result.policy_loss.dtype) for field in result]
+            tables.append(torch.stack(fields, dim=1))
+        return torch.cat(tables)

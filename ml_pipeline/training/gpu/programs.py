@@ -39,7 +39,7 @@ class Programs:
             raise ValueError(f"mode must be {' | '.join(MODES)}, got {mode}")
         self.mode = mode
         self._device = device
-        self._tell = tell
+        self.tell = tell
         self._compiles = mode != "eager" and _TORCH >= (2, 8)
         if mode != "eager" and not self._compiles:
             # Before, what a compiled function wrote to a row that is not aligned was lost.
@@ -49,13 +49,13 @@ class Programs:
         """``function``, its kernels fused by torch.compile; no two of its tensors may overlap."""
         if not self._compiles:
             return function
-        return _Compiled(function, name, self._tell)  # type: ignore[return-value]
+        return _Compiled(function, name, self.tell)  # type: ignore[return-value]
 
     def captured(self, function: Callable[[], Any], name: str) -> Callable[[], Any]:
         """``function``, which is run once as it is, and from the second call on as a graph."""
         if self.mode != "graph" or self._device.type != "cuda":
             return function
-        return _Captured(function, name, self._device, self._tell)
+        return _Captured(function, name, self._device, self.tell)
 
 
 def send(numbers: Tensor, place: Tensor) -> None:

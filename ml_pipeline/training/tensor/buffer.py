@@ -1,12 +1,12 @@
-"""TensorBuffer: one rollout, [T, n_envs], that is made, finished and learned from on one device.
+"""TensorBuffer: one on-policy rollout, [T, n_envs], that never leaves its device.
 
-It does what ``RolloutBuffer`` does for envs that live in host memory. All of its tensors stay
-where they are for as long as it lives, so that whoever fills it can be captured in a CUDA graph.
+It is the ``RolloutBuffer`` of tensor envs. Its tensors keep their addresses, so that CUDA graphs
+can write and read them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,15 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline import counter_random
-from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.protocols import Minibatch, PolicyInput
 from ml_pipeline.training.gpu.programs import Programs, send
+from ml_pipeline.training.returns import explained_variance
+from ml_pipeline.training.rollout_buffer import RolloutQuality
 from ml_pipeline.training.tensor.returns import (
     RolloutOutcome,
     TensorRewardScaler,
-    explained_variance,
     gae,
 )
+
+if TYPE_CHECKING:
+    from ml_pipeline.agents.ppo import PPOAgent
 
 
 class TensorBuffer:
@@ -46,13 +49,13 @@ class TensorBuffer:
         self.truncated = zeros(*grid, dtype=torch.bool)
         self.advantage = zeros(*grid)
         self._log_prob, self._value, self._target = zeros(*grid), zeros(*grid), zeros(*grid)
-        self._facts = zeros(2)
+        self._quality = zeros(len(RolloutQuality._fields))
         fields = (self.action, self._log_prob, self._value, self.advantage, self._target)
         inputs = PolicyInput(self.obs[:n_steps].flatten(0, 1), None, None, None)
-        self.learned = Minibatch(inputs, *(field.flatten(0, 1) for field in fields))
-        self._keys = zeros(1, dtype=torch.int64)  # one for each shuffle
+        self._finished = Minibatch(inputs, *(field.flatten(0, 1) for field in fields))
+        self._keys = zeros(1, dtype=torch.int64)  # one per epoch
         self._permutation = programs.compiled(counter_random.permutation, "the shuffle")
-        self._judge = programs.compiled(_facts_of, "a look at the rollout")
+        self._measure = programs.compiled(_quality_of, "the quality of the rollout")
         self._programs = programs
         self._finish: Any = None
 
@@ -66,7 +69,7 @@ class TensorBuffer:
     ) -> None:
         """Score the rollout and compute its advantages; ``last`` is the last of ``obs``.
 
-        What is given with the first call counts for all of them: it is in the graph.
+        A graph captures the arguments of the first call, so all calls must have the same.
         """
         if self._finish is None:
 
@@ -79,10 +82,10 @@ class TensorBuffer:
     def _score(
         self, last: PolicyInput, gamma: float, lam: float, scaler: TensorRewardScaler | None
     ) -> None:
-        agent, learned = self._agent, self.learned
-        log_prob, value = agent.score_batch(learned.inputs, learned.action)
-        learned.log_prob.copy_(log_prob)
-        learned.value.copy_(value)
+        agent, rollout = self._agent, self._finished
+        log_prob, value = agent.score_batch(rollout.inputs, rollout.action)
+        rollout.log_prob.copy_(log_prob)
+        rollout.value.copy_(value)
         last_value = agent.value_batch(last)
         cut = self.truncated.flatten()
         final = PolicyInput(self.final_obs.flatten(0, 1), None, None, None)
@@ -96,41 +99,46 @@ class TensorBuffer:
         advantage, target = gae(outcomes, gamma=gamma, lam=lam)
         self.advantage.copy_(advantage)
         self._target.copy_(target)
-        self._facts.copy_(self._judge(self._value, target, self.reward, self.obs))
+        self._quality.copy_(self._measure(self._value, target, self.reward, self.obs))
+
+    def finished(self) -> Minibatch:
+        """The rollout to learn from, flat, [N, ...]."""
+        return self._finished
 
     def shuffle(self, generator: torch.Generator, n_orders: int) -> None:
-        """Draw what ``order`` depends on, so many times."""
+        """Draw the keys of the orders for as many epochs."""
         keys = counter_random.draw_keys(n_orders, generator)
         if len(self._keys) != n_orders:
             self._keys = torch.empty_like(keys, device=self._keys.device)
         send(keys, self._keys)
 
-    def order(self, number: int) -> Tensor:
-        """All rows of ``learned``, shuffled: the same order on every device."""
-        order: Tensor = self._permutation(self.n_steps * self.n_envs, self._keys[number])
+    def order(self, epoch: int) -> Tensor:
+        """All transitions, shuffled: the same order on every device."""
+        order: Tensor = self._permutation(self.n_steps * self.n_envs, self._keys[epoch])
         return order
 
-    def facts(self) -> Tensor:
-        """On the device: explained variance, and whether all that the envs gave was finite."""
-        return self._facts
+    def quality(self) -> RolloutQuality:
+        """Waits for the device."""
+        explained, is_finite = self._quality.tolist()
+        return RolloutQuality(explained, bool(is_finite))
 
-    def obs_tensors(self) -> Tensor:
+    def observations(self) -> Tensor:
         """[T, n_envs, ...]"""
         return self.obs[: self.n_steps]
 
-    def shown(self) -> dict[str, NDArray[Any]]:
-        """Actions and advantages, for people to look at."""
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Actions and advantages, for histograms."""
         return {
             "rollout/actions": self.action.cpu().numpy(),
             "rollout/advantages": self.advantage.cpu().numpy(),
         }
 
 
-def _facts_of(value: Tensor, target: Tensor, reward: Tensor, obs: Tensor) -> Tensor:
+def _quality_of(value: Tensor, target: Tensor, reward: Tensor, obs: Tensor) -> Tensor:
     is_finite = torch.isfinite(reward).all() & torch.isfinite(obs).all()
     return torch.stack([explained_variance(value, target), is_finite.float()])
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    # An empty array knows the torch dtype that goes with its own.
+    # The torch dtype that corresponds to the NumPy dtype.
     return torch.from_numpy(np.empty(0, dtype=dtype)).dtype

@@ -1,7 +1,6 @@
-"""TensorCollector: plays a policy in a TorchVectorEnv; nothing leaves the device while it does.
+"""TensorCollector: plays a policy in a tensor env; nothing leaves the device during a rollout.
 
-A whole rollout is one CUDA graph, where graphs are wanted: per step a kernel or a few for the
-policy, and as many for the envs.
+If graphs are enabled, a whole rollout is one CUDA graph with a few kernels per step.
 """
 
 from __future__ import annotations
@@ -15,24 +14,23 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from ml_pipeline import counter_random
-from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.train import PPOConfig
 from ml_pipeline.envs.tensor_env import Position, StepResult, TorchVectorEnv
 from ml_pipeline.protocols import Episode, PolicyInput, StateDict
+from ml_pipeline.training.contracts import Actor
 from ml_pipeline.training.gpu.programs import Programs, send
 from ml_pipeline.training.tensor.buffer import TensorBuffer
 from ml_pipeline.training.tensor.returns import TensorRewardScaler
 
 
 class TensorRolloutStats:
-    """What happened in a rollout, read from the device when somebody asks."""
+    """What happened in a rollout; reading a property waits for the device."""
 
     def __init__(self, collector: TensorCollector) -> None:
         self._collector = collector
 
     @property
     def episodes(self) -> list[Episode]:
-        """The mean of all that ended."""
+        """One entry: the mean of all episodes that ended."""
         n, episode_return, length = self._collector.totals.tolist()
         return [Episode(episode_return / n, length / n, int(n))] if n else []
 
@@ -44,9 +42,9 @@ class TensorRolloutStats:
 class TensorCollector:
     """Rollouts of an agent in ``env``, on the device of both."""
 
-    # An iteration takes milliseconds, and its steps run on while a signal is looked at: it is
-    # always brought to its end.
+    # An iteration takes milliseconds, so a stop signal waits for its end.
     is_interruptible = False
+    on_host = False
 
     def __init__(
         self,
@@ -59,16 +57,16 @@ class TensorCollector:
         """Env i is reset with ``env_seed + i`` before the first step."""
         self.env = env
         self.n_envs = env.num_envs
-        self.n_steps = 0  # of each env, in whole rollouts
+        self.n_steps = 0  # of each env, in complete rollouts
         self._env_seed = env_seed
         self._generator = torch.Generator().manual_seed(noise_seed)
-        self._state_before: Tensor | None = None  # the generator's, while a rollout is under way
+        self._state_before: Tensor | None = None  # the generator's, during a rollout
         self._programs = programs
         self._key = torch.zeros((), dtype=torch.int64, device=env.device)
         self._nothing = torch.zeros(self.n_envs, device=env.device)
-        # How many episodes have ended in the last rollout, their returns, and their lengths.
+        # Number, summed returns and summed lengths of the episodes that ended in the last rollout.
         self.totals = torch.zeros(3, device=env.device)
-        self._obs: Tensor | None = None  # to act on, of a run that is resumed
+        self._obs: Tensor | None = None  # to act on, until the buffer holds it
         self._buffer: TensorBuffer | None = None
         self._rollout: Any = None
         self._marks: list[Any] = []
@@ -81,18 +79,14 @@ class TensorCollector:
     def is_between_rollouts(self) -> bool:
         return self._state_before is None
 
-    def new_buffer(self, n_steps: int, agent: PPOAgent) -> TensorBuffer:
+    def new_buffer(self, n_steps: int, agent: Any) -> TensorBuffer:
         return TensorBuffer(n_steps, self.n_envs, agent, self._programs)
 
-    def new_scaler(self, config: PPOConfig) -> TensorRewardScaler | None:
-        if not config.scale_reward:
-            return None
-        return TensorRewardScaler(
-            self.n_envs, gamma=config.gamma, clip=config.clip_reward, device=self.env.device
-        )
+    def new_scaler(self, *, gamma: float, clip: float) -> TensorRewardScaler:
+        return TensorRewardScaler(self.n_envs, gamma=gamma, clip=clip, device=self.env.device)
 
-    def collect(self, agent: PPOAgent, buffer: TensorBuffer) -> TensorRolloutStats:
-        """Fill ``buffer``; the device may still be at it when this returns."""
+    def collect(self, agent: Actor, buffer: TensorBuffer) -> TensorRolloutStats:
+        """Fill ``buffer``; the device may still be working when this returns."""
         if buffer is not self._buffer:
             self._take(buffer, agent)
         if self._obs is None:
@@ -107,12 +101,12 @@ class TensorCollector:
         return TensorRolloutStats(self)
 
     def commit(self, n_steps: int) -> None:
-        """The rollout of ``n_steps`` was learned from."""
+        """The agent learned from the rollout of ``n_steps``."""
         self._state_before = None
         self.n_steps += n_steps
 
-    def _take(self, buffer: TensorBuffer, agent: PPOAgent) -> None:
-        """Make the program that fills this buffer."""
+    def _take(self, buffer: TensorBuffer, agent: Actor) -> None:
+        """Build the program that fills this buffer."""
         self._buffer = buffer
         if self._obs is not None:
             buffer.obs[-1].copy_(self._obs)
@@ -133,9 +127,9 @@ class TensorCollector:
             terminated: Tensor,
             truncated: Tensor,
         ) -> tuple[list[Tensor], list[Tensor]]:
-            """One step of the envs, which also writes the rollout: it makes a kernel or a few.
+            """One step of the envs that also writes the rollout, fused into a few kernels.
 
-            Where the envs stand is not written in place: what reads it would have to wait.
+            It returns the new positions instead of writing them in place, so readers need not wait.
             """
             env_action = distribution.to_torch_env(action)
             position, outcome = env.transition(_position(parts), env_action)
@@ -179,11 +173,11 @@ class TensorCollector:
         self._rollout = self._programs.captured(without_gradient, "a rollout")
 
     def _hold_position(self) -> None:
-        """Give the envs tensors of their own for where they stand: each step overwrites them."""
+        """Give the envs their own tensors for their positions: each rollout overwrites them."""
         self.env.position = _position([part.clone() for part in _parts(self.env.position)])
 
     def _mark(self) -> Any:
-        """A point in time, of the device where it has a clock."""
+        """A point in time; on a GPU an event in its stream."""
         if self.env.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -191,33 +185,33 @@ class TensorCollector:
         return event
 
     def seconds(self) -> float:
-        """How long the last rollout took; waits for its end."""
+        """Duration of the last rollout; waits for its end."""
         begin, end = self._marks
         if isinstance(begin, float):
             return float(end - begin)
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000.0
 
-    def last_inputs(self, agent: PPOAgent) -> PolicyInput:
+    def last_inputs(self, agent: Actor) -> PolicyInput:
         """What the policy sees after the last row."""
         if self._buffer is None:
-            raise RuntimeError("nothing was collected yet")
+            raise RuntimeError("there is no rollout yet; call collect first")
         return PolicyInput(self._buffer.obs[-1], None, None, None)
 
-    def resize(self, n_envs: int, agent: PPOAgent) -> None:
-        raise TypeError("a batch of tensors keeps its number of envs")
+    def resize(self, n_envs: int, agent: Actor) -> None:
+        raise TypeError("tensor envs cannot change their number")
 
     def snapshots(self) -> list[bytes]:
-        """None: the envs are part of ``state_dict``."""
+        """Empty: the envs are part of ``state_dict``."""
         return []
 
     def state_dict(self) -> StateDict:
-        """The draws of a rollout that was cut short do not count."""
+        """The draws of an interrupted rollout do not count."""
         state = self._generator.get_state() if self._state_before is None else self._state_before
         position = None
         obs = self._obs if self._buffer is None else self._buffer.obs[-1]
         if self.is_between_rollouts and obs is not None:
-            # A copy also on the CPU: the next rollout writes into the buffer.
+            # Copy on the CPU too: the next rollout overwrites the buffer.
             obs = obs.to("cpu", copy=True)
             position = {"envs": self.env.state_dict(), "obs": obs}
         return {"generator": state, "n_steps": self.n_steps, "position": position}
@@ -226,14 +220,16 @@ class TensorCollector:
         self._generator.set_state(state["generator"])
         self.n_steps = state["n_steps"]
 
-    def resume_at(self, position: Any, snapshots: Sequence[bytes], agent: PPOAgent) -> None:
-        """Go on in the midst of the episodes."""
+    def resume_at(self, position: Any, snapshots: Sequence[bytes], agent: Actor) -> None:
+        """Continue within the saved episodes."""
         if not isinstance(position, dict):
-            raise ValueError("where its envs stood was not saved, or of envs of another kind")
+            raise ValueError(
+                "the checkpoint holds no env positions, or those of another kind of env"
+            )
         self.env.load_state_dict(position["envs"])
         self._hold_position()
         self._obs = position["obs"].to(self.env.device)
-        self._buffer = None  # a program that was made before looks for the envs elsewhere
+        self._buffer = None  # an earlier program reads the envs at another address
 
 
 def _parts(position: Position) -> list[Tensor]:
@@ -245,7 +241,7 @@ def _position(parts: list[Tensor]) -> Position:
 
 
 def _with_ended(ended: list[Tensor], outcome: StepResult) -> list[Tensor]:
-    """How many episodes have ended in each env, their returns, and their lengths, summed up."""
+    """Number, returns and lengths of ended episodes per env, added to ``ended``."""
     done = outcome.terminated | outcome.truncated
     told = (torch.ones_like(outcome.reward), outcome.episode_return, outcome.episode_length)
     return [old + torch.where(done, new, 0.0) for old, new in zip(ended, told, strict=True)]

@@ -1,6 +1,6 @@
-"""Advantages and reward scaling of a rollout that lies on a device: ``returns`` in torch.
+"""Advantages and reward scaling of a rollout on a device: ``training.returns`` in torch.
 
-No function here waits for the device. On a GPU ``gae`` is one kernel, where Triton is there.
+No function waits for the device. On a GPU with Triton, ``gae`` is one kernel.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ml_pipeline.protocols import StateDict
 
 
 class RolloutOutcome(NamedTuple):
-    """How each step of a rollout ended, and what its successors are worth; [T, n_envs] each."""
+    """How each step of a rollout ended, and the values of its successors; [T, n_envs] each."""
 
     reward: Tensor
     value: Tensor
-    last_value: Tensor  # [n_envs], of what follows the last row
-    final_value: Tensor  # of the final observation; counts where truncated
+    last_value: Tensor  # [n_envs], after the last row
+    final_value: Tensor  # of the final observation; used where truncated
     terminated: Tensor  # bool
     truncated: Tensor  # bool
 
 
 def gae(outcomes: RolloutOutcome, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates, and value targets, as ``returns.gae`` gives them."""
+    """Generalised advantage estimates and value targets, as ``training.returns.gae``."""
     if outcomes.reward.device.type == "cuda" and _kernel_works(outcomes.reward.device):
         from ml_pipeline.training.tensor.gae_kernel import gae_in_one_kernel
 
@@ -39,7 +39,7 @@ def gae(outcomes: RolloutOutcome, *, gamma: float, lam: float) -> tuple[Tensor, 
 
 @cache
 def _kernel_works(device: torch.device) -> bool:
-    """Whether Triton is there and makes kernels: it wants a C compiler and Python's headers."""
+    """Whether Triton can build kernels: it needs a C compiler and Python's headers."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:
@@ -50,7 +50,7 @@ def _kernel_works(device: torch.device) -> bool:
         gae_in_one_kernel(*tried, gamma=1.0, lam=1.0)
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
-        warnings.warn(f"advantages take a kernel per step: {why}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"GAE launches a kernel per step: {why}", RuntimeWarning, stacklevel=2)
         return False
     return True
 
@@ -71,15 +71,12 @@ def gae_step_by_step(
     return advantage, advantage + value
 
 
-def explained_variance(value: Tensor, value_target: Tensor) -> Tensor:
-    """1 for a perfect critic, 0 for one no better than a constant; 0-d."""
-    variance = value_target.var(correction=0)
-    unexplained = (value_target - value).var(correction=0)
-    return torch.where(variance > 0, 1.0 - unexplained / variance, 0.0)
-
-
 class TensorRewardScaler:
-    """``RewardScaler`` in tensors: divides by the running deviation of the discounted return."""
+    """``RewardScaler`` in tensors: divides by the running deviation of the discounted return.
+
+    It cannot share code with ``RewardScaler``: a graph needs in-place writes without branches, and
+    MPS has no float64.
+    """
 
     def __init__(self, n_envs: int, *, gamma: float, clip: float, device: torch.device) -> None:
         self.gamma = gamma
@@ -90,7 +87,7 @@ class TensorRewardScaler:
         )
 
     def scaled(self, reward: Tensor, done: Tensor) -> Tensor:
-        """Take in a rollout, [T, n_envs], then scale it by what is known with it."""
+        """Add a rollout, [T, n_envs], to the moments, then scale it by them."""
         returns = torch.empty_like(reward)
         running = self._return
         for t in range(len(reward)):
@@ -102,7 +99,7 @@ class TensorRewardScaler:
         return (reward * scale).clamp(-self.clip, self.clip)
 
     def _take_in(self, returns: Tensor, running: Tensor) -> None:
-        """In place, for a graph; of a rollout that is not finite nothing must last."""
+        """In place, for graphs; a rollout that is not finite changes nothing."""
         mean, variance = returns.mean(), returns.var(correction=0)
         finite = torch.isfinite(variance)
         total = self._count + returns.numel()
@@ -114,8 +111,11 @@ class TensorRewardScaler:
         self._count.copy_(torch.where(finite, total, self._count))
         self._return.copy_(torch.where(finite, running, 0.0))
 
+    def resize(self, n_envs: int) -> None:
+        raise TypeError("tensor envs cannot change their number")
+
     def begin_episodes(self) -> None:
-        """All envs have been reset."""
+        """All envs were reset."""
         self._return.zero_()
 
     def state_dict(self) -> StateDict:

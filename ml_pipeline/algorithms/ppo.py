@@ -1,0 +1,74 @@
+"""PPO on the shelf: how its agent and its trainer are made from a config."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ml_pipeline.agents.observations import batched
+from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.config.ppo import PPOConfig
+from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.protocols import Algorithm, Envs, NetworkBuilder, Place, Spaces
+from ml_pipeline.seeding import stream_seed
+from ml_pipeline.training.collector import Collector
+from ml_pipeline.training.contracts import RolloutCollector
+from ml_pipeline.training.out_of_memory import activation_bytes, memory_advice
+from ml_pipeline.training.ppo_trainer import PPOTrainer
+from ml_pipeline.training.tensor.collector import TensorCollector
+
+
+def make_agent(
+    spaces: Spaces, build_network: NetworkBuilder, config: PPOConfig, place: Place
+) -> PPOAgent:
+    agent = PPOAgent(
+        *spaces,
+        build_network,
+        config,
+        device=place.device,
+        seed=place.seed,
+        precision=place.precision,
+    )
+    if agent.remark:
+        place.programs.tell(agent.remark)
+    return agent
+
+
+def make_trainer(agent: PPOAgent, envs: Envs, config: PPOConfig, place: Place) -> PPOTrainer:
+    collector: RolloutCollector
+    first = envs.parts[0]
+    noise_seed = stream_seed(place.seed, "actions")
+    if isinstance(first, TorchVectorEnv):
+        collector = TensorCollector(
+            first, env_seed=envs.first_seed, noise_seed=noise_seed, programs=place.programs
+        )
+    else:
+        collector = Collector(
+            envs.parts,
+            env_seed=envs.first_seed,
+            noise_seed=noise_seed,
+            infos_have_episodes=envs.infos_have_episodes,
+            allow_nonfinite=config.on_nonfinite == "skip",
+            programs=place.programs,
+        )
+    return PPOTrainer(agent, collector, seed=place.seed, programs=place.programs)
+
+
+def explain_memory(agent: PPOAgent, config: PPOConfig, n_envs: int, tensor_envs: bool) -> str:
+    """What a run of these sizes needs, and which settings reduce it."""
+    per_transition = None
+    space = agent.spaces["observation_space"]
+    with suppress(Exception):  # a user's network may raise anything, and memory is short
+        copy = agent.on_cpu()
+        one = copy.reader.read(batched(space, [space.sample()]))
+        per_transition = activation_bytes(copy, copy.model, one)
+    return memory_advice(
+        agent,
+        per_transition,
+        n_steps=config.n_steps,
+        n_envs=n_envs,
+        n_minibatches=config.n_minibatches,
+        keeps_final_obs=tensor_envs,
+    )
+
+
+PPO = Algorithm(PPOConfig, make_agent, make_trainer, explain_memory)

@@ -1,0 +1,36 @@
+"""AgentConfig: the settings that every algorithm shares; the base of each algorithm's own class."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from ml_pipeline.config.checks import check
+
+
+@dataclass
+class AgentConfig:
+    """Override the two methods if an iteration is more than one step of each env."""
+
+    algorithm: str = ""  # dotted path of an Algorithm; it chooses the class of these settings
+    action_mask: str = "none"  # or info, or the key of a Dict observation
+
+    def iteration_steps(self, n_envs: int) -> int:
+        """Env steps of one iteration."""
+        return n_envs
+
+    def why_not(self, n_envs: int, *, recurrent: bool = False) -> str | None:
+        """Why these sizes do not fit together, or None if they do."""
+        return None
+
+    def fitting_n_envs(self, n_envs: int, *, recurrent: bool = False) -> int:
+        """The largest fitting number up to ``n_envs``; above it, if none below fits."""
+        candidates = itertools.chain(range(n_envs, 0, -1), itertools.count(n_envs + 1))
+        return next(each for each in candidates if self.why_not(each, recurrent=recurrent) is None)
+
+    def _check(self, fact: bool, name: str, rule: str) -> None:
+        check(fact, f"agent.{name}", rule, getattr(self, name))
+
+    def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
+        self._check(getattr(self, name) in choices, name, " | ".join(map(str, choices)))

@@ -1,0 +1,93 @@
+"""Checks of what envs return and of what an update computes; each error names the place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ml_pipeline.errors import UserError
+from ml_pipeline.protocols import UpdateResult
+
+
+class TrainingError(UserError):
+    """Training cannot continue."""
+
+
+class BadValueError(UserError):
+    """An env returned NaN or infinity, or an observation outside its space."""
+
+
+class FiniteCheck:
+    """Finds NaN and infinity in the observations and rewards of a rollout."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.n_steps = 0  # of each env, in complete rollouts
+
+    def reward(self, reward: NDArray[Any], *, first_env: int, t: int) -> None:
+        # One dot product is the cheapest test. If it overflows, the rewards may still be finite.
+        if not self.enabled or math.isfinite(reward @ reward):
+            return
+        for row in np.flatnonzero(~np.isfinite(reward)).tolist():
+            raise BadValueError(
+                f"env {first_env + row} returned the reward {reward[row]} at {self.when(t + 1)}; "
+                "nothing was learned from it, the last checkpoint is kept"
+            )
+
+    def obs(self, leaves: Mapping[str, NDArray[Any]], *, first_env: int, t: int) -> None:
+        if not self.enabled:
+            return
+        for name, leaf in leaves.items():
+            if leaf.dtype != np.float32:
+                continue
+            flat = leaf.reshape(-1)
+            if math.isfinite(flat @ flat):
+                continue
+            for row, *index in np.argwhere(~np.isfinite(leaf)).tolist():
+                which = f" {name!r}" if name else ""
+                raise BadValueError(
+                    f"env {first_env + row} returned an observation{which} that is not finite at "
+                    f"{self.when(t)}: entry {index} is {leaf[row][tuple(index)]}; nothing was "
+                    "learned from it, the last checkpoint is kept"
+                )
+
+    def when(self, t: int) -> str:
+        return f"its step {self.n_steps + t:,} (step {t} of this rollout)"
+
+
+def check_rollout(is_finite: bool) -> None:
+    """For tensor envs, whose values are looked at once per rollout."""
+    if not is_finite:
+        raise TrainingError(
+            "an env returned an observation or a reward that is not finite; the last checkpoint "
+            "is kept. To find it, train a few envs with compile=off and print what the env's "
+            "advance returns"
+        )
+
+
+def check_updates(
+    table: NDArray[Any], *, first_epoch: int, n_minibatches: int, broken: Sequence[str] | None
+) -> None:
+    """Raise if a gradient step was not finite; ``table`` has a row per step, see ``on_host``.
+
+    ``broken`` names the parameters with bad gradients, if no other step followed; else None.
+    """
+    finite = table[:, -1] != 0
+    if finite.all():
+        return
+    row = int(finite.argmin())
+    fields = zip(UpdateResult._fields[:-1], table[row, :-1].tolist(), strict=True)
+    names = [name for name, value in fields if not math.isfinite(value)]
+    if broken:
+        names.append(f"the gradients of {', '.join(broken[:3])}{', ...' * (len(broken) > 3)}")
+    left = "That step changed nothing" if broken is None else "The weights did not change"
+    epoch, minibatch = first_epoch + row // n_minibatches, row % n_minibatches + 1
+    raise TrainingError(
+        f"epoch {epoch}, minibatch {minibatch}: {' and '.join(names)} not finite. {left}; the last "
+        "checkpoint is kept. Try a smaller agent.learning_rate, and look for huge observations or "
+        "rewards (agent.normalize_obs, agent.scale_reward)"
+    )

@@ -1,0 +1,153 @@
+"""Columns: one vector env, its columns of the rollout, and the observations it is at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode, VectorEnv
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ml_pipeline.agents.masks import Mask
+from ml_pipeline.envs.episode_stats import EpisodeStats
+from ml_pipeline.envs.vec_env import ParallelEnv
+from ml_pipeline.protocols import Episode, PolicyInput, StateDict
+from ml_pipeline.training.contracts import Actor
+from ml_pipeline.training.gpu.acting import GpuActing
+
+
+class Step(NamedTuple):
+    """What the envs returned for one action; [n_envs] each."""
+
+    reward: NDArray[Any]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    infos: dict[str, Any]
+    episodes: list[Episode]  # those that ended
+
+
+class Columns:
+    """``place`` are the columns; ``leaves`` the observations to act on, empty before the reset."""
+
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        first: int,
+        *,
+        infos_have_episodes: bool,
+        in_turns: bool,
+    ) -> None:
+        """``in_turns``: the envs step while the caller waits for another vector env."""
+        mode = env.metadata.get("autoreset_mode")
+        if mode is not AutoresetMode.SAME_STEP:
+            raise ValueError(
+                f"autoreset_mode={mode}: the collector needs SAME_STEP; pass "
+                "autoreset_mode=AutoresetMode.SAME_STEP to the env's constructor"
+            )
+        self.env: Any = env
+        self.place = slice(first, first + env.num_envs)
+        self.stats = EpisodeStats(env.num_envs, from_infos=infos_have_episodes)
+        self.leaves: dict[str, NDArray[Any]] = {}
+        self.mask: Mask | None = None
+        self.memory: Tensor | None = None
+        self.episode_start = np.ones(env.num_envs, dtype=bool)
+        self.action: NDArray[Any] | None = None  # sent, and not yet answered
+        self.acting: GpuActing | None = None  # for a policy on a GPU
+        self._in_turns = in_turns
+
+    def reset(self, agent: Actor, seed: int) -> None:
+        obs, infos = self.env.reset(seed=seed)
+        self._observe(agent, obs, infos)
+        self.memory = agent.new_memory(self.env.num_envs)
+        self.episode_start = np.ones(self.env.num_envs, dtype=bool)
+
+    def send(self, action: NDArray[Any]) -> None:
+        self.action = action
+        if self._in_turns:
+            self.env.step_async(action)
+
+    def receive(self, agent: Actor) -> Step:
+        """Wait for the envs and move on to their new observations."""
+        result = self.env.step_wait() if self._in_turns else self.env.step(self.action)
+        obs, reward, terminated, truncated, infos = result
+        self.action = None
+        self.episode_start = terminated | truncated
+        self._observe(agent, obs, infos)
+        episodes = self.stats.step(reward, self.episode_start, infos)
+        return Step(reward, terminated, truncated, infos, episodes)
+
+    def _observe(self, agent: Actor, obs: Any, infos: Mapping[str, Any]) -> None:
+        self.leaves = agent.reader.read(obs)
+        self.mask = agent.masks.in_step(self.leaves, infos)
+
+    def inputs(self, agent: Actor) -> PolicyInput:
+        start = None
+        if self.memory is not None:
+            start = torch.from_numpy(self.episode_start).to(agent.device)
+        return agent.inputs(self.leaves, self.mask, self.memory, start)
+
+    def resize(self, n_envs: int, agent: Actor) -> None:
+        """Between two rollouts; envs that stay keep their episodes."""
+        if not isinstance(self.env, ParallelEnv):
+            raise TypeError("only a ParallelEnv can change its number of envs")
+        n_old = self.env.num_envs
+        obs, infos = self.env.resize(n_envs)
+        n_new = max(n_envs - n_old, 0)
+        if self.leaves:
+            self.leaves = agent.reader.read(obs)
+            self.mask = self._resized_mask(infos, n_envs, agent)
+        if self.memory is not None:
+            new = self.memory.new_zeros(n_new, self.memory.shape[1])
+            self.memory = torch.cat([self.memory, new])[:n_envs]
+        starts = np.concatenate([self.episode_start, np.ones(n_new, dtype=bool)])
+        self.episode_start = starts[:n_envs]
+        self.place = slice(0, n_envs)
+        self.acting = None
+        self.stats.resize(n_envs)
+
+    def _resized_mask(self, infos: Mapping[str, Any], n_envs: int, agent: Actor) -> Mask | None:
+        if self.mask is None or not agent.masks.in_infos:
+            return agent.masks.in_step(self.leaves, infos)
+        kept = self.mask[:n_envs]
+        if n_envs == len(kept):
+            return kept
+        # The infos of a resize hold the masks of new envs only.
+        given = agent.masks.of_infos({"action_mask": infos.get("action_mask")})
+        return None if given is None else np.concatenate([kept, given[len(kept) :]])
+
+    def state_dict(self) -> StateDict:
+        """Where the envs are, seen from here; needs a snapshot of the envs themselves."""
+        return {
+            "leaves": {name: torch.from_numpy(leaf) for name, leaf in self.leaves.items()},
+            "mask": None if self.mask is None else torch.from_numpy(self.mask),
+            "state": self.memory,  # the name that older checkpoints use
+            "episode_start": torch.from_numpy(self.episode_start),
+            "stats": self.stats.state_dict(),
+        }
+
+    def load_state_dict(self, state: StateDict, agent: Actor) -> None:
+        mask, memory = state["mask"], state["state"]
+        self.leaves = {name: leaf.numpy() for name, leaf in state["leaves"].items()}
+        self.mask = None if mask is None else mask.numpy()
+        self.memory = None if memory is None else memory.to(agent.device)
+        self.episode_start = state["episode_start"].numpy()
+        self.stats.load_state_dict(state["stats"])
+
+
+def checked_positions(
+    positions: list[StateDict] | None, columns: Sequence[Columns], agent: Actor
+) -> list[StateDict]:
+    """The saved positions, if these columns and this agent can continue from them."""
+    if not isinstance(positions, list):
+        raise ValueError("the checkpoint holds no env positions, or those of another kind of env")
+    if len(positions) != len(columns):
+        raise ValueError("collector has changed")
+    for position in positions:
+        if (position["mask"] is not None) != agent.masks.are_used:
+            raise ValueError("agent.action_mask has changed")
+        if (position["state"] is not None) != bool(agent.memory_size):
+            raise ValueError("the network has changed")
+    return positions

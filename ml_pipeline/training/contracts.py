@@ -1,0 +1,127 @@
+"""Protocols between agent, collector and buffer, so that each exists in several kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ml_pipeline.protocols import (
+    Episode,
+    Minibatch,
+    Obs,
+    PolicyInput,
+    PolicySample,
+    Rates,
+    StateDict,
+    UpdateResult,
+)
+
+if TYPE_CHECKING:
+    from ml_pipeline.agents.distributions import Distribution
+    from ml_pipeline.agents.masks import ActionMasks, Mask
+    from ml_pipeline.agents.observations import ObservationReader
+    from ml_pipeline.training.rollout_buffer import RolloutQuality
+
+
+class Actor(Protocol):
+    """Samples actions for all envs at once, from noise that the collector draws."""
+
+    device: torch.device
+    reader: ObservationReader
+    distribution: Distribution
+    masks: ActionMasks
+    memory_size: int  # 0: not recurrent
+
+    def new_memory(self, n_envs: int) -> Tensor | None: ...
+
+    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor: ...
+
+    def inputs(
+        self,
+        leaves: dict[str, NDArray[Any]],
+        action_mask: Mask | None = None,
+        memory: Tensor | None = None,
+        episode_start: Tensor | None = None,
+    ) -> PolicyInput: ...
+
+    def sample_batch(
+        self, inputs: PolicyInput, noise: Tensor, out: Tensor | None = None
+    ) -> PolicySample: ...
+
+
+class Learner(Protocol):
+    """Learns a rollout by epochs."""
+
+    device: torch.device
+
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> UpdateResult: ...
+
+
+class Rollout(Protocol):
+    """``RolloutBuffer``, or ``TensorBuffer`` for tensor envs."""
+
+    n_steps: int
+    n_envs: int
+
+    def finish(self, last: PolicyInput, *, gamma: float, lam: float, scaler: Any) -> None: ...
+
+    def finished(self) -> Minibatch: ...
+
+    def shuffle(self, generator: torch.Generator, n_orders: int) -> None: ...
+
+    def order(self, epoch: int) -> Tensor: ...
+
+    def quality(self) -> RolloutQuality: ...
+
+    def observations(self) -> Obs: ...
+
+    def arrays(self) -> dict[str, NDArray[Any]]: ...
+
+
+class Stats(Protocol):
+    """What happened in a rollout; ``TensorRolloutStats`` reads it from the device on demand."""
+
+    @property
+    def episodes(self) -> list[Episode]: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class RolloutCollector(Protocol):
+    """``Collector``, or ``TensorCollector`` for tensor envs."""
+
+    n_envs: int
+    is_interruptible: bool  # whether an interrupt may discard a rollout
+    on_host: bool  # whether the rollout is made in host memory
+
+    @property
+    def envs(self) -> list[VectorEnv[Any, Any, Any]]: ...
+
+    @property
+    def is_between_rollouts(self) -> bool: ...
+
+    def new_buffer(self, n_steps: int, agent: Any) -> Any: ...
+
+    def new_scaler(self, *, gamma: float, clip: float) -> Any: ...
+
+    def collect(self, agent: Any, buffer: Any) -> Stats: ...
+
+    def commit(self, n_steps: int) -> None: ...
+
+    def last_inputs(self, agent: Any) -> PolicyInput: ...
+
+    def resize(self, n_envs: int, agent: Any) -> None: ...
+
+    def snapshots(self) -> list[bytes]: ...
+
+    def resume_at(self, positions: Any, snapshots: Sequence[bytes], agent: Any) -> None: ...
+
+    def state_dict(self) -> StateDict: ...
+
+    def load_state_dict(self, state: StateDict) -> None: ...
