@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ml_pipeline.moments import merge_moments
 from ml_pipeline.protocols import StateDict
 
 Array = NDArray[np.float32]
@@ -73,12 +74,10 @@ class RewardScaler:
         return scaled
 
     def _take_in(self, returns: NDArray[np.float64]) -> None:
-        total = self._count + returns.size
-        share, shift = returns.size / total, float(returns.mean()) - self._mean
-        spread = shift * shift * share * (1.0 - share)
-        self._variance = self._variance * (1.0 - share) + float(returns.var()) * share + spread
-        self._mean += shift * share
-        self._count = total
+        batch = float(returns.mean()), float(returns.var()), returns.size
+        self._mean, self._variance, self._count = merge_moments(
+            self._mean, self._variance, self._count, *batch
+        )
 
     def resize(self, n_envs: int) -> None:
         """Envs that stay keep their returns; new ones begin."""
