@@ -39,13 +39,13 @@ class ActionSettings(Protocol):
 class Distribution(nn.Module, ABC):
     """Samples and scores actions, and converts them for the envs.
 
-    A stored action has ``action_shape`` and ``action_dtype``: what ``sample`` returns and
-    ``log_prob_and_entropy`` takes. The ``to_`` methods convert it to the env's action space.
+    ``sample`` returns actions of ``action_shape`` and ``action_dtype``; rollouts store these, and
+    ``log_prob_and_entropy`` scores them. The ``to_`` methods convert them to the action space.
     """
 
     n_outputs: int
     mask_size = 0  # length of an action mask; 0: actions cannot be masked
-    reads_features = False  # outputs hold the features also: [..., n_outputs + n_features]
+    reads_features = False  # outputs end with the features: [..., n_outputs + n_features]
     has_normal_noise = True  # standard normal, else uniform in [0, 1)
     action_dtype = torch.float32
 
@@ -72,7 +72,7 @@ class Distribution(nn.Module, ABC):
 
     @abstractmethod
     def mode(self, outputs: Tensor) -> Tensor:
-        """The most likely actions, [..., *action_shape]."""
+        """Deterministic actions, [..., *action_shape]: the likeliest choices, or the means."""
 
     @abstractmethod
     def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
