@@ -13,8 +13,11 @@ from typing import Any
 
 from ml_pipeline.errors import UserError
 
-# Modules that moved. Run folders and exported policies made before still name the old ones.
+# Modules and classes that moved. Older run folders and exported policies name the old paths.
 _MOVED = {
+    "ml_pipeline.agents.networks.CNN": "ml_pipeline.agents.image_networks.CNN",
+    "ml_pipeline.agents.networks.DictNetwork": "ml_pipeline.agents.image_networks.DictNetwork",
+    "ml_pipeline.agents.networks.Recurrent": "ml_pipeline.agents.recurrent.Recurrent",
     "ml_pipeline.envs.atari": "ml_pipeline.envs.wrappers.atari",
     "ml_pipeline.envs.tasks.acrobot": "ml_pipeline.envs.tensor_tasks.acrobot",
     "ml_pipeline.envs.tasks.cartpole": "ml_pipeline.envs.tensor_tasks.cartpole",
@@ -36,7 +39,7 @@ class TargetError(UserError):
 
 def import_dotted(path: str, *, key: str) -> Any:
     """The object that ``package.module.Name`` names; ``key`` is the config key to blame."""
-    module_name, _, name = path.rpartition(".")
+    module_name, _, name = moved(path).rpartition(".")
     if not module_name:
         raise TargetError(f"{key}={path} is no dotted path; write package.module.Name")
     module = import_module(module_name, key=key, path=path)
@@ -45,9 +48,9 @@ def import_dotted(path: str, *, key: str) -> Any:
     return getattr(module, name)
 
 
-def moved(module: str) -> str:
-    """Today's name of a module of ours that an older file names."""
-    return _MOVED.get(module, module)
+def moved(path: str) -> str:
+    """Today's path of a module or class of this package that an older file names."""
+    return _MOVED.get(path, path)
 
 
 def import_module(name: str, *, key: str, path: str) -> ModuleType:

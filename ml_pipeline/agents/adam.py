@@ -1,7 +1,7 @@
-"""FlatAdam: all parameters of a module in one tensor, so that clip and step are a few kernels.
+"""FlatAdam: Adam on one flat tensor of all parameters, so that a step is a few kernels.
 
-The module's parameters and gradients become views of ``values`` and ``grad``. The update is that
-of ``torch.optim.Adam``.
+The module's parameters and gradients become views of ``values`` and ``grad``. The update equals
+that of ``torch.optim.Adam``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ BETA_1, BETA_2 = 0.9, 0.999
 
 
 class FlatAdam:
-    """Adam with gradient clipping, for a module that is on its device already."""
+    """Adam with gradient clipping; move the module to its device first."""
 
     def __init__(self, module: nn.Module, *, eps: float, max_grad_norm: float) -> None:
         self.eps = eps
         self.max_grad_norm = max_grad_norm
         self.names = [name for name, each in module.named_parameters() if each.requires_grad]
         parameters = [each for each in module.parameters() if each.requires_grad]
-        strange = {str(each.dtype) for each in parameters} - {"torch.float32"}
-        if strange:
-            raise UserError(f"network has parameters of {', '.join(strange)}; only float32 goes")
+        others = {str(each.dtype) for each in parameters} - {"torch.float32"}
+        if others:
+            raise UserError(
+                f"network parameters must be float32, got {', '.join(others)}; call .float()"
+            )
         self.values = torch.cat([each.detach().flatten() for each in parameters])
         self.grad, self._mean, self._square = (torch.zeros_like(self.values) for _ in range(3))
         if self.values.device.type == "cpu":
@@ -36,7 +38,7 @@ class FlatAdam:
             self._arrays = tuple(each.numpy() for each in held)
             self._scratch = np.empty_like(self._arrays[0])
         self.n_steps = torch.zeros((), device=self.values.device)
-        self.views: dict[str, tuple[Tensor, Tensor]] = {}  # name -> values and gradient
+        self.views: dict[str, tuple[Tensor, Tensor]] = {}  # by name: (values, gradient)
         end = 0
         for name, parameter in zip(self.names, parameters, strict=True):
             start, end = end, end + parameter.numel()
@@ -45,10 +47,10 @@ class FlatAdam:
             self.views[name] = (parameter.data, parameter.grad)
 
     def step(self, learning_rate: float, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Clip the gradients and go one step; the norm they had, and whether all was finite.
+        """Clip the gradients and take one step; returns their norm, and whether all was finite.
 
-        Where the loss or a gradient is not finite, nothing changes. An accelerator is not waited
-        for to find that out.
+        Nothing changes if the loss or a gradient is not finite. Does not synchronise with the
+        device.
         """
         norm = torch.linalg.vector_norm(self.grad)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
@@ -64,7 +66,7 @@ class FlatAdam:
         return norm, finite
 
     def step_on_cpu(self, learning_rate: float, loss: float) -> tuple[float, bool]:
-        """The same in NumPy, a quarter of the time where the numbers are few."""
+        """``step`` in NumPy: four times as fast for small networks."""
         values, grad, mean, square = self._arrays
         norm = math.sqrt(float(grad @ grad))
         if not (math.isfinite(norm) and math.isfinite(loss)):
@@ -79,7 +81,7 @@ class FlatAdam:
         np.multiply(grad, grad, out=scratch)
         scratch *= 1.0 - BETA_2
         square += scratch
-        # The corrections for the first steps go into the two numbers, not into the arrays.
+        # Bias correction is applied to the two scalars, not to the arrays: two passes fewer.
         correction = math.sqrt(1.0 - BETA_2**n_steps)
         np.sqrt(square, out=scratch)
         scratch += self.eps * correction
@@ -90,15 +92,15 @@ class FlatAdam:
 
     @property
     def moments(self) -> tuple[Tensor, Tensor]:
-        """The running means of the gradients and of their squares."""
+        """Running means of the gradient and of its square."""
         return self._mean, self._square
 
     def place(self, name: str) -> int:
-        """Where the numbers of a parameter begin in ``values``."""
+        """Offset of a parameter in ``values``."""
         return int(self.views[name][0].storage_offset())
 
     def broken_gradients(self) -> list[str]:
-        """The parameters whose gradients are not finite."""
+        """Names of the parameters whose gradients are not finite."""
         return [name for name, (_, grad) in self.views.items() if not torch.isfinite(grad).all()]
 
     def state_dict(self) -> StateDict:
@@ -107,5 +109,7 @@ class FlatAdam:
     def load_state_dict(self, state: StateDict) -> None:
         for name, own in self.state_dict().items():
             if own.shape != state[name].shape:
-                raise ValueError(f"optimiser: {state[name].numel()} numbers for {own.numel()}")
+                raise ValueError(
+                    f"optimiser state has {state[name].numel()} values, the network {own.numel()}"
+                )
             own.copy_(state[name])

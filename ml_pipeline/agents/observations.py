@@ -1,9 +1,9 @@
-"""Observations: from what an env gives to what is stored, and on to what a network takes.
+"""Observations: ``ObservationReader`` turns env output into arrays, ``Preprocess`` into floats.
 
-Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of these. A single observation is a
-tensor; a Dict or Tuple is flattened to a dict with one tensor per leaf, named by its path:
-"camera", "arm/angle", "0". Integers and images are stored as they are, and turned into floats
-only by ``Preprocess``, in front of the network.
+Supported are Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of these. A single
+observation is one tensor. A Dict or Tuple becomes a flat dict with one tensor per leaf, named by
+its path: "camera", "arm/angle", "0". Rollouts keep integers and images in their own dtype; only
+``Preprocess``, the first layer of the policy, converts them to floats.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ml_pipeline.errors import UserError
+from ml_pipeline.moments import merge_moments
 from ml_pipeline.protocols import Obs
 
-# What is stored as it comes; all else, float64 among it, as float32: MPS has no float64.
+# Stored unchanged. All other dtypes become float32, also float64, which MPS lacks.
 _KEPT_DTYPES = (np.uint8, np.int8, np.int16, np.int32, np.int64, np.bool_, np.float32)
 
 
 class ObservationSpaceError(UserError):
-    """An observation space that the agent cannot read."""
+    """The observation space is not supported."""
 
 
 class ObservationError(UserError):
-    """An observation that is not of its space; ``index`` is its place in the batch."""
+    """An observation is outside its space; ``index`` is its position in the batch."""
 
     def __init__(self, message: str, index: int) -> None:
         super().__init__(message)
@@ -42,14 +43,14 @@ class ObservationError(UserError):
 
 
 def map_obs(function: Callable[[Tensor], Tensor], obs: Obs) -> Obs:
-    """``function`` of the observation, or of each of its leaves."""
+    """Apply ``function`` to the observation, or to each of its leaves."""
     if isinstance(obs, Tensor):
         return function(obs)
     return {name: function(leaf) for name, leaf in obs.items()}
 
 
 class ObservationReader:
-    """Takes apart a batch of observations as a vector env hands it out."""
+    """Flattens a vector env's batch of observations into arrays by leaf."""
 
     def __init__(self, space: gym.Space[Any]) -> None:
         self.space = space
@@ -58,7 +59,7 @@ class ObservationReader:
         self._paths = {"/".join(map(str, path)): path for path, _ in found}
         if len(self._paths) < len(found):
             raise ObservationSpaceError(f"two leaves of {space} have the same path; rename a key")
-        # By path; "" if single.
+        # By path; a single observation has the path "".
         self.leaves = dict(zip(self._paths, (leaf for _, leaf in found), strict=True))
         self.dtypes = {name: _stored_dtype(leaf) for name, leaf in self.leaves.items()}
         self.shapes = {name: leaf.shape or () for name, leaf in self.leaves.items()}
@@ -69,7 +70,7 @@ class ObservationReader:
         }
 
     def read(self, obs: Any) -> dict[str, NDArray[Any]]:
-        """[n_envs, ...] arrays by leaf, of the dtypes that are stored."""
+        """[n_envs, ...] arrays by leaf, in the dtypes of ``dtypes``."""
         if self.is_single:
             leaves = {"": np.asarray(obs, dtype=self.dtypes[""])}
         else:
@@ -81,7 +82,7 @@ class ObservationReader:
         return leaves
 
     def check_bounds(self, leaves: dict[str, NDArray[Any]]) -> None:
-        """Refuse what has no place in a one-hot vector."""
+        """Refuse values that a one-hot vector cannot hold."""
         for name, (low, high) in self._bounds.items():
             outside = (leaves[name] < low) | (leaves[name] >= high)
             if outside.any():
@@ -93,54 +94,57 @@ class ObservationReader:
                 )
 
     def to_tensors(self, leaves: dict[str, NDArray[Any]], device: torch.device) -> Obs:
-        """What ``read`` gave, on the device; on the CPU the memory is shared.
+        """The arrays of ``read`` as tensors on the device; CPU tensors share the arrays' memory.
 
-        Nothing waits for a copy out of pinned memory, which must stay as it is until it is used.
+        Copies from pinned memory are asynchronous: do not change the arrays until they are used.
         """
-        pinned = device.type == "cuda"  # if it is not, CUDA waits by itself, and MPS does not
+        # Only CUDA is safe here: it waits if the memory is not pinned, and MPS does not.
+        is_async = device.type == "cuda"
         tensors = {
-            # Contiguous: torch takes no array that runs backwards, as flipped images do.
-            name: torch.from_numpy(np.ascontiguousarray(leaf)).to(device, non_blocking=pinned)
+            # torch rejects negative strides, which flipped images have.
+            name: torch.from_numpy(np.ascontiguousarray(leaf)).to(device, non_blocking=is_async)
             for name, leaf in leaves.items()
         }
         return tensors[""] if self.is_single else tensors
 
 
 class Preprocess(nn.Module):
-    """In front of a network: floats of every leaf, normalised where that is asked for.
+    """Converts stored observations to the floats that a network takes.
 
-    Discrete leaves become one-hot, images of bytes lie between 0 and 1, the other Boxes are
-    normalised by their running mean and deviation, if ``clip`` is not None, and clipped to so
-    many deviations. The moments change between rollouts only: in between, what a policy did and
-    what it is scored by are the same.
+    Discrete leaves become one-hot, byte images are scaled to [0, 1]. If ``clip`` is not None,
+    other Boxes are normalised by running mean and standard deviation, and clipped to ``clip``
+    deviations. The moments change only between rollouts, so that acting and scoring agree.
     """
 
     def __init__(
         self, reader: ObservationReader, *, ignored: str | None, clip: float | None
     ) -> None:
-        """``ignored``: a leaf that the network is not shown, such as an action mask."""
+        """``ignored``: a leaf to hide from the network, such as an action mask."""
         super().__init__()
         self.leaves = {name: leaf for name, leaf in reader.leaves.items() if name != ignored}
         if not self.leaves:
-            raise ObservationSpaceError(f"nothing is left to observe beside {ignored!r}")
+            raise ObservationSpaceError(
+                f"the observation has no leaf except the action mask {ignored!r}; "
+                "add one for the network"
+            )
         self._is_single = reader.is_single
-        shown: dict[str, gym.Space[Any]] = {
-            name: _shown_space(leaf) for name, leaf in self.leaves.items()
+        boxes: dict[str, gym.Space[Any]] = {
+            name: _network_space(leaf) for name, leaf in self.leaves.items()
         }
-        # What a network takes: a Box, or a flat Dict of them.
-        self.space: gym.Space[Any] = shown[""] if self._is_single else spaces.Dict(shown)
+        # The network's observation space: a Box, or a flat Dict of Boxes.
+        self.space: gym.Space[Any] = boxes[""] if self._is_single else spaces.Dict(boxes)
         self.clip = clip
-        normalised = [
-            name
+        self._moments_of = {
+            name: RunningMoments(reader.shapes[name])
             for name, leaf in self.leaves.items()
             if clip is not None and isinstance(leaf, spaces.Box) and not is_image(leaf)
-        ]
-        self.moments = nn.ModuleList(RunningMoments(reader.shapes[name]) for name in normalised)
-        self._moments_of = {name: index for index, name in enumerate(normalised)}
+        }
+        # Registers them: a ModuleDict takes no names such as "" and "arm.angle".
+        self.moments = nn.ModuleList(self._moments_of.values())
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one leaf, a Box of numbers."""
+        """Whether the observation is one Box of numbers."""
         leaf = self.leaves.get("") if self._is_single else None
         return isinstance(leaf, spaces.Box) and not is_image(leaf)
 
@@ -160,25 +164,24 @@ class Preprocess(nn.Module):
         moments = self.moments_of(name)
         if moments is None or self.clip is None:
             return leaf.float()
-        # Before the first rollout is taken in, nothing is known that could be clipped by.
+        # Before the first rollout, the deviation is unknown: do not clip.
         limit = torch.where(moments.count > 0, self.clip, torch.inf)
         return moments.normalised(leaf.float()).clamp(-limit, limit)
 
     def moments_of(self, name: str) -> RunningMoments | None:
-        """Of a leaf that is normalised."""
-        index = self._moments_of.get(name)
-        return None if index is None else self.moments[index]  # type: ignore[return-value]
+        """The moments of a leaf, or None if it is not normalised."""
+        return self._moments_of.get(name)
 
     @torch.no_grad()
     def learn_moments(self, obs: Obs) -> None:
-        """Take in a rollout's observations, [N, ...]; what is not finite is left out as a whole."""
-        for name, moments in zip(self._moments_of, self.moments, strict=True):
+        """Add a rollout's observations, [N, ...]; a leaf with a non-finite value is skipped."""
+        for name, moments in self._moments_of.items():
             leaf = obs if isinstance(obs, Tensor) else obs[name]
-            moments.take_in(leaf.float())  # type: ignore[operator]
+            moments.add(leaf.float())
 
 
 class RunningMoments(nn.Module):
-    """Mean and variance of all that was taken in, by Chan's rule for merging two samples."""
+    """Mean and variance of all values added so far."""
 
     mean: Tensor
     variance: Tensor
@@ -193,23 +196,19 @@ class RunningMoments(nn.Module):
     def normalised(self, values: Tensor) -> Tensor:
         return (values - self.mean) * torch.rsqrt(self.variance + 1e-8)
 
-    def take_in(self, values: Tensor) -> None:
-        """[N, *shape]; what is not finite changes nothing, and an accelerator is not waited for."""
+    def add(self, values: Tensor) -> None:
+        """[N, *shape]; non-finite values change nothing. Does not synchronise with the device."""
         mean, variance = values.mean(dim=0), values.var(dim=0, correction=0)
         finite = torch.isfinite(variance).all()
-        total = self.count + len(values)
-        share = len(values) / total
-        shift = mean - self.mean
-        between = shift.square() * share * (1.0 - share)
-        merged = self.variance * (1.0 - share) + variance * share + between
-        # In place, so that whoever holds a view of them sees the change.
-        self.variance.copy_(torch.where(finite, merged, self.variance))
-        self.mean.copy_(torch.where(finite, self.mean + shift * share, self.mean))
-        self.count.copy_(torch.where(finite, total, self.count))
+        held = self.mean, self.variance, self.count
+        merged = merge_moments(*held, mean, variance, len(values))
+        # In place: NumpyPPO holds views of these buffers.
+        for own, new in zip(held, merged, strict=True):
+            own.copy_(torch.where(finite, new, own))
 
 
 def is_image(space: gym.Space[Any]) -> bool:
-    """Bytes over their whole range."""
+    """Whether a Box holds bytes from 0 to 255."""
     return (
         isinstance(space, spaces.Box)
         and space.dtype == np.uint8
@@ -227,21 +226,21 @@ def _leaves_of(
             empty = False
             yield from _leaves_of(part, (*path, name))
         if empty:
-            raise ObservationSpaceError(f"PPO cannot read {space}: it is empty")
+            raise ObservationSpaceError(f"observation space {space} is empty; add a leaf")
     elif isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
         if math.prod(space.shape or ()) == 0:
-            raise ObservationSpaceError(f"PPO cannot read {space}: it holds no numbers")
+            raise ObservationSpaceError(f"observation space {space} has size 0; remove it")
         yield path, space
     else:
         at = f" at {'/'.join(map(str, path))!r}" if path else ""
         raise ObservationSpaceError(
-            "PPO reads Box, Discrete, MultiDiscrete and MultiBinary observations, and Dict and "
-            f"Tuple of these; this env has {space}{at}"
+            f"observation space {space}{at} is not supported; use Box, Discrete, MultiDiscrete, "
+            "MultiBinary, or a Dict or Tuple of these"
         )
 
 
 def _bounds_of(space: gym.Space[Any]) -> tuple[Any, Any] | None:
-    """From and up to, of what becomes one-hot: any other number would have no place there."""
+    """Bounds [low, high) of a leaf that becomes one-hot."""
     if isinstance(space, spaces.Discrete):
         return int(space.start), int(space.start + space.n)
     if isinstance(space, spaces.MultiDiscrete):
@@ -256,7 +255,7 @@ def _stored_dtype(space: gym.Space[Any]) -> np.dtype[Any]:
     return dtype if dtype in _KEPT_DTYPES else np.dtype(np.float32)
 
 
-def _shown_space(space: gym.Space[Any]) -> gym.Space[Any]:
+def _network_space(space: gym.Space[Any]) -> gym.Space[Any]:
     if isinstance(space, spaces.Discrete):
         return spaces.Box(0.0, 1.0, (int(space.n),))
     if isinstance(space, spaces.MultiDiscrete):
@@ -276,7 +275,7 @@ def _one_hots(leaf: Tensor, space: spaces.MultiDiscrete) -> Tensor:
 
 
 def batched(space: gym.Space[Any], observations: Sequence[Any]) -> Any:
-    """Observations of single envs as a vector env of them would hand them out."""
+    """Observations of single envs, batched as a vector env batches them."""
     if isinstance(observations[0], np.ndarray):
         return np.stack(observations)
     empty: Any = create_empty_array(space, len(observations))

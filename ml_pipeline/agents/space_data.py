@@ -1,4 +1,4 @@
-"""Spaces as plain data, as a checkpoint and an exported policy keep them."""
+"""Spaces as plain data, for checkpoints and exported policies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ml_pipeline.protocols import StateDict
 
 
 def space_to_data(space: gym.Space[Any]) -> StateDict:
-    """A space that PPO supports as numbers, strings, lists and dicts; equal for equal spaces."""
+    """A supported space as numbers, strings, lists and dicts; equal for equal spaces."""
     if isinstance(space, spaces.Box):
         bounds = {"low": _short(space.low), "high": _short(space.high)}
         return {"kind": "Box", "shape": list(space.shape), "dtype": str(space.dtype), **bounds}
@@ -29,11 +29,11 @@ def space_to_data(space: gym.Space[Any]) -> StateDict:
         return {"kind": "Dict", "parts": {k: space_to_data(part) for k, part in space.items()}}
     if isinstance(space, spaces.Tuple):
         return {"kind": "Tuple", "parts": [space_to_data(part) for part in space]}
-    raise TypeError(f"{space} is no space that PPO supports")
+    raise TypeError(f"space {space} is not supported")
 
 
 def space_from_data(data: StateDict) -> gym.Space[Any]:
-    """The space that ``space_to_data`` was given; also from what ``without_infinities`` made."""
+    """Inverse of ``space_to_data``; also reads the output of ``without_infinities``."""
     kind = data["kind"]
     if kind == "Box":
         shape, dtype = tuple(data["shape"]), np.dtype(data["dtype"])
@@ -53,11 +53,11 @@ def space_from_data(data: StateDict) -> gym.Space[Any]:
         return spaces.Dict({name: space_from_data(part) for name, part in data["parts"].items()})
     if kind == "Tuple":
         return spaces.Tuple([space_from_data(part) for part in data["parts"]])
-    raise ValueError(f"{kind!r} is no kind of space that PPO supports")
+    raise ValueError(f"space of kind {kind!r} is not supported")
 
 
 def without_infinities(data: Any) -> Any:
-    """Plain data with "inf" and "-inf" for the infinities, which JSON does not know."""
+    """Plain data with infinities as "inf" and "-inf", because JSON has no infinities."""
     if isinstance(data, dict):
         return {name: without_infinities(part) for name, part in data.items()}
     if isinstance(data, list):
@@ -66,5 +66,5 @@ def without_infinities(data: Any) -> Any:
 
 
 def _short(bound: NDArray[Any]) -> Any:
-    """One number where all are the same: an image has thousands."""
+    """One number if all are equal: an image has thousands."""
     return bound.flat[0].item() if bound.size and (bound == bound.flat[0]).all() else bound.tolist()

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ml_pipeline.moments import merge_moments
 from ml_pipeline.protocols import StateDict
 
 Array = NDArray[np.float32]
@@ -82,12 +83,10 @@ class RewardScaler:
         return scaled
 
     def _take_in(self, returns: NDArray[np.float64]) -> None:
-        total = self._count + returns.size
-        share, shift = returns.size / total, float(returns.mean()) - self._mean
-        spread = shift * shift * share * (1.0 - share)
-        self._variance = self._variance * (1.0 - share) + float(returns.var()) * share + spread
-        self._mean += shift * share
-        self._count = total
+        batch = float(returns.mean()), float(returns.var()), returns.size
+        self._mean, self._variance, self._count = merge_moments(
+            self._mean, self._variance, self._count, *batch
+        )
 
     def resize(self, n_envs: int) -> None:
         """Envs that stay keep their returns; new ones start at zero."""

@@ -1,4 +1,4 @@
-"""FlatAdam: torch's own Adam on one flat tensor, and no step on what is not finite."""
+"""FlatAdam: equal to torch's Adam, and no step on non-finite values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_steps_equal_torchs_adam_with_its_gradient_clip(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "on cpu"])
 @pytest.mark.parametrize("broken", ["gradient", "loss"])
-def test_what_is_not_finite_changes_nothing_at_all(how: str, broken: str) -> None:
+def test_non_finite_gradient_or_loss_changes_nothing(how: str, broken: str) -> None:
     adam = FlatAdam(module(), eps=1e-5, max_grad_norm=0.5)
     adam.grad.fill_(1.0)
     stepped(adam, how, 1.0)
@@ -64,18 +64,18 @@ def test_what_is_not_finite_changes_nothing_at_all(how: str, broken: str) -> Non
     assert adam.broken_gradients() == (["2.bias"] if broken == "gradient" else [])
 
 
-def test_frozen_parameters_stay_out_and_other_dtypes_are_refused() -> None:
+def test_frozen_parameters_are_skipped_and_other_dtypes_are_refused() -> None:
     frozen = module()
     frozen[0].weight.requires_grad_(False)
 
     assert "0.weight" not in FlatAdam(frozen, eps=1e-5, max_grad_norm=0.5).names
-    with pytest.raises(UserError, match=r"parameters of torch\.float64"):
+    with pytest.raises(UserError, match=r"must be float32, got torch\.float64"):
         FlatAdam(module().double(), eps=1e-5, max_grad_norm=0.5)
 
 
-def test_a_state_of_another_size_is_refused() -> None:
+def test_state_of_another_size_is_refused() -> None:
     adam = FlatAdam(module(), eps=1e-5, max_grad_norm=0.5)
     other = FlatAdam(nn.Linear(2, 2), eps=1e-5, max_grad_norm=0.5)
 
-    with pytest.raises(ValueError, match="6 numbers for 26"):
+    with pytest.raises(ValueError, match="has 6 values, the network 26"):
         adam.load_state_dict(other.state_dict())

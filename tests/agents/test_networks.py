@@ -1,4 +1,4 @@
-"""Networks: shapes for every observation, and a memory that forgets at the right steps."""
+"""Networks: shapes for every observation, and recurrent state that resets at episode starts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,24 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from ml_pipeline.agents.networks import CNN, MLP, DictNetwork, Recurrent, init_orthogonal
+from ml_pipeline.agents.image_networks import CNN, DictNetwork
+from ml_pipeline.agents.networks import MLP, init_orthogonal
+from ml_pipeline.agents.recurrent import Recurrent
 from ml_pipeline.device import precision_of_products
+from ml_pipeline.targets import import_dotted
 
 VECTOR = spaces.Box(-1, 1, (3,))
 SMALL_CNN = {"channels": [4], "kernels": [3], "strides": [1], "hidden_size": 8}
 
 
-def test_an_mlp_lays_the_leaves_of_a_dict_side_by_side() -> None:
+@pytest.mark.parametrize("network", [MLP, CNN, DictNetwork, Recurrent])
+def test_networks_load_by_the_paths_in_old_configs(network: type[torch.nn.Module]) -> None:
+    old_path = f"ml_pipeline.agents.networks.{network.__name__}"
+
+    assert import_dotted(old_path, key="network._target_") is network
+
+
+def test_mlp_concatenates_the_leaves_of_a_dict() -> None:
     space = spaces.Dict({"a": VECTOR, "b": spaces.Box(-1, 1, (2, 2))})
     network = MLP(space, hidden_sizes=[5], activation="relu")
 
@@ -26,8 +36,17 @@ def test_an_mlp_lays_the_leaves_of_a_dict_side_by_side() -> None:
     assert features.shape == (6, 5)
 
 
+def test_orthogonal_weights_have_the_requested_gain() -> None:
+    network = MLP(spaces.Box(-1, 1, (16,)), hidden_sizes=[16])
+    init_orthogonal(network, gain=np.sqrt(2.0), generator=torch.Generator().manual_seed(1))
+
+    weight = network.layers[0].weight
+    torch.testing.assert_close(weight @ weight.T, 2.0 * torch.eye(16), atol=1e-5, rtol=0)
+    assert network.layers[0].bias.abs().max() == 0.0
+
+
 @pytest.mark.parametrize("shape", [(4, 84, 84), (84, 84, 4), (84, 84), (84, 96, 3)])
-def test_the_default_cnn_is_the_nature_network_wherever_the_channels_are(shape: Any) -> None:
+def test_default_cnn_is_the_nature_network_for_every_channel_order(shape: Any) -> None:
     network = CNN(spaces.Box(0, 1, shape))
 
     assert network(torch.rand(2, *shape)).shape == (2, 512)
@@ -36,36 +55,33 @@ def test_the_default_cnn_is_the_nature_network_wherever_the_channels_are(shape: 
     assert convolutions[0].in_channels == (1 if len(shape) == 2 else min(shape))
 
 
-def test_a_cnn_reads_channels_last_as_it_reads_channels_first() -> None:
-    first, last = (
-        CNN(spaces.Box(0, 1, (2, 9, 9)), **SMALL_CNN),
-        CNN(spaces.Box(0, 1, (9, 9, 2)), **SMALL_CNN),
-    )
+def test_cnn_gives_the_same_features_for_channels_first_and_last() -> None:
+    first = CNN(spaces.Box(0, 1, (2, 9, 9)), **SMALL_CNN)
+    last = CNN(spaces.Box(0, 1, (9, 9, 2)), **SMALL_CNN)
     last.load_state_dict(first.state_dict())
     image = torch.rand(1, 2, 9, 9, generator=torch.Generator().manual_seed(1))
 
     torch.testing.assert_close(last(image.permute(0, 2, 3, 1)), first(image))
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: CNN(spaces.Box(0, 1, (3, 20, 20))), r"kernels .* too large for an image of shape"),
-        (lambda: CNN(VECTOR), "must be one image"),
-        (lambda: CNN(spaces.Box(0, 1, (9, 9)), kernels=[3]), "kernels must have one item per"),
-        (lambda: MLP(VECTOR, hidden_sizes=[]), "hidden_sizes must be positive"),
-        (lambda: MLP(VECTOR, activation="sin"), r"activation must be tanh \| relu"),
-        (lambda: Recurrent(VECTOR, cell="rnn"), r"cell must be lstm \| gru, got rnn"),
-        (lambda: Recurrent(VECTOR, size=0), "size must be positive"),
-    ],
-)
-def test_a_network_that_cannot_be_built_says_why(make: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make()
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_cnn_gives_the_same_features_on_a_gpu(precision: str) -> None:
+    device = torch.device("cuda")
+    cnn = CNN(spaces.Box(0.0, 1.0, (4, 84, 84)))
+    images = torch.rand(6, 4, 84, 84, generator=torch.Generator().manual_seed(1))
+
+    expected = cnn(images)
+    with precision_of_products(precision, device):
+        features = cnn.to(device)(images.to(device)).cpu()
+
+    tolerance = 1e-5 if precision == "float32" else 1e-2
+    assert (features - expected).norm() <= tolerance * expected.norm()
 
 
-def test_a_dict_network_takes_images_and_vectors_together() -> None:
-    torch.manual_seed(1)  # with some weights no unit of so small a network is awake
+def test_dict_network_uses_images_and_vectors_together() -> None:
+    torch.manual_seed(1)  # with some weights all units of so small a CNN are 0
     space = spaces.Dict({"camera": spaces.Box(0, 1, (3, 9, 9)), "arm": VECTOR})
     network = DictNetwork(space, hidden_sizes=[5], cnn=SMALL_CNN)
     obs = {"camera": torch.rand(4, 3, 9, 9), "arm": torch.rand(4, 3)}
@@ -79,24 +95,8 @@ def test_a_dict_network_takes_images_and_vectors_together() -> None:
         assert not torch.equal(other, features)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
-@pytest.mark.parametrize("precision", ["float32", "tf32"])
-def test_a_cnn_gives_the_same_features_on_a_gpu(precision: str) -> None:
-    device = torch.device("cuda")
-    cnn = CNN(spaces.Box(0.0, 1.0, (4, 84, 84)))
-    images = torch.rand(6, 4, 84, 84, generator=torch.Generator().manual_seed(1))
-
-    ours = cnn(images)
-    with precision_of_products(precision, device):
-        theirs = cnn.to(device)(images.to(device)).cpu()
-
-    tolerance = 1e-5 if precision == "float32" else 1e-2
-    assert (ours - theirs).norm() <= tolerance * ours.norm()
-
-
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
-def test_a_sequence_gives_what_its_steps_give_one_by_one(cell: str) -> None:
+def test_sequence_gives_the_same_features_as_single_steps(cell: str) -> None:
     torch.manual_seed(1)
     network = Recurrent(VECTOR, cell=cell, size=6)
     obs, state = torch.randn(9, 4, 3), torch.randn(4, network.state_size)
@@ -110,7 +110,7 @@ def test_a_sequence_gives_what_its_steps_give_one_by_one(cell: str) -> None:
     torch.testing.assert_close(state, last)
 
 
-def test_an_episode_remembers_nothing_of_the_one_before() -> None:
+def test_episode_start_resets_the_recurrent_state() -> None:
     torch.manual_seed(1)
     network = Recurrent(VECTOR, size=6)
     obs = torch.randn(4, 1, 3)
@@ -122,24 +122,7 @@ def test_an_episode_remembers_nothing_of_the_one_before() -> None:
     torch.testing.assert_close(features[2:], fresh)
 
 
-def test_an_encoder_can_be_named_by_its_path() -> None:
-    encoder = {"_target_": "ml_pipeline.agents.networks.MLP", "hidden_sizes": [7]}
-
-    network = Recurrent(VECTOR, encoder=encoder)
-
-    assert network.cell.input_size == 7
-
-
-def test_orthogonal_weights_have_the_gain_asked_for() -> None:
-    network = MLP(spaces.Box(-1, 1, (16,)), hidden_sizes=[16])
-    init_orthogonal(network, gain=np.sqrt(2.0), generator=torch.Generator().manual_seed(1))
-
-    weight = network.layers[0].weight
-    torch.testing.assert_close(weight @ weight.T, 2.0 * torch.eye(16), atol=1e-5, rtol=0)
-    assert network.layers[0].bias.abs().max() == 0.0
-
-
-def test_a_nan_in_the_memory_does_not_outlast_its_episode() -> None:
+def test_episode_start_clears_a_nan_in_the_recurrent_state() -> None:
     network = Recurrent(VECTOR, size=6)
     starts = torch.tensor([[True, False]])
 
@@ -147,3 +130,29 @@ def test_a_nan_in_the_memory_does_not_outlast_its_episode() -> None:
 
     assert torch.isfinite(features[0, 0]).all()
     assert not torch.isfinite(features[0, 1]).any()
+
+
+def test_encoder_is_built_from_its_dotted_path() -> None:
+    encoder = {"_target_": "ml_pipeline.agents.networks.MLP", "hidden_sizes": [7]}
+
+    network = Recurrent(VECTOR, encoder=encoder)
+
+    assert network.cell.input_size == 7
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: CNN(spaces.Box(0, 1, (3, 20, 20))), r"kernels .* too large for an image of shape"),
+        (lambda: CNN(VECTOR), "must be one image"),
+        (lambda: CNN(spaces.Box(0, 1, (9, 3, 9))), r"channels in the middle: \(9, 3, 9\)"),
+        (lambda: CNN(spaces.Box(0, 1, (9, 9)), kernels=[3]), "kernels must have one item per"),
+        (lambda: MLP(VECTOR, hidden_sizes=[]), "hidden_sizes must be positive"),
+        (lambda: MLP(VECTOR, activation="sin"), r"activation must be tanh \| relu"),
+        (lambda: Recurrent(VECTOR, cell="rnn"), r"cell must be lstm \| gru, got rnn"),
+        (lambda: Recurrent(VECTOR, size=0), "size must be positive"),
+    ],
+)
+def test_wrong_network_arguments_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()

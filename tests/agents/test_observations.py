@@ -1,4 +1,4 @@
-"""Observations of every supported space, from an env's hands to a network's."""
+"""Observations of every supported space, from the env to the input of a network."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ml_pipeline.agents.observations import (
 )
 
 CPU = torch.device("cpu")
+VECTOR = spaces.Box(-1, 1, (1,))
 MIXED = spaces.Dict(
     {
         "camera": spaces.Box(0, 255, (8, 6, 3), np.uint8),
@@ -27,13 +28,13 @@ MIXED = spaces.Dict(
 )
 
 
-def seen(space: spaces.Space[Any], n_envs: int = 4, **options: Any) -> tuple[Any, Preprocess]:
-    """A batch of samples as a network gets them."""
+def preprocess_of(space: spaces.Space[Any], **options: Any) -> Preprocess:
+    return Preprocess(ObservationReader(space), **{"ignored": None, "clip": None, **options})
+
+
+def network_input(space: spaces.Space[Any], preprocess: Preprocess, batch: Any) -> Any:
     reader = ObservationReader(space)
-    preprocess = Preprocess(reader, **{"ignored": None, "clip": None, **options})
-    batch = batch_space(space, n_envs)
-    batch.seed(1)
-    return preprocess(reader.to_tensors(reader.read(batch.sample()), CPU)), preprocess
+    return preprocess(reader.to_tensors(reader.read(batch), CPU))
 
 
 @pytest.mark.parametrize(
@@ -52,19 +53,22 @@ def seen(space: spaces.Space[Any], n_envs: int = 4, **options: Any) -> tuple[Any
     ],
     ids=str,
 )
-def test_a_network_sees_floats_of_the_space_it_was_told(space: spaces.Space[Any]) -> None:
-    obs, preprocess = seen(space)
+def test_network_gets_floats_that_match_its_observation_space(space: spaces.Space[Any]) -> None:
+    preprocess = preprocess_of(space)
+    batch = batch_space(space, 4)
+    batch.seed(1)
+
+    obs = network_input(space, preprocess, batch.sample())
 
     leaves = obs if isinstance(obs, dict) else {"": obs}
-    told = preprocess.space.spaces if isinstance(obs, dict) else {"": preprocess.space}
-    assert leaves.keys() == told.keys()
+    boxes = preprocess.space.spaces if isinstance(obs, dict) else {"": preprocess.space}
+    assert leaves.keys() == boxes.keys()
     for name, leaf in leaves.items():
         assert leaf.dtype == torch.float32
-        assert leaf.shape == (4, *told[name].shape)
+        assert leaf.shape == (4, *boxes[name].shape)
 
 
-def test_leaves_are_named_by_their_paths_and_hold_their_numbers() -> None:
-    reader = ObservationReader(MIXED)
+def test_leaves_are_named_by_their_paths_and_keep_their_values() -> None:
     one = {
         "camera": np.full((1, 8, 6, 3), 51, dtype=np.uint8),
         "arm": (np.array([[0.25, -0.5]]), np.array([6])),
@@ -72,9 +76,11 @@ def test_leaves_are_named_by_their_paths_and_hold_their_numbers() -> None:
         "flags": np.array([[[0, 1], [1, 0]]], dtype=np.int8),
     }
 
-    obs = Preprocess(reader, ignored=None, clip=None)(reader.to_tensors(reader.read(one), CPU))
+    obs = network_input(MIXED, preprocess_of(MIXED), one)
 
-    assert set(obs) == {"camera", "arm/0", "arm/1", "a/b", "flags"}
+    dtypes = ObservationReader(MIXED).dtypes
+    assert set(obs) == set(dtypes) == {"camera", "arm/0", "arm/1", "a/b", "flags"}
+    assert (dtypes["camera"], dtypes["arm/0"]) == (np.uint8, np.float32)  # as stored
     assert obs["camera"].unique().tolist() == pytest.approx([0.2])
     assert obs["arm/0"].tolist() == [[0.25, -0.5]]
     assert obs["arm/1"].tolist() == [[0.0, 1.0, 0.0]]  # 6 is the second of 5, 6, 7
@@ -82,15 +88,10 @@ def test_leaves_are_named_by_their_paths_and_hold_their_numbers() -> None:
     assert obs["flags"].tolist() == [[[0.0, 1.0], [1.0, 0.0]]]
 
 
-def test_images_are_stored_as_bytes() -> None:
-    reader = ObservationReader(MIXED)
+def test_ignored_leaf_is_hidden_from_the_network() -> None:
+    preprocess = preprocess_of(MIXED, ignored="flags")
 
-    assert reader.dtypes["camera"] == np.uint8
-    assert reader.dtypes["arm/0"] == np.float32
-
-
-def test_a_leaf_can_be_kept_from_the_network() -> None:
-    obs, preprocess = seen(MIXED, ignored="flags")
+    obs = network_input(MIXED, preprocess, batch_space(MIXED, 4).sample())
 
     assert "flags" not in obs
     assert "flags" not in preprocess.space.spaces
@@ -99,20 +100,21 @@ def test_a_leaf_can_be_kept_from_the_network() -> None:
 @pytest.mark.parametrize(
     ("space", "words"),
     [
-        (spaces.Text(3), r"this env has Text\(1, 3"),
-        (spaces.Dict({"a": spaces.Sequence(spaces.Discrete(2))}), r"this env has Sequence.* 'a'"),
-        (spaces.Dict({}), "it is empty"),
-        (spaces.Box(0, 1, (0,)), "holds no numbers"),
+        (spaces.Text(3), r"space Text\(1, 3.* is not supported"),
+        (spaces.Dict({"a": spaces.Sequence(spaces.Discrete(2))}), r"Sequence.* at 'a' is not"),
+        (spaces.Dict({}), "is empty"),
+        (spaces.Box(0, 1, (0,)), "has size 0"),
+        (spaces.Dict({"a/b": VECTOR, "a": spaces.Dict({"b": VECTOR})}), "have the same path"),
     ],
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
 )
-def test_a_space_that_cannot_be_read_is_named(space: spaces.Space[Any], words: str) -> None:
+def test_unsupported_observation_space_is_refused(space: spaces.Space[Any], words: str) -> None:
     with pytest.raises(ObservationSpaceError, match=words):
         ObservationReader(space)
 
 
-def test_running_moments_are_those_of_all_that_was_taken_in() -> None:
-    reader = ObservationReader(spaces.Box(-1e6, 1e6, (3,), np.float32))
-    preprocess = Preprocess(reader, ignored=None, clip=2.0)
+def test_observations_are_normalised_by_the_moments_of_all_rollouts_and_clipped() -> None:
+    preprocess = preprocess_of(spaces.Box(-1e6, 1e6, (3,), np.float32), clip=2.0)
     data = 50.0 + 3.0 * torch.randn(400, 3, generator=torch.Generator().manual_seed(1))
 
     for part in data.split([10, 150, 240]):
@@ -125,14 +127,14 @@ def test_running_moments_are_those_of_all_that_was_taken_in() -> None:
 
 
 def test_only_boxes_of_numbers_are_normalised() -> None:
-    _, preprocess = seen(MIXED, clip=10.0)
+    preprocess = preprocess_of(MIXED, clip=10.0)
 
     assert preprocess.moments_of("arm/0") is not None
     assert all(preprocess.moments_of(name) is None for name in ("camera", "arm/1", "a/b", "flags"))
 
 
-def test_a_rollout_with_a_nan_leaves_no_trace_in_the_moments() -> None:
-    preprocess = Preprocess(ObservationReader(spaces.Box(-1, 1, (1,))), ignored=None, clip=2.0)
+def test_rollout_with_a_nan_does_not_change_the_moments() -> None:
+    preprocess = preprocess_of(VECTOR, clip=2.0)
     preprocess.learn_moments(torch.tensor([[1.0], [3.0]]))
 
     preprocess.learn_moments(torch.tensor([[torch.nan], [3.0]]))
@@ -142,7 +144,7 @@ def test_a_rollout_with_a_nan_leaves_no_trace_in_the_moments() -> None:
     assert (moments.mean.item(), moments.count.item()) == (2.0, 2.0)
 
 
-def test_taking_moments_in_does_not_ask_the_device_for_a_number() -> None:
-    preprocess = Preprocess(ObservationReader(spaces.Box(-1, 1, (3,))), ignored=None, clip=2.0)
+def test_learning_moments_does_not_read_a_value_back_from_the_device() -> None:
+    preprocess = preprocess_of(VECTOR, clip=2.0)
 
-    preprocess.to("meta").learn_moments(torch.zeros(5, 3, device="meta"))  # it holds no numbers
+    preprocess.to("meta").learn_moments(torch.zeros(5, 1, device="meta"))  # has no values

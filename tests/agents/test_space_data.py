@@ -1,4 +1,4 @@
-"""Spaces as plain data: the same for equal spaces, another for others, and short."""
+"""Spaces as plain data: equal for equal spaces only, short, and readable again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ml_pipeline.agents.space_data import space_from_data, space_to_data, withou
 
 
 class MyBox(spaces.Box):
-    """As a user might derive one."""
+    """A subclass, as a user may write one."""
 
 
 SPACES: list[spaces.Space[Any]] = [
@@ -33,17 +33,17 @@ SPACES: list[spaces.Space[Any]] = [
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_equal_spaces_and_no_others_have_equal_data(space: spaces.Space[Any]) -> None:
+def test_data_is_plain_short_and_equal_for_equal_spaces_only(space: spaces.Space[Any]) -> None:
     data = space_to_data(space)
 
     assert space_to_data(deepcopy(space)) == data
-    assert json.loads(json.dumps(data)) == data  # plain
-    assert len(json.dumps(data)) < 500  # and short, also for an image
+    assert json.loads(json.dumps(data)) == data
+    assert len(json.dumps(data)) < 500  # also for an image
     assert [each for each in SPACES if space_to_data(each) == data] == [space]
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_a_space_comes_back_from_its_data_by_way_of_strict_json(space: spaces.Space[Any]) -> None:
+def test_space_is_restored_from_strict_json(space: spaces.Space[Any]) -> None:
     text = json.dumps(without_infinities(space_to_data(space)), allow_nan=False)
 
     back = space_from_data(json.loads(text))
@@ -52,6 +52,6 @@ def test_a_space_comes_back_from_its_data_by_way_of_strict_json(space: spaces.Sp
     assert isinstance(space, MyBox) or back == space
 
 
-def test_a_space_that_ppo_does_not_know_is_refused() -> None:
-    with pytest.raises(TypeError, match="no space that PPO supports"):
+def test_unsupported_space_is_refused() -> None:
+    with pytest.raises(TypeError, match="is not supported"):
         space_to_data(spaces.Text(3))

@@ -269,7 +269,7 @@ def test_bad_input_gets_a_clear_answer_and_exit_code_1(
         (["device=cuda:9"], "device=cuda:9 asked for, but"),
         (["agent.gamma=2"], "agent.gamma must be between 0 and 1, got 2.0"),
         (["agent.n_minibatches=7"], "agent.n_minibatches=7"),
-        (["env.target=tiny_envs.WordsEnv"], "this env has Text"),
+        (["env.target=tiny_envs.WordsEnv"], "space Text"),
         pytest.param(
             ["env.id=ALE/Pong-v5"],
             'pip install -e ".[atari]"',

@@ -12,8 +12,9 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tiny_envs import BreakingEnv, CountingEnv, ForbiddingEnv, LivesEnv, MixedEnv
 
-from ml_pipeline.agents.networks import MLP, Recurrent
+from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.agents.recurrent import Recurrent
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.training.collector import BadValueError, Collector

@@ -12,8 +12,9 @@ import torch
 from conftest import Door, only_run, small
 from gymnasium import spaces
 
-from ml_pipeline.agents.networks import MLP, Recurrent
+from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.agents.recurrent import Recurrent
 from ml_pipeline.build import train
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.workers.worker import WorkerError

@@ -10,8 +10,9 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from ml_pipeline.agents.networks import MLP, Recurrent
+from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.agents.recurrent import Recurrent
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.protocols import PolicyInput
 from ml_pipeline.training.rollout_buffer import FinalStep, RolloutBuffer

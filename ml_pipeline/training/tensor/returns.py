@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ml_pipeline.errors import first_line
+from ml_pipeline.moments import merge_moments
 from ml_pipeline.protocols import StateDict
 
 
@@ -100,15 +101,11 @@ class TensorRewardScaler:
 
     def _take_in(self, returns: Tensor, running: Tensor) -> None:
         """In place, for graphs; a rollout that is not finite changes nothing."""
-        mean, variance = returns.mean(), returns.var(correction=0)
-        finite = torch.isfinite(variance)
-        total = self._count + returns.numel()
-        share, shift = returns.numel() / total, mean - self._mean
-        spread = shift.square() * share * (1.0 - share)
-        merged = self._variance * (1.0 - share) + variance * share + spread
-        self._variance.copy_(torch.where(finite, merged, self._variance))
-        self._mean.copy_(torch.where(finite, self._mean + shift * share, self._mean))
-        self._count.copy_(torch.where(finite, total, self._count))
+        batch = returns.mean(), returns.var(correction=0), returns.numel()
+        finite = torch.isfinite(batch[1])
+        held = self._mean, self._variance, self._count
+        for own, merged in zip(held, merge_moments(*held, *batch), strict=True):
+            own.copy_(torch.where(finite, merged, own))
         self._return.copy_(torch.where(finite, running, 0.0))
 
     def resize(self, n_envs: int) -> None:
