@@ -29,7 +29,7 @@ Array = NDArray[np.float32]
 
 
 class _Layer:
-    """A dense layer's weights and gradients, as views of torch's memory."""
+    """Weights and gradients of a dense layer, as views of the torch tensors."""
 
     def __init__(self, name: str, adam: FlatAdam) -> None:
         (weight, weight_grad), (bias, bias_grad) = (
@@ -49,7 +49,7 @@ class _Tower:
         self._tanh = trunk.activation == "tanh"
 
     def forward(self, x: Array) -> list[Array]:
-        """What goes into each layer, and what comes out of the last."""
+        """The input of each layer, and the output of the last."""
         passed = [x]
         for layer in self.layers[:-1]:
             z = passed[-1] @ layer.weight.T
@@ -61,7 +61,7 @@ class _Tower:
         return passed
 
     def backward(self, passed: list[Array], grad: Array) -> None:
-        """Write the gradients of all layers; ``grad`` is that of the output."""
+        """Write the gradients of all layers; ``grad`` is the gradient of the output."""
         for depth in range(len(self.layers) - 1, -1, -1):
             layer, x = self.layers[depth], passed[depth]
             np.matmul(grad.T, x, out=layer.weight_grad)
@@ -72,7 +72,7 @@ class _Tower:
 
 
 class NumpyPPO:
-    """The model of a PPOAgent, seen through NumPy; weights and gradients are shared with it."""
+    """Acts, scores and computes gradients in NumPy; shares weights and gradients with the model."""
 
     acts_faster_on_cpu = False  # it is there already
 
@@ -172,7 +172,7 @@ class NumpyPPO:
             return flat  # type: ignore[no-any-return]
         mean, variance, count = self._moments
         normalised = (flat - mean.ravel()) / np.sqrt(variance.ravel() + np.float32(1e-8))
-        if not count:  # nothing is known yet
+        if not count:  # before the first rollout the deviation is unknown: do not clip
             return normalised  # type: ignore[no-any-return]
         limit = np.float32(self.config.clip_obs)
         return np.clip(normalised, -limit, limit, out=normalised)  # type: ignore[no-any-return]
@@ -219,7 +219,7 @@ class NumpyPPO:
         clipped = np.minimum(np.maximum(ratio, 1.0 - clip_range), 1.0 + clip_range)
         gain = advantage * ratio
         bounded = advantage * clipped
-        counts = gain <= bounded  # where the ratio itself, not its bound, makes the gain
+        counts = gain <= bounded  # where the ratio is not clipped, so that it has a gradient
         np.minimum(gain, bounded, out=bounded)
         if config.dual_clip is not None:
             floor = np.where(advantage < 0, advantage * np.float32(config.dual_clip), -np.inf)
@@ -274,7 +274,7 @@ class NumpyPPO:
         return 0.5 * float(np.add.reduce(squared)) / size
 
     def _log_density(self, z: Array) -> Array:
-        """Of a diagonal Gaussian, at ``z`` deviations from its mean."""
+        """Log density of a diagonal Gaussian, ``z`` standard deviations from its mean."""
         constant = float(np.add.reduce(self._log_std)) + len(self._log_std) * LOG_SQRT_2PI
         return np.einsum("ij,ij->i", z, z) * -0.5 - constant  # type: ignore[no-any-return]
 

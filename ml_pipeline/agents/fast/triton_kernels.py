@@ -1,11 +1,11 @@
-"""The Triton kernels of ``TritonPPO``: a small MLP forwards and backwards, one tile at a time.
+"""Triton kernels of ``TritonPPO``: forward and backward of a small MLP, one tile at a time.
 
-A tile is a matrix of units x rows, so that a layer is ``weight @ tile``: the weights, as torch has
-them, are the left operand, and sums over rows stay inside a warp. B rows of a tile, D inputs, H
-and K hidden units, A outputs; all but B are padded to powers of two of at least 16, as the matrix
-units want it. Rows that lie beyond the end are not ``live``, and count for nothing.
+A tile is a matrix [units, rows], so that a layer is ``weight @ tile``: weights keep torch's layout,
+and sums over rows stay inside a warp. Sizes: B rows, D inputs, H and K hidden units, A outputs. All
+but B are padded to powers of two of at least 16, as tensor cores require. Rows beyond the end are
+not ``live``: they add nothing to any sum.
 
-Every sum is made in a fixed order, so that the same numbers come out each time.
+Every sum has a fixed order, so that results are reproducible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import triton
 import triton.language as tl
 
-# Triton's interpreter, which tests this without a GPU, knows no assembler.
+# Triton's interpreter, which tests these kernels without a GPU, has no inline assembly.
 PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 
@@ -27,9 +27,9 @@ def _product(a, b, PRECISION: tl.constexpr):
     elif PRECISION == "tf32":
         return tl.dot(a, b, input_precision="tf32")
     else:
-        # The matrix units take 11 bits of a float32's 24. So each number is the sum of two that
-        # they take, and of the four products the smallest is left out. (Triton's own tf32x3 looks
-        # out for infinities besides, which makes it slower.)
+        # Tensor cores use 11 of the 24 bits of a float32. So split each number into a high and a
+        # low part, and add three of the four products; the smallest does not matter. (Triton's
+        # own tf32x3 also handles infinities, which makes it slower.)
         a_high, b_high = _high_bits(a), _high_bits(b)
         total = tl.dot(a - a_high, b_high, input_precision="tf32")
         total = tl.dot(a_high, b - b_high, total, input_precision="tf32")
@@ -44,8 +44,8 @@ def _high_bits(x):
 @triton.jit
 def _activated(z, TANH: tl.constexpr):
     if TANH and PTX:
-        # 1 - 2 / (exp(2z) + 1), to about 1e-7; the compiler's own exp and division mind numbers
-        # that do not occur here, and take twice as long.
+        # 1 - 2 / (exp(2z) + 1), to about 1e-7. The compiler's own exp and division handle special
+        # cases that do not occur here, and take twice as long.
         return tl.inline_asm_elementwise(
             """
             {
@@ -66,12 +66,12 @@ def _activated(z, TANH: tl.constexpr):
     elif TANH:
         return 1.0 - 2.0 / (tl.exp(2.0 * z) + 1.0)
     else:
-        return tl.where(z < 0.0, 0.0, z)  # not tl.maximum, which would lose a NaN
+        return tl.where(z < 0.0, 0.0, z)  # not tl.maximum: it drops NaN
 
 
 @triton.jit
 def _slope(h, TANH: tl.constexpr):
-    """Of the activation, by its result."""
+    """Derivative of the activation, from its output."""
     if TANH:
         return 1.0 - h * h
     else:
@@ -80,13 +80,13 @@ def _slope(h, TANH: tl.constexpr):
 
 @triton.jit
 def _bounded(x, low, high):
-    """Between the two; a NaN stays one."""
+    """x clipped to [low, high]; NaN stays NaN."""
     return tl.where(x > high, high, tl.where(x < low, low, x))
 
 
 @triton.jit
 def _layer(values, place, n_in, n_out, IN: tl.constexpr, OUT: tl.constexpr):
-    """A layer's weights, [OUT, IN], and its biases, [OUT], which torch keeps behind them."""
+    """Weights [OUT, IN] and biases [OUT] of a layer; in FlatAdam, biases follow weights."""
     i = tl.arange(0, IN)
     o = tl.arange(0, OUT)
     there = (o < n_out)[:, None] & (i < n_in)[None, :]
@@ -97,7 +97,7 @@ def _layer(values, place, n_in, n_out, IN: tl.constexpr, OUT: tl.constexpr):
 
 @triton.jit
 def _prepared(obs, rows, live, moments, n_in, D: tl.constexpr):
-    """Observations as the networks take them, [D, B]; ``moments`` are mean, 1/deviation, limit."""
+    """Normalised observations, [D, B]; ``moments`` are mean, 1 / standard deviation, limit."""
     d = tl.arange(0, D)
     there = d < n_in
     x = tl.load(
@@ -111,7 +111,7 @@ def _prepared(obs, rows, live, moments, n_in, D: tl.constexpr):
 
 @triton.jit
 def _log_probs(out, n_out, A: tl.constexpr):
-    """Log-probabilities of the choices; of those that are only padding, nearly -inf."""
+    """Log-probabilities of the choices; about -1e30 for padding."""
     valid = (tl.arange(0, A) < n_out)[:, None]
     logits = tl.where(valid, out, -1e30)
     centred = logits - tl.max(logits, axis=0)[None, :]
@@ -124,7 +124,7 @@ def sample_kernel(
     B: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, A: tl.constexpr,
     TANH: tl.constexpr, DISCRETE: tl.constexpr, SKIP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Actions of the policy, by the draws of ``Categorical`` or ``DiagonalGaussian``."""
+    """The actions that ``Categorical.sample`` or ``DiagonalGaussian.sample`` would draw."""
     w1, b1 = _layer(values, tl.load(layout), n_in, n_h, D, H)
     w2, b2 = _layer(values, tl.load(layout + 1), n_h, n_k, H, K)
     w3, b3 = _layer(values, tl.load(layout + 2), n_k, n_out, K, A)
@@ -158,9 +158,9 @@ def score_kernel(
     B: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, A: tl.constexpr,
     TANH: tl.constexpr, DISCRETE: tl.constexpr, HAS_WANTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """log_prob of what was done (tower 0) and value (tower 1).
+    """log_prob of the actions (tower 0) and value (tower 1).
 
-    With ``wanted``, a tile in which no row is wanted is passed over.
+    With ``wanted``, tiles without a wanted row are skipped.
     """
     tower = first_tower + tl.program_id(1)
     n_last = tl.where(tower == 0, n_out, 1)
@@ -200,7 +200,7 @@ def score_kernel(
 
 @triton.jit
 def advantage_kernel(advantage, order, parts, size, B: tl.constexpr, N_PARTS: tl.constexpr):
-    """Count, mean and sum of squares around it, of one part of one minibatch's advantages."""
+    """Count, mean and sum of squared deviations of one part of one minibatch's advantages."""
     minibatch, part = tl.program_id(0), tl.program_id(1)
     length = tl.cdiv(size, N_PARTS)
     begin = part * length
@@ -225,7 +225,7 @@ def advantage_kernel(advantage, order, parts, size, B: tl.constexpr, N_PARTS: tl
     tl.store(place + 2, square)
 
 
-@triton.jit(do_not_specialize=["minibatch"])  # else it is compiled once for each of the first
+@triton.jit(do_not_specialize=["minibatch"])  # else Triton compiles several variants
 def gradient_kernel(
     values, layout, moments, obs, action, old_log_prob, old_value, advantage, target, order, parts,
     rates, partial, minibatch, size, n_values, n_in, n_h, n_k, n_out, log_std, log_sqrt_2pi,
@@ -235,7 +235,7 @@ def gradient_kernel(
     CLIP_VALUE: tl.constexpr, N_PARTS: tl.constexpr, N_METRICS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of the gradient and of the metrics, into its row of ``partial``."""
+    """Write this program's part of gradient and metrics to its row of ``partial``."""
     tower = tl.program_id(1)
     n_last = tl.where(tower == 0, n_out, 1)
     place_1 = tl.load(layout + tower * 3)
@@ -269,7 +269,7 @@ def gradient_kernel(
     g_b2 = tl.zeros([K], tl.float32)
     g_b3 = tl.zeros([A], tl.float32)
     g_log_std = tl.zeros([A], tl.float32)
-    # Summed over the rows after the last tile: until then no warp has to wait for another.
+    # Sum over the rows only after the last tile, so that warps do not wait for each other.
     told_1 = tl.zeros([B], tl.float32)
     told_2 = tl.zeros([B], tl.float32)
     told_3 = tl.zeros([B], tl.float32)
@@ -382,7 +382,7 @@ def _store_layer(place, weight, bias, n_in, n_out, IN: tl.constexpr, OUT: tl.con
 @triton.jit
 def sum_kernel(partial, grad, told, squares, n_rows, n_values, n_columns,
                 R: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """The rows of ``partial`` in one: gradient, metrics, and squares for the gradient's norm."""
+    """Add up the rows of ``partial``: gradient, metrics, and squares for the gradient norm."""
     c = tl.program_id(0) * C + tl.arange(0, C)
     total = tl.zeros([C], tl.float32)
     for start in range(0, n_rows, R):
@@ -404,12 +404,12 @@ def adam_kernel(
     n_values, n_squares, value_coef, max_grad_norm, eps, log2_beta_1, log2_beta_2, rest_1, rest_2,
     C: tl.constexpr, S: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """``FlatAdam.step``, and a row of metrics."""
+    """``FlatAdam.step``; also writes a row of metrics."""
     s = tl.arange(0, S)
     norm = tl.sqrt(tl.sum(tl.load(squares + s, mask=s < n_squares, other=0.0), axis=0))
     learning_rate = tl.load(rates)
     loss = tl.load(told) + value_coef * tl.load(told + 1) - tl.load(rates + 2) * tl.load(told + 2)
-    # What is not finite, taken from itself, is not zero.
+    # x - x is 0 only if x is finite.
     taken = tl.where((norm + loss) - (norm + loss) == 0.0, 1.0, 0.0)
     steps = tl.load(n_steps + minibatch) + taken
     c = tl.program_id(0) * C + tl.arange(0, C)

@@ -33,22 +33,22 @@ from ml_pipeline.protocols import Minibatch, PolicyInput, PolicySample, Rates, U
 if TYPE_CHECKING:
     from ml_pipeline.agents.ppo import TorchPPO
 
-_WIDEST = 64  # units in a layer: a tile of activations must find room in the registers
-_N_METRICS = 8  # places behind the gradient in a row of partial sums; five are used
-_N_PARTS = 64  # that the moments of a minibatch's advantages are put together from
+_WIDEST = 64  # units in a layer: a tile of activations must fit in the registers
+_N_METRICS = 8  # columns after the gradient in a row of partial sums; five are used
+_N_PARTS = 64  # of each minibatch, whose advantage moments are merged
 _SUM_COLUMNS = 32
 _ADAM_COLUMNS = 512
 
 
 class Tiling(NamedTuple):
-    """How the work is cut for the device: rows of a tile, warps that share one, programs."""
+    """How to split the work: rows per tile, warps per tile, programs per multiprocessor."""
 
     rows: int
     warps: int
-    programs_per_core: int  # actor and critic together; 0: as many as there are tiles
+    programs_per_core: int  # actor and critic together; 0: one per tile
 
 
-# Found by measuring on an H200; a tile of float32 is held twice, as two halves of its bits.
+# Measured on an H200. float32 keeps each tile twice, as high and low bits.
 _SCORING = Tiling(rows=64, warps=4, programs_per_core=4)
 _LEARNING = {
     "float32": Tiling(rows=16, warps=4, programs_per_core=4),
@@ -58,12 +58,12 @@ _LEARNING = {
 
 
 def _acting(n_rows: int) -> Tiling:
-    """Small tiles while there are few rows: each multiprocessor is to have one."""
+    """Small tiles for few rows, so that every multiprocessor gets one."""
     return Tiling(rows=16 if n_rows < 4096 else 64, warps=4, programs_per_core=0)
 
 
 class TritonPPO:
-    """The model of a PPOAgent on a GPU; weights and gradients are shared with it."""
+    """Acts, scores and learns with fused kernels; shares weights and gradients with the model."""
 
     acts_faster_on_cpu = True  # a launch takes longer than the arithmetic for a few envs
 
@@ -112,9 +112,9 @@ class TritonPPO:
         self.refresh()
 
     def why_not(self) -> str | None:
-        """Try all kernels, on numbers of no meaning; why this device does not take them, if so.
+        """Run all kernels on zeros; the reason why this device cannot, or None.
 
-        A smaller GPU may have too little shared memory, and another Triton may stumble.
+        A smaller GPU may have too little shared memory, and another Triton version may fail.
         """
         n_rows, n_in = 4 * self._tiling.rows, self._sizes[0]
         obs = torch.zeros(n_rows, n_in, device=self._device)
@@ -256,19 +256,19 @@ class TritonPPO:
         return UpdateResult._make([*metrics.unbind(1), finite])
 
     def _n_programs(self, n_rows: int, tiling: Tiling) -> int:
-        """Of one network, such that each goes through several tiles where there are many."""
+        """Programs per network; with many tiles, each program runs several."""
         n_tiles = triton.cdiv(n_rows, tiling.rows)
         return int(max(min(n_tiles, self._n_cores * tiling.programs_per_core // 2), 1))
 
 
 def _sizes(trunk: MLP, head: nn.Linear) -> list[int]:
-    """Inputs, units of each layer, outputs."""
+    """Number of inputs, units of each layer, and outputs."""
     layers = [*(each for each in trunk.layers if isinstance(each, nn.Linear)), head]
     return [layers[0].in_features, *(each.out_features for each in layers)]
 
 
 def _padded(size: int) -> int:
-    """The matrix units want powers of two from 16 on."""
+    """Tensor cores require powers of two of at least 16."""
     return int(max(16, triton.next_power_of_2(size)))
 
 
