@@ -16,8 +16,8 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 
 HEAD = """# Config reference
 
-Every key with its type, default and comment. `python docs/config_reference.py` generates this page from
-`ml_pipeline/config/` and `conf/`. On the command line, use:
+Every key with its type, default and comment. `python docs/config_reference.py` generates this
+page from `ml_pipeline/config/` and `conf/`. On the command line, use:
 
 | syntax | effect |
 |---|---|
@@ -26,8 +26,8 @@ Every key with its type, default and comment. `python docs/config_reference.py` 
 | `+key=value` | adds a new key |
 | `~key` | removes a key |
 
-`python train_ppo.py --cfg job` prints the config of a command without training. A wrong key, type or range is an error
-that names the key, before anything starts.
+`python train_ppo.py --cfg job` prints the config of a command without training. A wrong key, type
+or range is an error that names the key, before anything starts.
 """
 
 GROUPS = (
