@@ -31,10 +31,10 @@ or range is an error that names the key, before anything starts.
 """
 
 GROUPS = (
-    ("", TrainConfig, "train_ppo.yaml", "Run"),
-    ("env.", EnvConfig, "env/cartpole.yaml", "Env"),
+    ("", TrainConfig, "train_ppo.yaml", "The run"),
+    ("env.", EnvConfig, "env/cartpole.yaml", "The env"),
     ("agent.", PPOConfig, "agent/ppo.yaml", "PPO"),
-    ("vec_env.", VecEnvConfig, "vec_env/auto.yaml", "Vector envs"),
+    ("vec_env.", VecEnvConfig, "vec_env/auto.yaml", "How the envs run"),
 )
 
 CHOICES = ("env", "network", "vec_env", "logger", "callbacks", "experiment", "sweep")
