@@ -1,16 +1,16 @@
-"""PPO whole on a GPU: CartPole as tensors, at PureJaxRL's settings, beside PureJaxRL's figures.
+"""PPO on a GPU with a tensor env: CartPole at PureJaxRL's settings, compared with PureJaxRL.
 
     python benchmarks/gpu.py                              # learns, then times all sizes and modes
     python benchmarks/gpu.py --sizes 2048x32 --modes graph --precisions tf32
-    python benchmarks/gpu.py --draw                       # only the picture, from the JSON
+    python benchmarks/gpu.py --draw                       # only the chart, from the JSON
 
-First a policy is trained: unless the mean length of the episodes reaches 475, nothing is timed.
-Then each size (envs x steps) and mode is timed: whole iterations of the trainer by the wall clock,
-metrics read on the host each time; the parts by the device's clock. Medians over the rounds. The
-two floors are counted, not measured: operations over the rate of a large product, and bytes over
-the bandwidth of a large copy, both measured here. JAX multiplies in tf32 by default; the figures
-of PureJaxRL are of such a run on an H200 (jitted as a whole, the same networks and settings).
-benchmarks/gpu_jax.py does the same in JAX on the machine at hand; what it found is in the picture.
+The benchmark first trains a policy. It times nothing unless the mean episode length reaches 475.
+Then it times each size (envs x steps) and mode. Whole iterations use the wall clock, and the host
+reads the metrics each time; the parts use the device's clock. Results are medians over the rounds.
+The two lower bounds are computed: operations over the rate of a large product, and bytes over the
+bandwidth of a large copy. Both rates are measured here. JAX multiplies in tf32 by default; the
+figures of PureJaxRL come from such a run on an H200, with the same networks and settings.
+benchmarks/gpu_jax.py does the same in JAX on this machine; the chart includes its results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PUREJAXRL = {"2048x32": 18.0, "8192x32": 41.8, "32768x32": 68.5, "131072x16": 82.3}  # M steps/s
 SOLVED = 475.0
-MAX_ITERATIONS = 400  # of the training that shows that it learns
+MAX_ITERATIONS = 400  # of the training before the timing
 
 
 def new_trainer(
@@ -73,7 +73,7 @@ def new_trainer(
 
 
 def learn(precision: str, seed: int) -> dict[str, Any]:
-    """Train until the episodes of an iteration are long enough, or for too long."""
+    """Train until the mean episode length of an iteration is SOLVED, or for MAX_ITERATIONS."""
     trainer = new_trainer("2048x32", "graph", precision, learning_rate=1e-3, seed=seed)
     begin, length = time.perf_counter(), 0.0
     for _ in range(MAX_ITERATIONS):
@@ -87,12 +87,12 @@ def learn(precision: str, seed: int) -> dict[str, Any]:
         "mean_episode_length": length,
         "iterations": trainer.iteration,
         "env_steps": trainer.env_steps,
-        "seconds": time.perf_counter() - begin,  # compilation included
+        "seconds": time.perf_counter() - begin,  # includes compilation
     }
 
 
 def timed(trainer: PPOTrainer, rounds: int) -> dict[str, Any]:
-    """Steps per second by the wall clock, and what the parts of an iteration take."""
+    """Steps per second by the wall clock, and the time of each part of an iteration."""
     buffer = trainer.buffer
     n_steps = buffer.n_steps * buffer.n_envs
     begin = time.perf_counter()
@@ -118,7 +118,7 @@ def timed(trainer: PPOTrainer, rounds: int) -> dict[str, Any]:
 
 
 def parts(trainer: PPOTrainer, rounds: int) -> dict[str, float]:
-    """Rollout, its end (scores and GAE) and all epochs, by the device's clock."""
+    """Milliseconds of the rollout, its scores and GAE, and all epochs, by the device's clock."""
     config, rates = trainer.config, trainer._rates()
     found: dict[str, list[float]] = {"rollout": [], "gae": [], "update": []}
 
@@ -151,7 +151,7 @@ def elapsed(function: Callable[[], Any]) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """What the device can do: bytes per second of a copy, operations per second of a product."""
+    """Peak rates of the device: bytes per second of a copy, operations per second of a product."""
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
     left, right = (torch.randn(8192, 8192, device="cuda") for _ in range(2))
@@ -175,19 +175,19 @@ def ceilings() -> dict[str, float]:
 
 
 def floor_ms(size: str, rate: dict[str, float], precision: str) -> dict[str, float]:
-    """The least an iteration takes, by operations (products alone) and by bytes."""
+    """Lower bounds of the time of an iteration, by operations (products only) and by bytes."""
     n_envs, n_steps = map(int, size.split("x"))
     n = n_envs * n_steps
     layers = {"actor": [4, 64, 64, 2], "critic": [4, 64, 64, 1]}
     forward = {
         name: sum(n_in * n_out for n_in, n_out in pairwise(sizes)) for name, sizes in layers.items()
     }
-    first = 2 * 4 * 64  # no gradient flows on into the observations
-    acting = forward["actor"] + sum(forward.values())  # in the rollout, and when it is scored
+    first = 2 * 4 * 64  # the observations need no gradient
+    acting = forward["actor"] + sum(forward.values())  # once in the rollout, once for the scores
     learning = 3 * sum(forward.values()) - first
     operations = 2 * n * (acting + 4 * learning)
-    # Written once by the rollout: observation, final observation, action, reward, two flags. Read
-    # again to be scored; then log_prob, value, advantage and target; all of it once per epoch.
+    # The rollout writes observation, final observation, action, reward and two flags once. The
+    # scores read them again and write log_prob, value, advantage and target. Each epoch reads all.
     step = 16 + 16 + 8 + 4 + 2
     numbers = n * (step + (16 + 8 + 4 + 2) + 4 * 4 + 4 * (16 + 8 + 3 * 4 + 8))
     flops = rate["float32_flops_per_second" if precision == "float32" else "tf32_flops_per_second"]
@@ -200,7 +200,7 @@ def floor_ms(size: str, rate: dict[str, float], precision: str) -> dict[str, flo
 
 
 def measure(args: argparse.Namespace, path: Path) -> None:
-    """Everything, into ``path``; what was measured is kept if it is stopped."""
+    """Measure everything and write ``path`` after each row, so a stop loses nothing."""
     found: dict[str, Any] = {
         "date": str(date.today()),
         "device": torch.cuda.get_device_name(),
@@ -219,13 +219,13 @@ def measure(args: argparse.Namespace, path: Path) -> None:
         steps = " ".join(f"{each['env_steps'] / 1e6:.1f}M" for each in learned)
         print(f"learned in {precision}: mean episode length >= {length:.1f} after {steps} steps")
         if length < SOLVED:
-            raise SystemExit(f"CartPole is not solved ({SOLVED} is asked for): nothing is timed")
+            raise SystemExit(f"CartPole is not solved (episode length < {SOLVED}); no timing")
     print("| size | precision | mode | M steps/s | x PureJaxRL | ms | rollout / gae / update ms |"
           " floor ms | peak MB |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|")
     for mode, precision, size in product(args.modes, args.precisions, args.sizes):
         if mode != "graph" and precision != args.precisions[0]:
-            continue  # they are for the starting of kernels, not for what is in them
+            continue  # these modes differ in kernel launches, not in arithmetic
         found["timed"].append(row(size, mode, precision, args.rounds, found["ceilings"]))
         path.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -233,8 +233,8 @@ def measure(args: argparse.Namespace, path: Path) -> None:
 def row(
     size: str, mode: str, precision: str, rounds: int, rate: dict[str, float]
 ) -> dict[str, Any]:
-    """One line of the table."""
-    gc.collect()  # the trainer of the line before, and its graphs
+    """Time one configuration and print its row of the table."""
+    gc.collect()  # frees the previous trainer and its graphs
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with precision_of_products(precision, torch.device("cuda")):
@@ -269,7 +269,7 @@ def commit() -> str | None:
 
 
 def draw(found: dict[str, Any], jax_rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed by size, one line per mode, and where the time goes."""
+    """Draw speed by size, one line per mode, and the time of each part."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -316,17 +316,17 @@ def main() -> None:
         "--precisions",
         nargs="+",
         default=["tf32", "float32", "bf16"],
-        help="modes other than graph are timed in the first",
+        help="modes other than graph use only the first",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
-    parser.add_argument("--draw", action="store_true", help="only the picture, from gpu.json")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="output folder")
+    parser.add_argument("--draw", action="store_true", help="only the chart, from gpu.json")
     args = parser.parse_args()
     path = args.out / "gpu.json"
     if not args.draw:
         if not torch.cuda.is_available():
-            raise SystemExit("this torch sees no GPU; the picture alone: --draw")
+            raise SystemExit("torch found no GPU; use --draw for the chart only")
         args.out.mkdir(parents=True, exist_ok=True)
         measure(args, path)
     try:
@@ -334,7 +334,7 @@ def main() -> None:
         jax_rows = json.loads(jax_path.read_text())["timed"] if jax_path.exists() else []
         draw(json.loads(path.read_text()), jax_rows, args.out / "gpu.png")
     except ImportError as error:
-        print(f"no picture: {error}; python -m pip install matplotlib, then --draw")
+        print(f"no chart: {error}; run python -m pip install matplotlib, then use --draw")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""The peer of benchmarks/gpu.py: the same PPO on CartPole in JAX, jitted as a whole.
+"""JAX reference for benchmarks/gpu.py: the same PPO on CartPole, jitted as a whole.
 
     python benchmarks/gpu_jax.py                                  # needs jax with its GPU plugin
     python benchmarks/gpu_jax.py --sizes 2048x32 --precisions tf32
 
-A program of our own in the way of PureJaxRL: env steps, GAE, epochs and minibatches are scans, and
-many iterations are one jitted function. It has the same networks, sizes, epochs and minibatches as
-gpu.py, and so it tells what JAX does on the machine at hand, also in float32; JAX itself multiplies
-in tf32 unless it is told otherwise. As in PureJaxRL the value loss is clipped, the time limit ends
-an episode for good, and the host hears of many iterations at once; ours bootstraps from the last
-observation, and tells its metrics each time. It trains first, in JAX's default precision: unless
-the episodes last 475 steps nothing is timed.
+Our own program in the style of PureJaxRL: env steps, GAE, epochs and minibatches are scans, and one
+jitted function runs many iterations. Networks, sizes, epochs and minibatches are those of gpu.py.
+So it shows the speed of JAX on this machine, also in float32; JAX multiplies in tf32 by default.
+As in PureJaxRL, the value loss is clipped, the time limit terminates an episode, and the host reads
+the results of many iterations at once. gpu.py bootstraps after the time limit and reads its metrics
+in every iteration. This program first trains in JAX's default precision. It times nothing unless
+the mean episode length reaches 475.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ try:
     import jax.numpy as jnp
     from jax import lax, random
 except ImportError:
-    raise SystemExit('there is no jax here: python -m pip install "jax[cuda13]"') from None
+    raise SystemExit('jax is not installed; run python -m pip install "jax[cuda13]"') from None
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 SIZES = ("2048x32", "8192x32", "32768x32", "131072x16")
-PRECISIONS = {"tf32": "tensorfloat32", "float32": "float32"}  # what JAX calls them
+PRECISIONS = {"tf32": "tensorfloat32", "float32": "float32"}  # JAX's names
 N_EPOCHS, N_MINIBATCHES = 4, 4
 GAMMA, LAMBDA, CLIP, VALUE_COEF, ENTROPY_COEF, MAX_GRAD_NORM = 0.99, 0.95, 0.2, 0.5, 0.01, 0.5
 SOLVED = 475.0
@@ -42,7 +42,7 @@ Params = Any  # a tree of arrays
 
 class Envs(NamedTuple):
     state: jax.Array  # [N, 4]
-    length: jax.Array  # [N], of the episode under way
+    length: jax.Array  # [N], steps so far in the current episode
 
 
 class Step(NamedTuple):
@@ -52,7 +52,7 @@ class Step(NamedTuple):
     done: jax.Array
     value: jax.Array
     log_prob: jax.Array
-    ended_length: jax.Array  # of the episode that ended, or 0
+    ended_length: jax.Array  # length of an episode that ended, else 0
 
 
 def begin(key: jax.Array, n_envs: int) -> jax.Array:
@@ -60,7 +60,7 @@ def begin(key: jax.Array, n_envs: int) -> jax.Array:
 
 
 def env_step(key: jax.Array, envs: Envs, action: jax.Array) -> tuple[Envs, jax.Array, jax.Array]:
-    """CartPole-v1; episodes that end begin anew in the same step."""
+    """CartPole-v1; finished episodes reset within the same step."""
     x, x_dot, theta, theta_dot = envs.state.T
     force = jnp.where(action == 1, 10.0, -10.0)
     cos, sin = jnp.cos(theta), jnp.sin(theta)
@@ -123,9 +123,9 @@ def rollout(
 def gae(steps: Step, last_value: jax.Array) -> jax.Array:
     def back(carry: tuple[jax.Array, jax.Array], step: Step) -> tuple[Any, jax.Array]:
         running, next_value = carry
-        goes_on = 1.0 - step.done
-        delta = step.reward + GAMMA * next_value * goes_on - step.value
-        running = delta + GAMMA * LAMBDA * goes_on * running
+        not_done = 1.0 - step.done
+        delta = step.reward + GAMMA * next_value * not_done - step.value
+        running = delta + GAMMA * LAMBDA * not_done * running
         return (running, step.value), running
 
     start = jnp.zeros_like(last_value), last_value
@@ -147,7 +147,7 @@ def loss(params: Params, batch: tuple[Step, jax.Array, jax.Array]) -> jax.Array:
 
 
 def adam(params: Params, grads: Params, moments: Any, rate: jax.Array) -> tuple[Params, Any]:
-    """One step with the gradient's norm clipped."""
+    """One Adam step with a clipped gradient norm."""
     mean, square, count = moments
     tree_map, count = jax.tree.map, count + 1
     norm = jnp.sqrt(sum(jnp.sum(each**2) for each in jax.tree.leaves(grads)))
@@ -162,7 +162,7 @@ def adam(params: Params, grads: Params, moments: Any, rate: jax.Array) -> tuple[
 
 
 def iterations(n_steps: int, n_iterations: int, learning_rate: float, n_total: int) -> Any:
-    """A jitted function of many iterations: what is carried on -> that, mean lengths."""
+    """A jitted function of many iterations: carry -> (carry, mean episode lengths)."""
 
     def minibatch(carry: Any, batch: Any) -> tuple[Any, None]:
         params, moments, rate = carry
@@ -206,7 +206,7 @@ def start(n_envs: int, seed: int = 1) -> Any:
 
 
 def learn() -> float:
-    """The longest mean length of an iteration's episodes, at gpu.py's settings for it."""
+    """Best mean episode length of an iteration, at the training settings of gpu.py."""
     lengths = iterations(32, 200, 1e-3, 10_000)(start(2048))[1]
     return float(lengths.max())
 
@@ -235,10 +235,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--precisions", nargs="+", default=["tf32", "float32"], choices=PRECISIONS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="output folder")
     args = parser.parse_args()
     if jax.default_backend() == "cpu":
-        raise SystemExit("this jax sees no GPU; it comes with one of its plugins, as jax[cuda13]")
+        raise SystemExit("jax found no GPU; install its GPU plugin, for example jax[cuda13]")
     found: dict[str, Any] = {
         "date": str(date.today()),
         "device": jax.devices()[0].device_kind,
@@ -247,9 +247,9 @@ def main() -> None:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     length = found["learned_length"] = learn()
-    print(f"learned: the episodes of an iteration last {length:.1f} steps")
+    print(f"learned: mean episode length {length:.1f}")
     if length < SOLVED:
-        raise SystemExit(f"CartPole is not solved ({SOLVED} is asked for): nothing is timed")
+        raise SystemExit(f"CartPole is not solved (episode length < {SOLVED}); no timing")
     print("| size | precision | M steps/s | ms |")
     print("|---|---|---|---|")
     for precision in args.precisions:

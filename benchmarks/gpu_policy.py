@@ -1,15 +1,16 @@
-"""Envs on the CPU, the policy on a GPU: ours beside a loop as single-file PPOs write it.
+"""CPU envs with the policy on a GPU, compared with a plain loop like those of single-file PPOs.
 
     python benchmarks/gpu_policy.py                                # all cases
     python benchmarks/gpu_policy.py --cases cartpole --rounds 2
 
-Env steps per second over whole iterations, learning included, with the same games, settings and
-networks for all, in turns; medians over the iterations of all rounds, without the first three of
-each, in which graphs are captured. ``plain`` is a loop of our own in the way of CleanRL's scripts:
-a SyncVectorEnv of envs in Gymnasium's own wrappers, torch.distributions, an optimiser from torch,
-one minibatch after the other, and a number read from the device now and then. ``off`` is ours with
-compile=off, ``graph`` the default, and ``double`` that with collector=double, where the envs are in
-workers. The scaling over envs is of CartPole.
+The benchmark measures env steps per second over whole iterations, including learning. All variants
+use the same games, settings and networks, and run in turns. Results are medians over the iterations
+of all rounds, without the first three of each round, which capture graphs.
+
+``plain`` is our own loop in the style of CleanRL's scripts: a SyncVectorEnv with Gymnasium's
+wrappers, torch.distributions, torch's Adam, minibatches in sequence, and a few reads from the
+device. ``off`` is ours with compile=off, ``graph`` is the default, and ``double`` adds
+collector=double where envs run in workers. The scaling over the number of envs uses CartPole.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 
 class Case(NamedTuple):
-    """The settings of one comparison; ``overrides`` says the same to train_ppo.py."""
+    """Settings of one comparison; ``overrides`` are the same settings for train_ppo.py."""
 
     n_envs: int
     n_steps: int
@@ -51,7 +52,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    # torch multiplies convolutions in tf32 unless it is told not to, and the plain loop does not.
+    # tf32 because torch uses it for convolutions by default, and so does the plain loop.
     "pong": Case(8, 128, 4, 4, 12, ("experiment=pong", "vec_env=parallel", "precision=tf32")),
     "half_cheetah": Case(1, 2048, 10, 32, 6, ("experiment=half_cheetah", "vec_env=serial")),
     "cartpole": Case(8, 128, 4, 4, 16, ("env=cartpole", "vec_env=serial")),
@@ -59,7 +60,7 @@ CASES = {
 
 
 def make_env(name: str) -> gym.Env[Any, Any]:
-    """A single env with the wrappers that go with the case."""
+    """One env with the wrappers of the case."""
     if name == "cartpole":
         return gym.make("CartPole-v1")
     if name == "pong":
@@ -78,13 +79,13 @@ def make_env(name: str) -> gym.Env[Any, Any]:
 
 
 class PlainAgent(nn.Module):
-    """Networks as in the single-file scripts: two MLPs, or one CNN below two heads."""
+    """Networks of the single-file scripts: two MLPs, or one CNN with two heads."""
 
     def __init__(self, env: SyncVectorEnv) -> None:
         super().__init__()
         obs_shape, space = env.single_observation_space.shape or (), env.single_action_space
         self.discrete = isinstance(space, gym.spaces.Discrete)
-        n_out = int(space.n) if isinstance(space, gym.spaces.Discrete) else space.shape[0]  # type: ignore[index]
+        n_out = int(space.n) if isinstance(space, gym.spaces.Discrete) else (space.shape or ())[0]
         self.is_image = len(obs_shape) == 3
         if self.is_image:
             layers = [nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU()]
@@ -116,7 +117,7 @@ def _tower(n_in: int, n_out: int) -> nn.Module:
 
 
 def plain(name: str, case: Case, device: torch.device) -> list[float]:
-    """Steps per second of each iteration of the plain loop."""
+    """Run the plain loop; returns steps per second of each iteration."""
     modes = AutoresetMode.SAME_STEP
     env = SyncVectorEnv([lambda: make_env(name)] * case.n_envs, autoreset_mode=modes)
     torch.manual_seed(1)
@@ -154,11 +155,11 @@ def plain_gae(
 ) -> Tensor:
     with torch.no_grad():
         next_value, running = agent(obs)[3].flatten(), torch.zeros_like(done)
-        advantages, carries_on = torch.zeros_like(rewards), 1.0 - done
+        advantages, not_done = torch.zeros_like(rewards), 1.0 - done
         for t in reversed(range(len(rewards))):
-            delta = rewards[t] + 0.99 * next_value * carries_on - values[t]
-            advantages[t] = running = delta + 0.99 * 0.95 * carries_on * running
-            next_value, carries_on = values[t], 1.0 - dones[t]
+            delta = rewards[t] + 0.99 * next_value * not_done - values[t]
+            advantages[t] = running = delta + 0.99 * 0.95 * not_done * running
+            next_value, not_done = values[t], 1.0 - dones[t]
     return advantages
 
 
@@ -187,7 +188,7 @@ def plain_update(
 
 
 def ours(case: Case, device: str, compile_mode: str, *more: str) -> list[float]:
-    """Steps per second of each iteration, as metrics.csv tells them."""
+    """Train with our package; returns steps per second of each iteration from metrics.csv."""
     overrides = [
         *case.overrides,
         *(f"device={device}", f"compile={compile_mode}", "logger=none", "callbacks={}"),
@@ -209,10 +210,10 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="output folder")
     args = parser.parse_args()
     if args.device != "cpu" and not torch.cuda.is_available():
-        raise SystemExit("this torch sees no GPU; to see it run at all: --device cpu")
+        raise SystemExit("torch found no GPU; use --device cpu for a test run")
     out = args.out.resolve()
     os.chdir(tempfile.mkdtemp())
     found: dict[str, Any] = {
@@ -246,17 +247,17 @@ def main() -> None:
 
 
 def by_n_envs(device: str, rounds: int) -> dict[str, float]:
-    """How much faster more envs are than one."""
+    """Steps per second with 1, 4 and 8 CartPole envs."""
     speeds: dict[int, list[float]] = {1: [], 4: [], 8: []}
     for _ in range(rounds):
         for n_envs, found in speeds.items():
             case = CASES["cartpole"]._replace(n_envs=n_envs, n_iterations=10)
             found += ours(case, device, "auto")[3:]
     typical = {str(n_envs): statistics.median(found) for n_envs, found in speeds.items()}
-    told = ", ".join(
+    speeds_text = ", ".join(
         f"{n}: {each:,.0f} ({each / typical['1']:.2f}x)" for n, each in typical.items()
     )
-    print(f"CartPole steps/s by n_envs: {told}")
+    print(f"CartPole steps/s by n_envs: {speeds_text}")
     return typical
 
 

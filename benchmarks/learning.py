@@ -1,13 +1,13 @@
-"""What the presets learn, over seeds, beside the published figures.
+"""Return of the presets over seeds, compared with published figures.
 
     python benchmarks/learning.py --experiments cartpole pendulum --seeds 1 2 3 4 5 --jobs 2
-    python benchmarks/learning.py --all --jobs 2     # hours; stop and call again, it goes on
-    python benchmarks/learning.py --table            # only what is known already
+    python benchmarks/learning.py --all --jobs 2     # hours; stop it any time, run it again
+    python benchmarks/learning.py --table            # only prints the known results
 
-A training is one ``train_ppo.py experiment=NAME seed=N`` under ``--out``, resumed if it was
-stopped. Then 100 greedy episodes are played with seeds that training never saw. The results lie
-in benchmarks/results/learning.json, one entry per experiment and seed; what is there is not run
-again. The table gives mean and 95 % interval (Student's t) over the seeds.
+Each training is one ``train_ppo.py experiment=NAME seed=N`` in ``--out``; a stopped one is resumed.
+Then the policy plays 100 greedy episodes with seeds that training never used. The results are in
+benchmarks/results/learning.json, one entry per experiment and seed; known entries do not run again.
+The table shows mean and 95 % interval (Student's t) over the seeds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _STUDENT = {
 
 
 class Goal(NamedTuple):
-    """What is known of an experiment from elsewhere."""
+    """The published result of an experiment."""
 
     figure: str  # greedy: 100 episodes after training; train: the last 100 training episodes
     published: float | None
@@ -55,16 +55,16 @@ class Goal(NamedTuple):
 
 GOALS = {
     "cartpole": Goal("greedy", 500.0, "rl-baselines3-zoo"),
-    "acrobot": Goal("greedy", -86.0, "issued goal; rl-baselines3-zoo reaches -73.5 at 1M"),
+    "acrobot": Goal("greedy", -86.0, "our goal; rl-baselines3-zoo reaches -73.5 at 1M"),
     "pendulum": Goal("greedy", -172.2, "rl-baselines3-zoo"),
     "lunar_lander": Goal("greedy", 242.1, "rl-baselines3-zoo"),
     "half_cheetah": Goal("train", 1442.6, "CleanRL"),
     "cartpole_memory": Goal("greedy", 500.0, "rl-baselines3-zoo, recurrent"),
-    "crowded_keys": Goal("greedy", None, "32 is the most there is"),
+    "crowded_keys": Goal("greedy", None, "maximum 32"),
     "crowded_keys_unmasked": Goal(
         "greedy", None, "the same without its mask", ("agent.action_mask=none",)
     ),
-    "camera_and_flag": Goal("greedy", None, "32 is the most there is, 16 by one input alone"),
+    "camera_and_flag": Goal("greedy", None, "maximum 32; 16 with one input alone"),
     "half_cheetah_tuned": Goal("greedy", 5819.1, "rl-baselines3-zoo, one run, HalfCheetah-v3"),
     "hopper": Goal("greedy", 2410.4, "rl-baselines3-zoo, one run, Hopper-v3"),
     "walker2d": Goal("greedy", 3478.8, "rl-baselines3-zoo, one run, Walker2d-v3"),
@@ -78,7 +78,7 @@ def experiment_of(name: str) -> str:
 
 
 def train(name: str, seed: int, out: Path) -> Path:
-    """The run of an experiment and seed, trained to its end; a stopped one is resumed."""
+    """Train an experiment with a seed to the end, resuming a stopped run; returns its folder."""
     folder = out / name / f"seed{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     runs = [path.parent for path in folder.glob("runs/*/*/config.yaml")]
@@ -99,7 +99,7 @@ def train(name: str, seed: int, out: Path) -> Path:
 
 
 def measured(name: str, seed: int, run: Path) -> dict[str, Any]:
-    """What a finished run has reached."""
+    """Evaluate a finished run."""
     script = (
         "import sys, json; from ml_pipeline.build import load_agent; "
         "from ml_pipeline.analysis.evaluate import evaluate; "
@@ -163,7 +163,7 @@ def run_all(names: Sequence[str], seeds: Sequence[int], out: Path, jobs: int) ->
 
 
 def interval(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of the mean."""
+    """Half the width of the 95 % interval of the mean."""
     if len(values) < 2:
         return math.nan
     quantile = _STUDENT.get(len(values) - 1, 1.96)
@@ -196,9 +196,9 @@ def main() -> None:
     parser.add_argument("--experiments", nargs="+", choices=list(GOALS), default=["cartpole"])
     parser.add_argument("--all", action="store_true", help="every experiment")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
-    parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="where runs lie")
-    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel trainings")
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="folder for runs")
+    parser.add_argument("--table", action="store_true", help="print the table only")
     args = parser.parse_args()
     names = list(GOALS) if args.all or args.table else args.experiments
     if not args.table:

@@ -1,10 +1,10 @@
-"""What loggers cost: the share of the training time that is spent in them.
+"""Cost of loggers: the share of the training time spent in them.
 
     python benchmarks/loggers.py --loggers wandb tensorboard trackio --rounds 3
 
-The default job, once per logger and round. Every call of a logger is timed, among them the
-histograms every 20,000 steps and the checkpoint at the end; W&B is offline, where it does the same
-work on this side of the line.
+The benchmark runs the default job once per logger and round. It times every call of a logger,
+including the histograms every 20,000 steps and the checkpoint at the end. W&B runs offline, where
+it does the same work in this process.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import redirect_stdout
 from datetime import date
 from io import StringIO
 from typing import Any
+from unittest.mock import patch
 
 from ml_pipeline import build
 from ml_pipeline.door import parts
@@ -37,7 +38,7 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
 
 
 def share_of(name: str, overrides: list[str]) -> float:
-    """Seconds in the logger over seconds of training."""
+    """Seconds in the logger divided by seconds of training."""
     spent: list[float] = []
     plain = parts.build_loggers
 
@@ -49,14 +50,10 @@ def share_of(name: str, overrides: list[str]) -> float:
                     setattr(logger, method, timed(getattr(logger, method), spent))
         return loggers
 
-    parts.build_loggers = build_loggers  # type: ignore[assignment]
-    try:
-        begin = time.perf_counter()
-        with redirect_stdout(StringIO()):
-            build.train([f"logger={name}", "device=cpu", "vec_env=serial", *overrides])
-        return sum(spent) / (time.perf_counter() - begin)
-    finally:
-        parts.build_loggers = plain
+    begin = time.perf_counter()
+    with patch.object(parts, "build_loggers", build_loggers), redirect_stdout(StringIO()):
+        build.train([f"logger={name}", "device=cpu", "vec_env=serial", *overrides])
+    return sum(spent) / (time.perf_counter() - begin)
 
 
 def main() -> None:
@@ -74,7 +71,7 @@ def main() -> None:
         for name in args.loggers:
             shares[name].append(share_of(name, []))
     print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores")
-    print("| logger | share of the run's time | range |")
+    print("| logger | share of training time | range |")
     print("|---|---|---|")
     for name, found in shares.items():
         low, high = min(found), max(found)

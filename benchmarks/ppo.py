@@ -1,15 +1,15 @@
-"""PPO end to end beside Stable-Baselines3 (and CleanRL's script): the same settings, in one run.
+"""PPO training speed compared with Stable-Baselines3 and CleanRL's script, with the same settings.
 
     python benchmarks/ppo.py --envs CartPole-v1 LunarLander-v3 HalfCheetah-v5 --seeds 1 2 3
     python benchmarks/ppo.py --envs CartPole-v1 --cleanrl path/to/cleanrl/ppo.py
     python benchmarks/ppo.py --envs LunarLander-v3 --peers ours-parallel ours-double
-    python benchmarks/ppo.py --parts          # where an update's time goes, by hand and by autograd
+    python benchmarks/ppo.py --parts          # times an update, in NumPy and with autograd
 
-Each training is a process of its own, with one torch thread; they take turns, seed by seed, so
-that a machine that slows down slows all alike. ``steps/s`` is that of the training loop, records
-and checkpoints included, imports and building not; ``cpu`` is env steps per second of processor
-time of the whole process and its workers. The return is the mean of the last 20 training
-episodes: what is compared must also learn alike. Compare within a run, never across.
+Each training is a separate process with one torch thread. The libraries take turns, seed by seed,
+so a slow phase of the machine affects all of them. ``steps/s`` is the speed of the training loop.
+It includes records and checkpoints, but not imports and setup. ``cpu`` is env steps per second of
+CPU time of the process and its workers. The return is the mean of the last 20 training episodes; it
+shows that all of them learn equally well. Compare figures within one run only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-# Settings as rl-baselines3-zoo and, for HalfCheetah, CleanRL publish them.
+# Settings published by rl-baselines3-zoo and, for HalfCheetah, by CleanRL.
 SETTINGS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
         "steps": 100_000, "n_envs": 8, "n_steps": 32, "minibatches": 1, "epochs": 20, "lr": 1e-3,
@@ -77,7 +77,7 @@ def train_ours(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> di
             f"agent.gamma={setting['gamma']}",
             f"agent.gae_lambda={setting['lam']}",
             f"agent.entropy_coef={setting['entropy']}",
-            "agent.value_coef=1.0",  # of half the squared error: SB3's 0.5 is of the whole
+            "agent.value_coef=1.0",  # ours scales half the squared error, SB3's 0.5 the whole
             f"agent.normalize_obs={setting['normalize']}",
             f"agent.scale_reward={setting['normalize']}",
             f"vec_env={'parallel' if mode == 'double' else mode}",
@@ -152,7 +152,7 @@ def cleanrl_command(script: str, env_id: str, setting: dict[str, Any], seed: int
 
 
 def run_once(peer: str, env_id: str, setting: dict[str, Any], seed: int, cleanrl: str) -> Any:
-    """One training in a process of its own."""
+    """Run one training in a separate process."""
     name, _, mode = peer.partition("-")
     if name == "cleanrl":
         command = cleanrl_command(str(Path(cleanrl).resolve()), env_id, setting, seed)
@@ -174,10 +174,10 @@ def run_once(peer: str, env_id: str, setting: dict[str, Any], seed: int, cleanrl
         lines = [line.split() for line in output.splitlines()]
         speeds = [float(words[1]) for words in lines if words[:1] == ["SPS:"]]
         returns = [float(w[1].partition("=")[2].strip("[]")) for w in lines if "episodic" in str(w)]
-        told = {"steps_per_second": speeds[-1], "final_return": statistics.mean(returns[-20:])}
+        result = {"steps_per_second": speeds[-1], "final_return": statistics.mean(returns[-20:])}
     else:
-        told = json.loads(output.splitlines()[-1])
-    return {**told, "cpu": setting["steps"] / (usage.ru_utime + usage.ru_stime)}
+        result = json.loads(output.splitlines()[-1])
+    return {**result, "cpu": setting["steps"] / (usage.ru_utime + usage.ru_stime)}
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -220,13 +220,13 @@ def micros(work: Callable[[], object]) -> float:
 
 
 def parts() -> None:
-    """An update and an act in 8 envs, by hand and in torch; then what a dense layer depends on."""
+    """Time an update and acting in 8 envs, in NumPy and torch; then time a dense layer."""
     import torch
     from threadpoolctl import threadpool_limits
 
     torch.set_num_threads(1)
     threadpool_limits(limits=1)
-    print("| | batch | update by hand | by autograd | act in 8 envs by hand | in torch |")
+    print("| | batch | update in NumPy | in torch | act in 8 envs in NumPy | in torch |")
     print("|---|---|---|---|---|---|")
     for name in ("CartPole", "HalfCheetah"):
         for size in (64, 256):
@@ -250,7 +250,7 @@ def parts() -> None:
 
 
 def update_and_act(name: str, size: int, *, by_hand: bool) -> tuple[float, float]:
-    """Microseconds of an update on so many transitions, and of acting in 8 envs."""
+    """Microseconds of an update on ``size`` transitions, and of acting in 8 envs."""
     import numpy as np
     import torch
     from gymnasium import spaces
@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--envs", nargs="+", choices=list(SETTINGS), default=["CartPole-v1"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, help="env steps of a training, instead of the usual")
+    parser.add_argument("--steps", type=int, help="env steps per training; overrides the settings")
     parser.add_argument("--cleanrl", default="", help="CleanRL's ppo.py, for Discrete actions")
     parser.add_argument("--peers", nargs="+", metavar="PEER", choices=PEERS)
     parser.add_argument("--parts", action="store_true")

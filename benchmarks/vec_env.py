@@ -1,15 +1,15 @@
-"""ParallelEnv beside its peers and the physical limit; how it starts, fails and runs in pairs.
+"""ParallelEnv compared with its peers and the physical limit; its start-up, failures and pairs.
 
     python benchmarks/vec_env.py speed --envs CartPole-v1 synth:100us --n-envs 8 16 --plot speed.png
     python benchmarks/vec_env.py start        # seconds and memory of four workers
-    python benchmarks/vec_env.py faults       # how long until an error reaches the caller
-    python benchmarks/vec_env.py pair         # two half-size envs in turn against one
+    python benchmarks/vec_env.py faults       # time until an error reaches the caller
+    python benchmarks/vec_env.py pair         # two half-size envs in turn, compared with one
 
-``limit`` is one free-running process per core, which share nothing: what the machine can do.
-Everything in a cell is built first, then timed in turn, a short window each, in shuffled order,
-repeated; the figures are medians. Compare within a cell, not across runs: machines are noisy.
-Peers that are not installed are left out. Envs: any id of Gymnasium, ``pong`` (84x84x4, frame
-skip 4), or ``synth:COST[:img]``, a loop of so much CPU work per step (100us, 1ms).
+``limit`` is one free-running process per core; these processes share nothing. For each cell the
+benchmark builds all backends, then times them in short windows, in shuffled order, several times.
+The figures are medians. Compare within a cell, not across runs, because machines are noisy. Peers
+that are not installed are skipped. Envs: any Gymnasium id, ``pong`` (84x84x4, frame skip 4), or
+``synth:COST[:img]``, a loop with this much CPU work per step (100us, 1ms).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CORES = available_cores()
 
 
 class SynthEnv(gym.Env[Any, Any]):
-    """So many turns of a loop per step; episodes of 200 steps."""
+    """Runs an empty loop of ``n_turns`` per step; episodes last 200 steps."""
 
     def __init__(self, n_turns: int, image: bool) -> None:
         self.n_turns = n_turns
@@ -71,7 +71,7 @@ class SynthEnv(gym.Env[Any, Any]):
 
 
 class BadEnv(SynthEnv):
-    """Does something bad in its third step."""
+    """Fails in its third step."""
 
     def __init__(self, fault: str) -> None:
         super().__init__(1, False)
@@ -107,7 +107,7 @@ def env_factory(name: str) -> EnvFn:
 
 
 def turns_for(seconds: float) -> int:
-    """Turns of an empty loop that take so long here; the best of several tries."""
+    """Turns of an empty loop that take ``seconds`` on this machine, by the best of seven tries."""
     tries = []
     for _ in range(7):
         start = time.perf_counter()
@@ -118,14 +118,14 @@ def turns_for(seconds: float) -> int:
 
 
 class Backend(NamedTuple):
-    """Something that steps envs: ``run`` gives env steps per second over a window."""
+    """Steps envs; ``run`` returns env steps per second over a window."""
 
     run: Callable[[float], float]
     close: Callable[[], Any]
 
 
 def stepping(step: Step, actions: list[Any], n_envs: int) -> Callable[[float], float]:
-    """A window: ``step`` with one batch of actions after the other."""
+    """A function that calls ``step`` for a window, with each batch of actions in turn."""
     turn = [0]
 
     def run(seconds: float) -> float:
@@ -171,7 +171,7 @@ def _free_runner(env_fns: list[EnvFn], actions: list[Any], line: Any) -> None:
 
 
 def free_runners(env_fns: list[EnvFn], actions: list[Any]) -> Backend:
-    """The limit: a plain loop per core, all at once, without a word between them."""
+    """The limit: one plain loop per core, in parallel, without communication."""
     context = multiprocessing.get_context("fork")
     share = env_fns[: max(1, len(env_fns) // CORES)]
     lines = []
@@ -195,7 +195,7 @@ def free_runners(env_fns: list[EnvFn], actions: list[Any]) -> Backend:
 
 
 def backends(env_fns: list[EnvFn], start_method: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Names and makers of all vector envs that can be made here; ours first."""
+    """Names and factories of all available vector envs, ours first."""
     workers: dict[str, Any] = {"seed": 0, "start_method": start_method}
     yield "serial", partial(SerialEnv, env_fns, seed=0)
     yield "parallel", partial(ParallelEnv, env_fns, **workers)
@@ -250,7 +250,7 @@ def measure(name: str, n_envs: int, options: argparse.Namespace) -> dict[str, fl
     for label, make in backends(env_fns, options.start_method):
         try:
             made[label] = vector_backend(make(), actions, n_envs)
-        except Exception as error:  # a peer that cannot do this env is a result, too
+        except Exception as error:  # a peer may not support this env
             print(f"  {label}: {type(error).__name__}: {error}")
     speeds: dict[str, list[float]] = {label: [] for label in made}
     order, shuffle = list(made), random.Random(0).shuffle
@@ -260,7 +260,7 @@ def measure(name: str, n_envs: int, options: argparse.Namespace) -> dict[str, fl
             made[label].run(options.seconds / 4)
             speeds[label].append(made[label].run(options.seconds))
     for backend in made.values():
-        with suppress(Exception):  # some peers raise as they are closed
+        with suppress(Exception):  # some peers raise in close()
             backend.close()
     return {label: statistics.median(each) for label, each in speeds.items()}
 
@@ -277,7 +277,7 @@ def show(title: str, cell: dict[str, float]) -> None:
 
 
 def draw(cells: dict[str, dict[str, float]], path: str) -> None:
-    """The share of the limit, a group of bars per cell: ours, then the best peer."""
+    """Draw the share of the limit, a group of bars per cell: ours, then the best peer."""
     import matplotlib.pyplot as plt
 
     labels = ["parallel", "shared", "shared, final infos", "best peer"]
@@ -298,11 +298,11 @@ def draw(cells: dict[str, dict[str, float]], path: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-    print(f"drawn: {path}")
+    print(f"saved {path}")
 
 
 def start(options: argparse.Namespace) -> None:
-    """Seconds until four workers have built their envs, and what each of them holds."""
+    """Seconds until four workers have built their envs, and the memory of each worker."""
     for method in ("spawn", "fork"):
         seconds, megabytes = [], []
         for _ in range(options.repeats):
@@ -317,7 +317,7 @@ def start(options: argparse.Namespace) -> None:
 
 
 def faults(options: argparse.Namespace) -> None:
-    """Milliseconds from a step in which an env fails to the error in the caller."""
+    """Milliseconds from the failing step to the error in the caller."""
     deadline = "stuck, deadline 1 s"
     for method in ("spawn", "fork"):
         for fault in ("raise", "SIGKILL", "os._exit", deadline):
@@ -367,9 +367,9 @@ def timed(seconds: list[float]) -> Iterator[None]:
 
 
 def pair(options: argparse.Namespace) -> None:
-    """Two half-size envs with half the workers each, against one with all of them.
+    """Two half-size envs with half the workers each, compared with one full-size env.
 
-    "In turn": one steps while the results of the other are handled, as double buffering does.
+    "In turn": one steps while the caller handles the results of the other (double buffering).
     """
     for name in options.envs:
         for n_envs in options.n_envs:
@@ -426,9 +426,9 @@ def main() -> None:
     parser.add_argument("--envs", nargs="+", default=["CartPole-v1", "synth:100us"])
     parser.add_argument("--n-envs", nargs="+", type=int, default=[8])
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=0.15, help="of one timed window")
+    parser.add_argument("--seconds", type=float, default=0.15, help="length of one timed window")
     parser.add_argument("--start-method", default="fork", choices=["spawn", "fork", "forkserver"])
-    parser.add_argument("--plot", help="draw the shares of the limit into this file")
+    parser.add_argument("--plot", help="save a chart of the shares of the limit to this file")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)
     python = platform.python_version()

@@ -1,6 +1,6 @@
-"""Writes docs/config.md from the dataclasses of the config and the remarks in conf/.
+"""Writes docs/config.md from the config dataclasses and the comments in conf/.
 
-python docs/config_reference.py > docs/config.md     (a test keeps the two in step)
+python docs/config_reference.py > docs/config.md     (a test checks that the page is up to date)
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 
 HEAD = """# Config reference
 
-Every key, its type, default and remark; made by `python docs/config_reference.py` from
-`ml_pipeline/config.py` and `conf/`. On the command line: `key=value`, `group=option`,
-`+key=value` for a key that is not there yet, `~key` to take one away.
-`python train_ppo.py --cfg job` shows the config that a command makes, and trains nothing. A wrong
-key, type or range is refused with its full name before anything starts.
+Every key with its type, default and comment. `python docs/config_reference.py` generates this
+page from `ml_pipeline/config/` and `conf/`. On the command line, use:
+
+| syntax | effect |
+|---|---|
+| `key=value` | sets a key |
+| `group=option` | selects a file of `conf/` |
+| `+key=value` | adds a new key |
+| `~key` | removes a key |
+
+`python train_ppo.py --cfg job` prints the config of a command without training. A wrong key, type
+or range is an error that names the key, before anything starts.
 """
 
 GROUPS = (
@@ -33,8 +40,8 @@ GROUPS = (
 CHOICES = ("env", "network", "vec_env", "logger", "callbacks", "experiment", "sweep")
 
 
-def remarks(path: Path) -> dict[str, str]:
-    """The comments behind the keys of a YAML file."""
+def comments(path: Path) -> dict[str, str]:
+    """The trailing comment of each key in a YAML file."""
     found = re.findall(r"^(\w+):[^#\n]*#\s*(.+)$", path.read_text(), flags=re.MULTILINE)
     return dict(found)
 
@@ -46,21 +53,21 @@ def shown(value: Any) -> str:
 
 
 def section(prefix: str, kind: type[Any], file: str, title: str) -> str:
-    told = remarks(CONF / file)
-    lines = [f"\n## {title}\n", "| key | type | default | |", "|---|---|---|---|"]
+    comment_of = comments(CONF / file)
+    lines = [f"\n## {title}\n", "| key | type | default | comment |", "|---|---|---|---|"]
     for field in dataclasses.fields(kind):
         if field.default is dataclasses.MISSING and field.default_factory is not dict:
-            continue  # a group of its own
+            continue  # a config group, shown in its own section
         default = "{}" if field.default is dataclasses.MISSING else shown(field.default)
         type_name = re.sub(r"Optional\[(.+)\]", r"\1 or null", str(field.type))
         type_name = {"Any": "int or auto"}.get(type_name, type_name)
-        remark = told.get(field.name, "").replace("|", "\\|")
-        lines.append(f"| `{prefix}{field.name}` | {type_name} | {default} | {remark} |")
+        comment = comment_of.get(field.name, "").replace("|", "\\|")
+        lines.append(f"| `{prefix}{field.name}` | {type_name} | {default} | {comment} |")
     return "\n".join(lines)
 
 
 def choices() -> str:
-    lines = ["\n## What can be chosen by name\n", "| group | options |", "|---|---|"]
+    lines = ["\n## Options by name\n", "| group | options |", "|---|---|"]
     for group in CHOICES:
         options = ", ".join(f"`{path.stem}`" for path in sorted((CONF / group).glob("*.yaml")))
         lines.append(f"| `{group}=` | {options} |")

@@ -1,8 +1,9 @@
-"""Notebooks are kept stripped; ``make notebooks`` executes them."""
+"""Notebooks are stored without outputs; ``make notebooks`` runs them."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
@@ -10,13 +11,13 @@ from conftest import REPOSITORY
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 
-def test_there_are_notebooks_in_order() -> None:
+def test_notebooks_are_numbered() -> None:
     assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_stripped_tells_something_and_draws(path: object) -> None:
-    cells = json.loads(path.read_text())["cells"]  # type: ignore[attr-defined]
+def test_notebook_has_no_outputs_starts_with_text_and_plots(path: Path) -> None:
+    cells = json.loads(path.read_text())["cells"]
 
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert cells[0]["cell_type"] == "markdown"
