@@ -108,7 +108,7 @@ def test_tables_show_the_differing_keys_and_the_supported_claims(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], "nothing is left to compare"),
+        (["nowhere"], "left to compare"),
         (["{run}", "--by", "agent.gama"], "--by agent.gama: not a config key of these runs; did"),
         (["{run}", "--metric", "eval/return"], "--metric eval/return: not in metrics.csv of every"),
         (["{run}", "{other}"], "these runs use 2 envs, whose returns cannot be compared"),

@@ -84,7 +84,7 @@ def test_missing_root_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]
     assert main(["runs"]) == 1
 
     error = capsys.readouterr().err
-    assert error.startswith("runs ")
+    assert "runs" in error
     assert error.count("\n") == 1
 
 
