@@ -84,7 +84,7 @@ def test_missing_root_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]
     assert main(["runs"]) == 1
 
     error = capsys.readouterr().err
-    assert "runs" in error
+    assert "--root runs: not a folder; runs/ is in" in error
     assert error.count("\n") == 1
 
 
