@@ -1,4 +1,4 @@
-"""Evaluation: whole episodes of a policy in a single env, with seeds that training never sees."""
+"""Evaluation: plays complete episodes of a policy in a single env."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ml_pipeline.agents.observations import batched
 from ml_pipeline.envs.episode_stats import counts_episodes
 from ml_pipeline.protocols import Episode, Policy
 
-# An env without a time limit may never end the episode of a good policy, or of a stuck one.
-# Longer than any usual limit: Atari's is 27,000 steps of 4 frames.
+# An env without a time limit may never end an episode. This is longer than any usual limit:
+# Atari's is 27,000 steps of 4 frames.
 MAX_EPISODE_STEPS = 30_000
 
 
 class Evaluation(NamedTuple):
-    """Episodes, and the figures people ask of them."""
+    """Played episodes and their statistics."""
 
     episodes: list[Episode]
-    n_cut: int  # episodes that the env did not end, and that were cut
+    n_cut: int  # episodes that reached max_episode_steps
 
     @property
     def mean(self) -> float:
@@ -47,7 +47,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    agent: Policy,
+    policy: Policy,
     env: gym.Env[Any, Any],
     *,
     n_episodes: int,
@@ -55,18 +55,18 @@ def evaluate(
     deterministic: bool,
     max_episode_steps: int = MAX_EPISODE_STEPS,
 ) -> Evaluation:
-    """Play ``n_episodes``; episode k starts from seed + k, so any one of them can be replayed."""
+    """Play ``n_episodes``; episode k starts from seed + k, so each can be replayed alone."""
     episodes, n_cut = [], 0
     counts_own_episodes = counts_episodes(env)
     for episode in range(n_episodes):
         obs, info = env.reset(seed=seed + episode)
-        memory = agent.new_memory(1)
+        memory = policy.new_memory(1)
         episode_return, length, done = 0.0, 0, False
         while not done and length < max_episode_steps:
-            action = agent.act_batch(
+            action = policy.act_batch(
                 batched(env.observation_space, [obs]),
                 deterministic,
-                action_mask=agent.mask_of({name: [value] for name, value in info.items()}),
+                action_mask=policy.mask_of({name: [value] for name, value in info.items()}),
                 memory=memory,
             )[0]
             obs, reward, terminated, truncated, info = env.step(action)
@@ -74,9 +74,9 @@ def evaluate(
             length += 1
             done = terminated or truncated
             if done and counts_own_episodes and "episode" not in info:
-                # A wrapper ended the episode early, after a lost life: the game goes on.
+                # A wrapper ended the episode after a lost life, but the game continues.
                 obs, info = env.reset()
-                memory, done = agent.new_memory(1), False
+                memory, done = policy.new_memory(1), False
         if done and counts_own_episodes:
             episode_return, length = float(info["episode"]["r"]), int(info["episode"]["l"])
         n_cut += not done

@@ -1,4 +1,4 @@
-"""Which runs there are, and taking away those that nobody wants any more."""
+"""The list of runs under a folder, and the removal of some of them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class RunInfo(NamedTuple):
     """A run at a glance."""
 
     run: RunFolder
-    status: str  # or died: it says running, but no process trains it
+    status: str  # "died" if the summary says running, but no process trains it
     summary: dict[str, Any]
 
 
 def find_runs(root: Path) -> list[RunInfo]:
-    """Those under ``root``, a folder such as runs/, the newest last."""
+    """The runs under ``root``, a folder such as runs/, newest last."""
     if not root.is_dir():
-        raise UserError(f"{root} is no folder; runs lie in runs/ where train_ppo.py was called")
+        raise UserError(f"--root {root}: not a folder; runs/ is in the folder where you train")
     folders = sorted(path.parent for path in root.glob("*/*/config.yaml"))
     return sorted((_info(RunFolder(path)) for path in folders), key=lambda info: info.run.name)
 
@@ -32,7 +32,7 @@ def find_runs(root: Path) -> list[RunInfo]:
 def _info(run: RunFolder) -> RunInfo:
     try:
         summary = run.read_summary()
-    except UserError:  # a damaged one is listed, too
+    except UserError:  # a damaged run is listed, too
         summary = {}
     status = str(summary.get("status", "unknown"))
     if status == "running" and not run.is_locked():
@@ -66,7 +66,7 @@ def runs_table(runs: Sequence[RunInfo]) -> Table:
 
 
 def prune(runs: Sequence[RunInfo]) -> None:
-    """Remove whole run folders; one that is being trained is left alone."""
+    """Remove run folders; one that a process trains raises ``RunFolderError`` and stays."""
     for info in runs:
         with info.run.locked():
             try:

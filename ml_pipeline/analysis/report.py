@@ -1,201 +1,39 @@
 """The report of a comparison: one HTML file that needs no network, and a PNG per chart.
 
-A chart is computed once, as numbers, and drawn twice: by plotly for the page, where it can be
-hovered over and its groups toggled, and by matplotlib for the PNG.
+plotly draws a chart for the page, with hover texts and groups that can be hidden. matplotlib draws
+the same chart as PNG.
 """
 
 from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ml_pipeline.analysis.compare import Group, RunData, differing_keys, verdicts
-from ml_pipeline.analysis.statistics import (
-    Array,
-    iqm,
-    performance_profile,
-    probability_of_improvement,
-    with_interval,
+from ml_pipeline.analysis.charts import Chart, make_charts
+from ml_pipeline.analysis.compare import (
+    Group,
+    RunData,
+    differing_keys,
+    group_rows,
+    verdicts,
 )
 from ml_pipeline.extras import import_extra
 from ml_pipeline.runs.run_folder import RunFolderError, write_text
 
-_N_POINTS = 100  # of a curve
 _COLOURS = (
     *("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e"),
     *("#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22"),
 )
 
 
-class Line(NamedTuple):
-    """A curve and the band around it."""
-
-    label: str
-    x: Array
-    y: Array
-    low: Array
-    high: Array
-
-
-class Bar(NamedTuple):
-    """A figure with its interval, and the runs it comes from."""
-
-    label: str
-    value: float
-    low: float
-    high: float
-    points: Array
-
-
-class Chart(NamedTuple):
-    """Numbers to be drawn: lines, or bars that lie below each other."""
-
-    name: str  # of the PNG
-    title: str
-    x_title: str
-    y_title: str
-    lines: list[Line] = []  # noqa: RUF012  # never changed
-    bars: list[Bar] = []  # noqa: RUF012
-    note: str = ""
-
-
-def make_charts(groups: Sequence[Group], metric: str) -> list[Chart]:
-    """All charts of a comparison."""
-
-    def steps(run: RunData) -> Array:
-        return run.curve(metric)[0]
-
-    def seconds(run: RunData) -> Array:
-        return run.seconds(metric)
-
-    by_steps = _curves(groups, metric, steps)
-    band = "interquartile mean over the seeds, 95 % bootstrapped interval"
-    return [
-        Chart("curves", "Learning curves", "env steps", metric, by_steps, [], band),
-        Chart(
-            "curves_by_time",
-            "Learning curves by training time",
-            "seconds",
-            metric,
-            _curves(groups, metric, seconds),
-            [],
-            f"{band}; without evaluations and saving",
-        ),
-        Chart("final", "Final performance", metric, "", [], _finals(groups, metric), band),
-        *_improvement(groups, metric),
-        _profile(groups, metric),
-        _efficiency(groups, metric),
-        Chart(
-            "throughput",
-            "Throughput",
-            "env steps per second",
-            "",
-            [],
-            [
-                _bar(group.label, np.array([run.steps_per_second() for run in group.runs]))
-                for group in groups
-            ],
-            band,
-        ),
-    ]
-
-
-def _curves(
-    groups: Sequence[Group], metric: str, position: Callable[[RunData], Array]
-) -> list[Line]:
-    """One line per group, over what all of its runs have covered."""
-    lines = []
-    for group in groups:
-        runs = [run for run in group.runs if len(run.curve(metric)[1])]
-        if not runs:
-            continue
-        starts, ends = zip(*((position(run)[0], position(run)[-1]) for run in runs), strict=True)
-        if max(starts) > min(ends):
-            continue  # they have no stretch in common
-        x = np.linspace(max(starts), min(ends), _N_POINTS)
-        values = np.array([_held(position(run), run.curve(metric)[1], x) for run in runs])
-        lines.append(Line(group.label, x, *with_interval(values)))
-    return lines
-
-
-def _held(x: Array, y: Array, at: Array) -> Array:
-    """The last value taken at or before each place."""
-    return y[np.searchsorted(x, at, side="right") - 1]
-
-
-def _finals(groups: Sequence[Group], metric: str) -> list[Bar]:
-    return [
-        _bar(group.label, group.finals(metric)) for group in groups if len(group.finals(metric))
-    ]
-
-
-def _bar(label: str, points: Array) -> Bar:
-    value, low, high = (float(each) for each in with_interval(points))
-    return Bar(label, value, low, high, points)
-
-
-def _improvement(groups: Sequence[Group], metric: str) -> list[Chart]:
-    bars = []
-    for index, group in enumerate(groups):
-        for other in groups[index + 1 :]:
-            ours, theirs = group.finals(metric), other.finals(metric)
-            if len(ours) and len(theirs):
-                value, low, high = (float(e) for e in probability_of_improvement(ours, theirs))
-                label = f"{group.label} over {other.label}"
-                bars.append(Bar(label, value, low, high, np.array([])))
-    note = "that a run of the first ends above one of the second; 0.5: neither"
-    title = "Probability of improvement"
-    return [Chart("improvement", title, "probability", "", [], bars, note)] if bars else []
-
-
-def _profile(groups: Sequence[Group], metric: str) -> Chart:
-    finals = np.concatenate([group.finals(metric) for group in groups])
-    thresholds = np.linspace(finals.min(), finals.max(), _N_POINTS) if len(finals) else finals
-    lines = [
-        Line(group.label, thresholds, *performance_profile(group.finals(metric), thresholds))
-        for group in groups
-        if len(group.finals(metric))
-    ]
-    note = "the share of runs that end at or above a return; higher is better"
-    return Chart("profile", "Performance profile", metric, "share of runs", lines, [], note)
-
-
-def _efficiency(groups: Sequence[Group], metric: str) -> Chart:
-    """Env steps until nine tenths of the way from where runs start to the best group's end."""
-    known = [group for group in groups if len(group.finals(metric))]
-    firsts = [run.curve(metric)[1][0] for g in known for run in g.runs if len(run.curve(metric)[1])]
-    title = "Sample efficiency"
-    if not firsts:
-        return Chart("efficiency", title, "env steps", "")
-    start, best = iqm(np.array(firsts)), max(iqm(group.finals(metric)) for group in known)
-    target = start + 0.9 * (best - start)
-    bars = []
-    for group in known:
-        needed = np.array([_steps_to(run, metric, float(target)) for run in group.runs])
-        reached = needed[np.isfinite(needed)]
-        label = f"{group.label} ({len(reached)} of {len(needed)})"
-        if len(reached) == len(needed):
-            bars.append(_bar(label, reached))
-        else:  # the mean of those that got there would flatter
-            bars.append(Bar(label, np.nan, np.nan, np.nan, reached))
-    note = f"until {metric} reaches {target:.1f}; in brackets, how many runs did"
-    return Chart("efficiency", title, "env steps", "", [], bars, note)
-
-
-def _steps_to(run: RunData, metric: str, target: float) -> float:
-    steps, values = run.curve(metric)
-    reached = np.flatnonzero(values >= target)
-    return float(steps[reached[0]]) if len(reached) else float("nan")
-
-
 def write_report(folder: Path, groups: Sequence[Group], metric: str) -> Path:
-    """The page and the PNGs; gives the path of the page."""
+    """Write the page and the PNGs into ``folder``; returns the path of the page."""
     import_extra("plotly", needed_by="the report")
     import_extra("matplotlib", needed_by="the report")
     charts = make_charts(groups, metric)
@@ -212,7 +50,7 @@ def write_report(folder: Path, groups: Sequence[Group], metric: str) -> Path:
 
 
 def draw_png(chart: Chart, labels: Sequence[str], path: Path) -> None:
-    """``labels`` are those of the groups, in the order of their colours."""
+    """``labels``: the labels of the groups, which get the colours in this order."""
     from matplotlib.figure import Figure
 
     height = 4.0 if chart.lines else 1.4 + 0.5 * len(chart.bars)
@@ -262,7 +100,7 @@ def _plotly(chart: Chart, labels: Sequence[str]) -> Any:
             y=[bar.label] * len(bar.points),
             mode="markers",
             marker={"color": colour, "symbol": "line-ns-open", "size": 9},
-            hovertemplate="a run: %{x:.4~g}<extra></extra>",
+            hovertemplate="run: %{x:.4~g}<extra></extra>",
             showlegend=False,
         )
         figure.add_scatter(
@@ -294,7 +132,7 @@ def _plotly(chart: Chart, labels: Sequence[str]) -> Any:
 
 
 def _colour(label: str, labels: Sequence[str]) -> str:
-    """That of the group whose label it is, or begins with."""
+    """The colour of the group whose label is ``label``, or its beginning."""
     for index, known in enumerate(labels):
         if label == known or label.startswith((f"{known} over ", f"{known} (")):
             return _COLOURS[index % len(_COLOURS)]
@@ -323,40 +161,35 @@ def _page(folder: Path, groups: Sequence[Group], metric: str, charts: Sequence[C
         env=env,
         script=get_plotlyjs(),
         when=datetime.now().strftime("%Y-%m-%d %H:%M"),
-        n_runs=len(runs),
-        n_groups=len(groups),
+        runs_in_groups=f"{_count(len(runs), 'run')} in {_count(len(groups), 'group')}",
         metric=html.escape(metric),
         verdicts=f"<ul>{lines}</ul>" if lines else "",
-        groups=_groups_html(groups, metric),
+        groups=_table(
+            ["group", "seeds", f"final {metric}, IQM", "95 % interval", "env steps/s"],
+            group_rows(groups, metric),
+        ),
         charts="\n".join(drawn),
         differences=_differences_html(runs),
         runs=_runs_html(folder, groups, metric),
     )
 
 
-def _groups_html(groups: Sequence[Group], metric: str) -> str:
-    rows = []
-    for group in groups:
-        finals = group.finals(metric)
-        value, low, high = with_interval(finals) if len(finals) else (np.nan, np.nan, np.nan)
-        speed = float(np.median([run.steps_per_second() for run in group.runs]))
-        interval = f"{low:.1f} to {high:.1f}" if np.isfinite(low) else "-"
-        rows.append([group.label, len(group.runs), f"{value:.1f}", interval, f"{speed:,.0f}"])
-    return _table(["group", "seeds", "final IQM", "95 % interval", "env steps/s"], rows)
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _differences_html(runs: Sequence[RunData]) -> str:
-    """Only what differs; a column per value would be too many, so the runs are counted."""
+    """The keys that differ, with the number of runs per value."""
     rows = []
     for key in differing_keys([run.config for run in runs]):
         counts: dict[str, int] = {}
         for run in runs:
             value = str(run.config.get(key, "-"))
             counts[value] = counts.get(value, 0) + 1
-        told = ", ".join(f"{value} ({count})" for value, count in counts.items())
-        rows.append([key, told])
+        shown = ", ".join(f"{value} ({count})" for value, count in counts.items())
+        rows.append([key, shown])
     if not rows:
-        return "<p>The configs are the same.</p>"
+        return "<p>All configs are equal.</p>"
     return _table(["key", "values (number of runs)"], rows)
 
 
@@ -373,7 +206,7 @@ def _runs_html(folder: Path, groups: Sequence[Group], metric: str) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A cell that is a pair is a link: its address and its text."""
+    """A cell that is a tuple is a link: its address and its text."""
     head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
     body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -391,7 +224,7 @@ _PAGE = """<!doctype html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{env}: {n_runs} runs compared</title>
+<title>{env}: {runs_in_groups}</title>
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem;
   padding: 0 1rem; color: #222; }}
@@ -408,13 +241,13 @@ th, td {{ text-align: left; padding: 0.25rem 0.9rem 0.25rem 0; border-bottom: 1p
 </head>
 <body>
 <h1>{env}</h1>
-<p class="when">{n_runs} runs in {n_groups} groups by {metric}, {when}</p>
+<p class="when">{runs_in_groups}, compared by {metric} on {when}</p>
 {verdicts}
 {groups}
 <div class="charts">
 {charts}
 </div>
-<h2>What differs in the configs</h2>
+<h2>Config differences</h2>
 {differences}
 <h2>Runs</h2>
 {runs}

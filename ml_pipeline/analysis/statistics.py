@@ -1,7 +1,7 @@
-"""Statistics over seeds, as Agarwal et al. (2021) advise: few runs, and honest about it.
+"""Statistics over seeds, as Agarwal et al. (2021) recommend for few runs.
 
-The interquartile mean is robust and wastes less than a median; intervals are bootstrapped over
-runs. All draws come from one fixed seed: the same runs give the same report.
+The interquartile mean is robust and uses more of the data than a median. Intervals are
+bootstrapped over runs, with a fixed seed: the same runs give the same report.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-FEW_SEEDS = 5  # with fewer runs on a side no difference is claimed
+FEW_SEEDS = 5  # with fewer runs in a group, no difference is claimed
 _N_DRAWS = 2_000
 _CONFIDENCE = 0.95
 
 
 class Estimate(NamedTuple):
-    """A figure with its 95 % interval; arrays where there are several."""
+    """A statistic with its 95 % interval; arrays if there are several."""
 
     value: Array
     low: Array
@@ -28,25 +28,25 @@ class Estimate(NamedTuple):
 
 
 def iqm(runs: Array) -> Array:
-    """Mean of the middle half of the runs, [n_runs, ...] -> [...]; of fewer than 4, of all."""
+    """Mean of the middle half of the runs, [n_runs, ...] -> [...]; below 4 runs, of all."""
     cut = len(runs) // 4
     ordered = np.sort(runs, axis=0)
     return np.asarray(ordered[cut : len(runs) - cut].mean(axis=0))
 
 
 def with_interval(runs: Array, statistic: Callable[[Array], Array] = iqm) -> Estimate:
-    """A statistic of [n_runs, ...] with its bootstrapped interval; one run has none: nan."""
+    """``statistic`` reduces axis 0 of [n_runs, ...]; its interval is nan for a single run."""
     runs = np.asarray(runs, dtype=np.float64)
     value = np.asarray(statistic(runs))
     if len(runs) < 2:
-        nothing = np.full_like(value, np.nan)
-        return Estimate(value, nothing, nothing)
-    draws = [statistic(runs[rows]) for rows in _resampled(len(runs), stream=0)]
-    return _estimate(value, np.asarray(draws))
+        unknown = np.full_like(value, np.nan)
+        return Estimate(value, unknown, unknown)
+    rows = _resampled(len(runs), stream=0)
+    return _estimate(value, statistic(runs[rows.T]))  # [n_runs, n_draws, ...] -> [n_draws, ...]
 
 
 def probability_of_improvement(ours: Array, theirs: Array) -> Estimate:
-    """That a run of ours ends above one of theirs; a tie is half. Each side is drawn by itself."""
+    """P(a run of ours ends above a run of theirs); a tie counts half. Sides resample separately."""
     better = np.sign(np.asarray(ours)[:, None] - np.asarray(theirs)[None, :]) * 0.5 + 0.5
     value = np.asarray(better.mean())
     if min(better.shape) < 2:
@@ -63,7 +63,7 @@ def performance_profile(finals: Array, thresholds: Array) -> Estimate:
 
 
 def verdict(label: str, ours: Array, other: str, theirs: Array) -> str:
-    """What may be said of two groups, in one line."""
+    """The claim that the runs of two groups support, in one line."""
     few = min(len(ours), len(theirs))
     if few < FEW_SEEDS:
         return (
@@ -80,7 +80,7 @@ def verdict(label: str, ours: Array, other: str, theirs: Array) -> str:
 
 
 def _resampled(n_runs: int, stream: int) -> NDArray[np.int64]:
-    """Which runs each draw takes, with replacement; [n_draws, n_runs]."""
+    """Indices of the runs in each draw, with replacement: [n_draws, n_runs]."""
     generator = np.random.default_rng([stream, n_runs])
     return generator.integers(0, n_runs, (_N_DRAWS, n_runs))
 

@@ -1,9 +1,10 @@
-"""Videos of a policy: whole episodes as mp4, by Gymnasium's own recorder."""
+"""Videos of a policy: complete episodes as mp4, by Gymnasium's own recorder."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ml_pipeline.protocols import Policy
 
 
 def record_video(
-    agent: Policy,
+    policy: Policy,
     make_env: Callable[[], gym.Env[Any, Any]],
     folder: Path,
     name: str,
@@ -25,24 +26,24 @@ def record_video(
     seed: int,
     deterministic: bool,
 ) -> tuple[Evaluation, list[Path]]:
-    """What was played, and ``<name>-episode-<k>.mp4``; the env must render to arrays."""
+    """Write ``<name>-episode-<k>.mp4`` per episode; the env must render to arrays."""
     import_extra("moviepy", needed_by="a video")
     env = make_env()
     if env.render_mode != "rgb_array":
-        raise UserError(f"a video needs an env of render_mode=rgb_array, not {env.render_mode}")
+        raise UserError(
+            f"render_mode={env.render_mode}: a video needs an env with render_mode=rgb_array"
+        )
     before = {path: path.stat().st_mtime_ns for path in folder.glob(f"{name}-episode-*.mp4")}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the folder exists, and which codec is used
+            warnings.simplefilter("ignore")  # about an existing folder and about the codec
             recorder = gym.wrappers.RecordVideo(
                 env, str(folder), lambda episode: True, name_prefix=name, disable_logger=True
             )
-            try:
+            with closing(recorder):
                 result = evaluate(
-                    agent, recorder, n_episodes=n_episodes, seed=seed, deterministic=deterministic
+                    policy, recorder, n_episodes=n_episodes, seed=seed, deterministic=deterministic
                 )
-            finally:
-                recorder.close()  # type: ignore[no-untyped-call]
     except gym.error.DependencyNotInstalled as error:
         raise missing_extra("a video", error) from error
     written = sorted(folder.glob(f"{name}-episode-*.mp4"))

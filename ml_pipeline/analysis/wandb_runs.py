@@ -1,4 +1,4 @@
-"""Runs that lie at Weights & Biases, brought into run folders: ``wandb:ENTITY/PROJECT[/RUN]``."""
+"""Runs stored at Weights & Biases, downloaded into run folders: ``wandb:ENTITY/PROJECT[/RUN]``."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ _ADDED_KEYS = ("env_name", "agent_name")  # for W&B's tables; not part of a run'
 
 
 class WandbError(UserError):
-    """What was asked for cannot be had from W&B."""
+    """W&B has no such runs, or they cannot be downloaded."""
 
 
 def download(address: str, into: Path = Path("runs/wandb")) -> list[Path]:
-    """Their folders; a run that was fetched before is fetched anew."""
+    """Download the runs at ``address``, replacing earlier downloads; returns their folders."""
     parts = address.removeprefix(PREFIX).split("/")
     if len(parts) not in (2, 3) or not all(parts):
-        raise WandbError(f"{address} leads nowhere; write wandb:ENTITY/PROJECT or one run of it")
+        raise WandbError(f"{address} is not a W&B address; write wandb:ENTITY/PROJECT[/RUN]")
     if not has_wandb_key():
-        raise WandbError(f"{address} needs a W&B key: wandb login, or WANDB_API_KEY")
+        raise WandbError(f"{address} needs a W&B key; run wandb login, or set WANDB_API_KEY")
     import wandb
 
     name = "/".join(parts)
     try:
         api = wandb.Api(timeout=20)
         found = [api.run(name)] if len(parts) == 3 else list(api.runs(name))
-        folders = [_kept(run, into / parts[1] / run.id) for run in found]
+        folders = [_save(run, into / parts[1] / run.id) for run in found]
     except UserError:
         raise
-    except Exception as error:  # whatever W&B raises
+    except Exception as error:  # W&B raises many types
         raise WandbError(f"{address} cannot be read: {first_line(error)}") from error
     if not folders:
-        raise WandbError(f"{address} holds no runs")
-    say(f"{address}: {len(folders)} runs fetched into {into / parts[1]}")
+        raise WandbError(f"{address} has no runs")
+    say(f"{address}: {len(folders)} runs downloaded to {into / parts[1]}")
     return folders
 
 
-def _kept(wandb_run: Any, path: Path) -> Path:
+def _save(wandb_run: Any, path: Path) -> Path:
     run = RunFolder(path)
     run.make()
     config = {

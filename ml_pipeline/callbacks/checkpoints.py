@@ -1,4 +1,4 @@
-"""Checkpoints: the latest state of a run, and the best by evaluation."""
+"""Checkpoints: saves the latest state of a run, and the best one by ``best_metric``."""
 
 from __future__ import annotations
 
@@ -6,33 +6,43 @@ import math
 from collections.abc import Mapping
 
 from ml_pipeline.callbacks.every_steps import EverySteps
-from ml_pipeline.protocols import Callback, StateDict, Trainer
+from ml_pipeline.metrics import EVAL_RETURN
+from ml_pipeline.protocols import StateDict
 from ml_pipeline.runs.checkpoint import BEST, save_checkpoint
+from ml_pipeline.runs.console import say
 from ml_pipeline.runs.resuming import save_latest
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.training.loop import Loop
 
 
-class Checkpoints(Callback):
-    """Saves ``latest`` every ``every_steps`` and at the end, ``best`` whenever it is beaten."""
+class Checkpoints(EverySteps):
+    """Saves ``latest`` every ``every_steps`` and at the end, ``best`` on each new maximum."""
 
-    def __init__(self, run: RunFolder, every_steps: float = 10_000) -> None:
+    def __init__(
+        self, run: RunFolder, every_steps: float = 10_000, best_metric: str = EVAL_RETURN
+    ) -> None:
+        super().__init__("every_steps", every_steps)
         self.run = run
-        self._every = EverySteps("every_steps", every_steps)
-        self.best_return = -math.inf
+        self.best_metric = best_metric
+        self.best_value = -math.inf
 
-    def on_train_start(self, trainer: Trainer) -> None:
-        self._every.begin(trainer)
+    def on_iteration_logged(self, loop: Loop, metrics: Mapping[str, float]) -> None:
+        value = metrics.get(self.best_metric, -math.inf)
+        if value > self.best_value:
+            self.best_value = value
+            save_checkpoint(self.run, BEST, loop.state_dict())
+        if self.is_due(loop):
+            save_latest(self.run, loop)
 
-    def on_iteration_logged(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        score = metrics.get("eval/episode_return", -math.inf)
-        if score > self.best_return:
-            self.best_return = score
-            save_checkpoint(self.run, BEST, trainer.state_dict())
-        if self._every.is_due(trainer):
-            save_latest(self.run, trainer)
+    def on_train_end(self, loop: Loop) -> None:
+        # A run without evaluation has no best checkpoint on purpose; another name may be a typo.
+        if self.best_value == -math.inf and self.best_metric != EVAL_RETURN:
+            say(f"best_metric={self.best_metric}: no iteration logged it, so best.pt was not saved")
 
     def state_dict(self) -> StateDict:
-        return {"best_return": self.best_return}
+        return {"best_return": self.best_value, "best_metric": self.best_metric}
 
     def load_state_dict(self, state: StateDict) -> None:
-        self.best_return = state["best_return"]
+        # A maximum of another metric says nothing about this one.
+        if state.get("best_metric", EVAL_RETURN) == self.best_metric:
+            self.best_value = state["best_return"]

@@ -1,26 +1,29 @@
-"""EverySteps: when something is due that is done every so many env steps, and at the end."""
+"""EverySteps: the base of callbacks that act every so many env steps and at the end of a run."""
 
 from __future__ import annotations
 
 from ml_pipeline.config.checks import integer_steps
-from ml_pipeline.protocols import Trainer
+from ml_pipeline.protocols import Callback
+from ml_pipeline.training.loop import Loop
 
 
-class EverySteps:
-    """Due at the first iteration's end at or beyond each multiple of ``n_steps``, and the last."""
+class EverySteps(Callback):
+    """Due at the first iteration end at or after each multiple of ``n_steps``, and at the last.
+
+    A subclass calls ``is_due`` once per iteration.
+    """
 
     def __init__(self, key: str, n_steps: float) -> None:
-        """``key``: what the config calls it, for the error if it is no whole number of steps."""
+        """``key`` is the config key of ``n_steps``; an error names it."""
         self.n_steps = integer_steps(key, n_steps)
         self._next = self.n_steps
 
-    def begin(self, trainer: Trainer) -> None:
-        """Before the first iteration, also of a resumed run, whose earlier ones were done."""
-        self._next = (trainer.env_steps // self.n_steps + 1) * self.n_steps
+    def on_train_start(self, loop: Loop) -> None:
+        """A resumed run does not repeat the multiples that it has passed."""
+        self._next = (loop.env_steps // self.n_steps + 1) * self.n_steps
 
-    def is_due(self, trainer: Trainer) -> bool:
-        """At the end of an iteration, where it is asked once."""
-        if trainer.env_steps < self._next and not trainer.is_last_iteration():
+    def is_due(self, loop: Loop) -> bool:
+        if loop.env_steps < self._next and not loop.is_last_iteration():
             return False
-        self.begin(trainer)
+        self._next = (loop.env_steps // self.n_steps + 1) * self.n_steps
         return True

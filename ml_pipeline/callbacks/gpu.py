@@ -1,4 +1,4 @@
-"""GpuReport: how busy the GPU is, and what this process holds of its memory."""
+"""GpuReport: logs GPU utilization and the GPU memory that this process holds."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Callable
 import torch
 
 from ml_pipeline.device import held_memory
-from ml_pipeline.protocols import Callback, Metrics, Trainer
+from ml_pipeline.protocols import Callback, Metrics
+from ml_pipeline.training.loop import Loop
 
 
 class GpuReport(Callback):
-    """Adds ``gpu/memory_mb`` and ``gpu/utilization`` where a run trains on a GPU.
+    """Adds ``gpu/memory_mb`` and ``gpu/utilization`` if a run trains on a GPU.
 
-    ``gpu/memory_mb`` is what this process holds. torch keeps what it once took, so it is also the
-    most that was in use so far. ``gpu/utilization`` is the share of the last moment, a second at
-    most, in which the GPU had something to do, for whatever process. It needs nvidia-ml-py (on
-    ROCm: amdsmi) and is left out where that is missing or cannot tell, as on MPS.
+    ``gpu/memory_mb`` is the memory that torch has reserved. torch keeps what it reserves, so this
+    is also the peak so far. ``gpu/utilization`` is the share of the last second or less in which
+    the GPU was busy, for any process. It needs nvidia-ml-py (on ROCm: amdsmi) and is absent if the
+    package is missing or cannot read it, as on MPS.
 
-    A reading takes up to milliseconds, so the rows in between have neither metric.
+    A reading takes up to milliseconds, so only one row per ``every_seconds`` has these metrics.
     """
 
     def __init__(
@@ -29,13 +30,13 @@ class GpuReport(Callback):
         every_seconds: float = 1.0,
         read_utilization: Callable[[torch.device], float] = torch.cuda.utilization,
     ) -> None:
-        """``read_utilization`` gives percent."""
+        """``read_utilization`` returns percent."""
         self.device = device
         self.every_seconds = every_seconds
         self._read_utilization = read_utilization if device.type == "cuda" else None
         self._last_read = -math.inf
 
-    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
+    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
         if self.device.type == "cpu":
             return
         now = time.monotonic()
@@ -54,6 +55,6 @@ class GpuReport(Callback):
             return None
         try:
             return self._read_utilization(self.device) / 100.0
-        except Exception:  # a missing package, a driver without it, a slice of a GPU: each its own
-            self._read_utilization = None  # it will not be there the next time, either
+        except Exception:  # a missing package, an old driver and a MIG slice raise different types
+            self._read_utilization = None  # it would fail again
             return None

@@ -1,17 +1,19 @@
-"""Pruning: a run that does worse than others did at the same point is not trained to its end."""
+"""Pruning: stops a trial early if it does worse than other trials did at the same point."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 from ml_pipeline.config.checks import integer_steps
-from ml_pipeline.protocols import Callback, Metrics, Trainer
+from ml_pipeline.metrics import EVAL_RETURN
+from ml_pipeline.protocols import Callback, Metrics
+from ml_pipeline.training.loop import Loop
 
-METRIC = "eval/episode_return"
+METRIC = EVAL_RETURN
 
 
 class PrunableTrial(Protocol):
-    """What is asked of a trial; Optuna's has it."""
+    """The part of an Optuna trial that pruning uses."""
 
     def report(self, value: float, step: int) -> None: ...
 
@@ -21,28 +23,37 @@ class PrunableTrial(Protocol):
 
 
 class Pruning(Callback):
-    """Tells ``trial`` of each evaluation and stops the run where the trial says so.
+    """Reports each evaluation to ``trial`` and stops the run if the trial should be pruned.
 
-    Trials differ in the size of their rollouts, so no two are evaluated at the same env step;
-    they are compared by how many times ``every_steps`` they have behind them. Not a callback to
-    be named in a config: it needs the trial of a study.
+    Trials have rollouts of different sizes, so they evaluate at different env steps. They are
+    compared by the number of ``every_steps`` intervals that they have completed. A config cannot
+    name this callback: it needs the trial of a study.
     """
 
-    def __init__(self, trial: PrunableTrial, *, every_steps: float, reported: set[int]) -> None:
-        """``reported`` are the points that a resumed run has told already."""
+    def __init__(
+        self,
+        trial: PrunableTrial,
+        *,
+        every_steps: float,
+        reported: set[int],
+        metric: str = EVAL_RETURN,
+    ) -> None:
+        """``reported`` holds the intervals that a resumed run has reported before."""
         self._trial = trial
+        self._metric = metric
         self._every_steps = integer_steps("every_steps", every_steps)
         self._reported = set(reported)
 
-    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
-        # Not in on_iteration_logged: the last checkpoint is saved there, and this may be the last.
-        point = trainer.env_steps // self._every_steps
-        if METRIC not in metrics or trainer.is_last_iteration():
+    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
+        # Not in on_iteration_logged: a stop must be known before the last checkpoint is saved.
+        value = metrics.get(self._metric)
+        if value is None or loop.is_last_iteration():
             return
+        point = loop.env_steps // self._every_steps
         if point not in self._reported:
-            self._trial.report(metrics[METRIC], point)
+            self._trial.report(value, point)
             self._reported.add(point)
         if self._trial.should_prune():
-            # Noted before the run ends: whoever takes up a killed trial must know.
+            # Before the run ends: a process that takes over a killed trial must know.
             self._trial.set_user_attr("pruned", True)
-            trainer.request_stop(f"pruned with {METRIC} {metrics[METRIC]:.1f}")
+            loop.request_stop(f"pruned with {self._metric} {value:.1f}")

@@ -8,15 +8,16 @@ from ml_pipeline.config.checks import check, integer_steps
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import Callback, Metrics, Trainer
+from ml_pipeline.protocols import Callback, Metrics
 from ml_pipeline.runs.console import say
+from ml_pipeline.training.loop import Loop
 
 
 class FollowFreeCores(Callback):
-    """Every ``every`` iterations gives the run ``envs_per_core`` envs for each free core.
+    """Every ``every`` iterations, sets the number of envs to ``envs_per_core`` per free core.
 
-    Free is what the load of the last minute leaves, this run's own share counted as free. What
-    such a run learns depends on what else the machine did: it cannot be repeated.
+    A core is free if the load of the last minute leaves it to this run; the run's own load does
+    not count. The result depends on the other load of the machine and cannot be reproduced.
     """
 
     def __init__(
@@ -31,29 +32,34 @@ class FollowFreeCores(Callback):
         self.max_envs = max_envs
         self.every = every
 
-    def on_train_start(self, trainer: Trainer) -> None:
-        if _growing_env(trainer) is None:
+    def on_train_start(self, loop: Loop) -> None:
+        if _resizable_env(loop) is None:
             raise UserError(
-                "callbacks.scaling needs envs in workers and collector=sync; choose "
+                "callbacks=scaling: needs envs in workers and collector=sync; choose "
                 "vec_env=parallel or vec_env=shared"
             )
         if not hasattr(os, "getloadavg"):
-            raise UserError("callbacks.scaling needs the load of the machine, unknown here")
+            raise UserError(
+                "callbacks=scaling: this system does not report its load; choose callbacks=default"
+            )
 
-    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
-        env = _growing_env(trainer)
-        if trainer.iteration % self.every or env is None:
+    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
+        env = _resizable_env(loop)
+        if loop.iteration % self.every or env is None:
             return
         own = metrics.get("workers/busy", 1.0) * env.n_workers + 1.0
         free = max(available_cores() - max(os.getloadavg()[0] - own, 0.0), 0.0)
         wanted = min(max(round(free * self.envs_per_core), self.min_envs), self.max_envs)
         before = env.num_envs
-        n_envs = trainer.resize(wanted)
+        n_envs = loop.resize(wanted)
         if n_envs != before:
-            say(f"{free:.1f} of {available_cores()} cores are free: {n_envs} envs, before {before}")
+            say(
+                f"{free:.1f} of {available_cores()} cores are free: "
+                f"changed from {before} to {n_envs} envs"
+            )
 
 
-def _growing_env(trainer: Trainer) -> ParallelEnv | None:
-    """The one env of the run, if its size can change."""
-    env = trainer.envs[0]
-    return env if isinstance(env, ParallelEnv) and len(trainer.envs) == 1 else None
+def _resizable_env(loop: Loop) -> ParallelEnv | None:
+    """The only vector env of the run, if its size can change."""
+    env = loop.envs[0]
+    return env if isinstance(env, ParallelEnv) and len(loop.envs) == 1 else None

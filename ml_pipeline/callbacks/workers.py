@@ -1,4 +1,4 @@
-"""WorkerReport: how busy the env workers are and what they hold; names a straggler."""
+"""WorkerReport: logs the load and memory of the env workers, and names a straggler."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import statistics
 
 from ml_pipeline.envs.vec_env import ParallelEnv, WorkerLoad
 from ml_pipeline.envs.workers.pool import env_names
-from ml_pipeline.protocols import Callback, Metrics, Trainer
+from ml_pipeline.protocols import Callback, Metrics
 from ml_pipeline.runs.console import say
+from ml_pipeline.training.loop import Loop
 
-_PATIENCE = 3  # iterations: one slow episode makes no straggler
+_PATIENCE = 3  # iterations; a single slow episode does not make a straggler
 
 
 class WorkerReport(Callback):
-    """Adds ``workers/busy`` and ``workers/rss_mb`` where envs run in workers.
+    """Adds ``workers/busy`` and ``workers/rss_mb`` if the envs run in workers.
 
-    ``workers/busy`` is the share of the collecting time that they spent in their envs, the mean
-    over the workers; ``workers/rss_mb`` the memory of the largest. A worker that is busy
-    ``straggler`` times as long as the median of the others, iteration after iteration, is named
-    once: all wait for it.
+    ``workers/busy`` is the share of the collection time that a worker spends in its envs, as a
+    mean over the workers. ``workers/rss_mb`` is the resident memory of the largest worker.
+    All workers wait for the slowest one. One that is busy ``straggler`` times as long as the
+    median of the others, for several iterations in a row, is named once.
     """
 
     def __init__(self, straggler: float = 1.5) -> None:
@@ -27,19 +28,19 @@ class WorkerReport(Callback):
         self._suspect: tuple[int, int] = (-1, 0)  # pid, iterations in a row
         self._named: set[int] = set()
 
-    def on_train_start(self, trainer: Trainer) -> None:
-        self._last = {load.pid: load.busy_seconds for load in _worker_loads(trainer)}
+    def on_train_start(self, loop: Loop) -> None:
+        self._last = {load.pid: load.busy_seconds for load in _worker_loads(loop)}
 
-    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
-        loads = _worker_loads(trainer)
+    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
+        loads = _worker_loads(loop)
         if not loads:
             return
         busy = [load.busy_seconds - self._last.get(load.pid, 0.0) for load in loads]
         self._last = {load.pid: load.busy_seconds for load in loads}
         metrics["workers/busy"] = statistics.mean(busy) / metrics["time/collect_seconds"]
-        memory = [load.rss_mb for load in loads if load.rss_mb is not None]
-        if memory:
-            metrics["workers/rss_mb"] = max(memory)
+        resident = [load.rss_mb for load in loads if load.rss_mb is not None]
+        if resident:
+            metrics["workers/rss_mb"] = max(resident)
         self._name_straggler(loads, busy)
 
     def _name_straggler(self, loads: list[WorkerLoad], busy: list[float]) -> None:
@@ -61,11 +62,11 @@ class WorkerReport(Callback):
             )
 
 
-def _worker_loads(trainer: Trainer) -> list[WorkerLoad]:
-    """Of all workers of the run; the envs of a second half are numbered on."""
+def _worker_loads(loop: Loop) -> list[WorkerLoad]:
+    """The load of every worker; env numbers continue from one vector env to the next."""
     loads: list[WorkerLoad] = []
     first = 0
-    for env in trainer.envs:
+    for env in loop.envs:
         if isinstance(env, ParallelEnv):
             for load in env.worker_loads():
                 loads.append(load._replace(rows=[first + row for row in load.rows]))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from ml_pipeline.config.checks import check, integer_steps
+from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 
 VEC_ENV_MODES = ("auto", "serial", "parallel", "shared")
 START_METHODS = ("spawn", "fork", "forkserver")
@@ -82,8 +83,8 @@ class TrainConfig:
     precision: str = "float32"  # of matrix products on a GPU; tf32 and bf16 are faster
     resume: Optional[str] = None  # a run folder
     trust: bool = False  # resume envs that another user saved: unpickling them can run any code
-    objective: str = "rollout/episode_return_mean_100"  # the metric that sweeps maximise
-    best_metric: str = "eval/episode_return"  # the metric that decides which checkpoint is best
+    objective: str = MEAN_RETURN  # the metric that sweeps maximise
+    best_metric: str = EVAL_RETURN  # the metric that decides which checkpoint is best
     env: EnvConfig = field(default_factory=EnvConfig)
     agent: Any = field(default_factory=dict)  # an AgentConfig, of the class of its algorithm
     network: dict[str, Any] = field(default_factory=dict)  # a _target_ entry

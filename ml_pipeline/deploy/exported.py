@@ -1,10 +1,9 @@
-"""ExportedPolicy: a policy from one file, with neither its run nor its network's code.
+"""ExportedPolicy: a policy from one file; needs neither its run nor the code of its network.
 
-What loading trusts. An .onnx file is data: onnxruntime runs its graph and nothing else. A .pt2
-file is read by ``torch.export.load``, here with pickles held to plain tensors; but torch says
-itself that it trusts its file (it reads sizes as sympy expressions, which Python evaluates). So
-load a .pt2 only from people whose programs you would run. Neither makes an env: whoever does, from
-the metadata's ``env``, calls the classes that are named there.
+Safety: an .onnx file is data, and onnxruntime only runs its graph. A .pt2 file is read by
+``torch.export.load``, which is limited to plain tensors here. torch still trusts the file: Python
+evaluates its sizes as sympy expressions. Load a .pt2 only from people whose programs you would
+run. Loading creates no env. Creating one from the metadata's ``env`` calls the classes named there.
 """
 
 from __future__ import annotations
@@ -33,15 +32,16 @@ from ml_pipeline.agents.space_data import space_from_data
 from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.extras import import_extra
 
-METADATA_FORMAT = 1  # raised when an older reader could not make sense of the metadata
-METADATA_FILE = "metadata.json"  # within a .pt2
-METADATA_KEY = "ml_pipeline"  # within an .onnx
+METADATA_FORMAT = 1  # increased when older readers cannot use the metadata
+METADATA_FILE = "metadata.json"  # inside a .pt2
+METADATA_KEY = "ml_pipeline"  # inside an .onnx
+
 
 Arrays = dict[str, NDArray[Any]]  # by name of input or output, [batch, ...] each
 
 
 class PolicyFileError(UserError):
-    """A file that is no exported policy, or one that cannot be read here."""
+    """A file that is not an exported policy, or that cannot be read."""
 
 
 class TensorSpec(NamedTuple):
@@ -49,14 +49,14 @@ class TensorSpec(NamedTuple):
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    leaf: str | None  # of the observation; None: not part of it
+    leaf: str | None  # of the observation; None: not part of the observation
 
 
 class ExportedPolicy:
-    """What ``play``, ``serve`` and ``evaluate`` need of a policy; it always acts greedily."""
+    """A ``Policy`` that always acts greedily."""
 
     def __init__(self, run: Callable[[Arrays], Arrays], metadata: dict[str, Any]) -> None:
-        """``run``: all inputs by name, in the metadata's order, to all outputs by name."""
+        """``run`` maps the inputs, by name and in the metadata's order, to the outputs by name."""
         self.run = run
         self.metadata = metadata
         self.observation_space = space_from_data(metadata["observation_space"])
@@ -81,10 +81,10 @@ class ExportedPolicy:
 
     @classmethod
     def load(cls, path: Path | str) -> ExportedPolicy:
-        """The policy of a .pt2 or .onnx file; which it is, is seen by what it holds."""
+        """Read a .pt2 or .onnx file; the content decides the format, not the name."""
         if Path(path).is_dir():
             raise PolicyFileError(
-                f"{path} is a folder; export a run first: python -m ml_pipeline export {path}"
+                f"{path} is a folder; export the run first: python -m ml_pipeline export {path}"
             )
         try:
             content = Path(path).read_bytes()
@@ -94,17 +94,19 @@ class ExportedPolicy:
 
     @classmethod
     def from_bytes(cls, content: bytes, name: str) -> ExportedPolicy:
-        """``name`` stands in errors."""
+        """``name`` is used in errors."""
         is_pt2 = zipfile.is_zipfile(io.BytesIO(content))
         try:
             run, text = (_load_pt2 if is_pt2 else _load_onnx)(content)
         except UserError:
             raise
-        except Exception as error:  # both libraries raise what they like
-            raise PolicyFileError(f"{name} is no exported policy: {first_line(error)}") from error
+        except Exception as error:  # both libraries raise many types
+            raise PolicyFileError(
+                f"{name} is not an exported policy: {first_line(error)}"
+            ) from error
         if not text:
             raise PolicyFileError(
-                f"{name} was not made by python -m ml_pipeline export: it has no metadata"
+                f"{name} has no metadata; create it with: python -m ml_pipeline export RUN"
             )
         try:
             metadata = json.loads(text)
@@ -114,7 +116,7 @@ class ExportedPolicy:
         except (ValueError, KeyError, TypeError) as error:
             raise PolicyFileError(f"{name} has damaged metadata: {error!r}") from error
         raise PolicyFileError(
-            f"{name} has metadata of format {metadata['format']}, this version reads "
+            f"{name} has metadata format {metadata['format']}, but this version reads format "
             f"{METADATA_FORMAT}; export the run again"
         )
 
@@ -130,11 +132,13 @@ class ExportedPolicy:
         action_mask: NDArray[np.bool_] | None = None,
         memory: Tensor | None = None,
     ) -> NDArray[np.generic]:
-        """[n_envs, *obs] -> [n_envs, *act], fit for ``env.step``; ``memory`` goes on in place."""
+        """[n_envs, *obs] -> [n_envs, *act] for ``env.step``; updates ``memory`` in place."""
         if not deterministic:
-            raise ValueError("an exported policy acts greedily; to sample, load the run itself")
+            raise ValueError(
+                "deterministic=False: an exported policy acts greedily; to sample, load the run"
+            )
         if self.state_size and memory is None:
-            raise ValueError("this policy has a memory; pass memory=policy.new_memory(n_envs)")
+            raise ValueError("this policy is recurrent; pass memory=policy.new_memory(n_envs)")
         state = None if memory is None else memory.numpy()
         leaves = self.reader.read(obs)
         outputs = self.run(self.named_inputs(leaves, action_mask=action_mask, state=state))
@@ -149,14 +153,16 @@ class ExportedPolicy:
         action_mask: NDArray[np.bool_] | None,
         state: NDArray[Any] | None,
     ) -> Arrays:
-        """All that ``run`` takes, in its order; the mask, wherever it is, leaves an action."""
+        """The arguments of ``run``, in its order; refuses a mask that allows no action."""
         own = {MASK: action_mask, MEMORY: state}
         inputs = {
             name: own[name] if each.leaf is None else leaves[each.leaf]
             for name, each in self.inputs.items()
         }
         if self.wants_mask and action_mask is None:
-            raise MaskError("this policy wants masks; pass action_mask=policy.mask_of(infos)")
+            raise MaskError(
+                "this policy needs action masks; pass action_mask=policy.mask_of(infos)"
+            )
         mask = action_mask if self.wants_mask else None
         if self.mask_leaf is not None:
             mask = leaves[self.mask_leaf] != 0
@@ -165,28 +171,28 @@ class ExportedPolicy:
         return {name: np.asarray(each) for name, each in inputs.items()}
 
     def to_env_action(self, action: NDArray[Any]) -> NDArray[Any]:
-        """The output ``action`` in the dtype of the action space: a graph knows fewer of them."""
+        """The output ``action`` in the dtype of the action space; graphs support fewer dtypes."""
         return action.astype(self.action_space.dtype, copy=False)
 
     def new_memory(self, n_envs: int) -> Tensor | None:
-        """The memory of a policy that has one, at the beginning of ``n_envs`` episodes."""
+        """The initial recurrent state of ``n_envs`` episodes, or None if there is none."""
         return torch.zeros(n_envs, self.state_size) if self.state_size else None
 
     def mask_of(self, infos: Mapping[str, Any]) -> NDArray[np.bool_] | None:
-        """The masks in a vector env's infos, [n_envs, n]."""
+        """The masks in a vector env's infos, [n_envs, n], or None if the policy uses none."""
         return masks_in(infos) if self.wants_mask else None
 
 
 def _load_pt2(content: bytes) -> tuple[Callable[[Arrays], Arrays], str]:
     extra = {METADATA_FILE: ""}
     with _plain_pickles_only(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch about its own formats
+        warnings.simplefilter("ignore")  # torch warns about its own formats
         program = torch.export.load(io.BytesIO(content), extra_files=extra)
         module = program.module()
 
     def run(inputs: Arrays) -> Arrays:
         with torch.no_grad():
-            # Contiguous: torch takes no array that runs backwards, as flipped images do.
+            # torch refuses arrays with negative strides, such as flipped images.
             tensors = {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in inputs.items()}
             return {name: each.numpy() for name, each in module(tensors).items()}
 
@@ -195,7 +201,7 @@ def _load_pt2(content: bytes) -> tuple[Callable[[Arrays], Arrays], str]:
 
 @contextmanager
 def _plain_pickles_only() -> Iterator[None]:
-    """Have ``torch.load`` refuse code, also where ``torch.export.load`` asks it not to."""
+    """Make ``torch.load`` refuse code, even if ``torch.export.load`` allows it."""
     forced = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
     before = {name: os.environ.get(name) for name in forced}
     os.environ.update(forced)
@@ -212,7 +218,7 @@ def _plain_pickles_only() -> Iterator[None]:
 def _load_onnx(content: bytes) -> tuple[Callable[[Arrays], Arrays], str]:
     onnxruntime = import_extra("onnxruntime", needed_by="an .onnx file")
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what it says besides is raised, too
+    options.log_severity_level = 4  # its errors are raised, too
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_outputs()]
 

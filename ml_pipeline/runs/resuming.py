@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ml_pipeline.envs.workers.worker import WorkerError
-from ml_pipeline.protocols import StateDict, Trainer
+from ml_pipeline.protocols import StateDict
 from ml_pipeline.runs.checkpoint import (
     LATEST,
     CheckpointError,
@@ -21,12 +21,13 @@ from ml_pipeline.runs.env_snapshots import (
     sweep_snapshots,
 )
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.training.loop import Loop
 
 # In the place of a token, where the checkpoint itself holds the envs: they are tensors.
 _IN_CHECKPOINT = "in the checkpoint"
 
 
-def save_latest(run: RunFolder, trainer: Trainer) -> None:
+def save_latest(run: RunFolder, trainer: Loop) -> None:
     """Save what a resume needs: first the envs, then the checkpoint that refers to them.
 
     A kill in between leaves the checkpoint before, and the envs that it refers to.
@@ -38,7 +39,7 @@ def save_latest(run: RunFolder, trainer: Trainer) -> None:
     sweep_snapshots(run, keep=token)
 
 
-def _save_envs(run: RunFolder, trainer: Trainer) -> str | None:
+def _save_envs(run: RunFolder, trainer: Loop) -> str | None:
     try:
         snapshots = trainer.env_snapshots()
         if snapshots is None:

@@ -1,4 +1,4 @@
-"""Statistics over seeds against hand arithmetic, and intervals that hold what they promise."""
+"""Statistics over seeds against hand arithmetic, and the coverage of their intervals."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from ml_pipeline.analysis.statistics import (
 )
 
 
-def test_the_iqm_is_the_mean_of_the_middle_half() -> None:
+def test_iqm_is_the_mean_of_the_middle_half() -> None:
     assert iqm(np.array([100.0, 1.0, 2.0, 3.0, -50.0, 4.0, 5.0, 6.0])) == np.mean([2, 3, 4, 5])
     assert iqm(np.array([1.0, 5.0, 9.0])) == 5.0
     runs = np.arange(8.0)[:, None] * np.array([1.0, 2.0])
     assert iqm(runs).tolist() == [3.5, 7.0]
 
 
-def test_a_95_percent_interval_holds_the_truth_about_so_often() -> None:
+def test_95_percent_interval_contains_the_true_mean_about_as_often() -> None:
     generator = np.random.default_rng(1)
-    held = 0
+    hits = 0
     for _ in range(200):
         runs = generator.normal(3.0, 2.0, 30)
         _, low, high = with_interval(runs, lambda values: values.mean(axis=0))
-        held += bool(low <= 3.0 <= high)
+        hits += bool(low <= 3.0 <= high)
 
-    assert 0.88 <= held / 200 <= 0.99
+    assert 0.88 <= hits / 200 <= 0.99
 
 
-def test_the_same_runs_give_the_same_interval() -> None:
+def test_same_runs_give_the_same_interval() -> None:
     runs = np.array([1.0, 4.0, 2.0, 8.0, 5.0])
 
     assert with_interval(runs) == with_interval(runs.copy())
 
 
-def test_one_run_has_no_interval() -> None:
+def test_single_run_has_no_interval() -> None:
     value, low, high = with_interval(np.array([3.0]))
 
     assert value == 3.0
     assert np.isnan([low, high]).all()
 
 
-def test_the_probability_of_improvement_counts_pairs_and_halves_ties() -> None:
+def test_probability_of_improvement_counts_pairs_and_half_of_ties() -> None:
     value, low, high = probability_of_improvement(np.array([1.0, 2.0]), np.array([1.0, 0.0]))
 
     assert value == (0.5 + 1.0 + 1.0 + 1.0) / 4
     assert low <= value <= high
 
 
-def test_a_profile_is_the_share_of_runs_at_or_above() -> None:
+def test_performance_profile_is_the_share_of_runs_at_or_above_a_threshold() -> None:
     value, _, _ = performance_profile(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.0, 2.0, 5.0]))
 
     assert value.tolist() == [1.0, 0.75, 0.0]
@@ -68,7 +68,7 @@ def test_a_profile_is_the_share_of_runs_at_or_above() -> None:
         ([1.0, 2, 3, 4, 5], [1.0, 2, 3, 4, 5], "no difference can be claimed between a and b"),
     ],
 )
-def test_a_difference_is_claimed_only_where_it_is_seen(
+def test_a_difference_is_claimed_only_if_the_runs_support_it(
     ours: list[float], theirs: list[float], words: str
 ) -> None:
     assert verdict("a", np.array(ours), "b", np.array(theirs)).startswith(words)

@@ -1,4 +1,4 @@
-"""The habits of a run: when it evaluates, which checkpoints it keeps, how its workers do."""
+"""Callbacks: the schedule of evaluations and checkpoints, and the reports on workers and GPU."""
 
 from __future__ import annotations
 
@@ -16,25 +16,36 @@ from conftest import read_rows, small
 from tiny_envs import SlowEnv
 
 from ml_pipeline.build import train
+from ml_pipeline.callbacks.checkpoints import Checkpoints
 from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
 from ml_pipeline.callbacks.gpu import GpuReport
 from ml_pipeline.callbacks.workers import WorkerReport
 from ml_pipeline.envs.vec_env import ParallelEnv
+from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.signals import Interrupted
 
 
-def test_evaluations_come_every_so_many_steps_and_at_the_end(here: Path) -> None:
+def evaluated_steps(run: Path) -> list[int]:
+    return [int(row["env_steps"]) for row in read_rows(run) if row[EVAL_RETURN]]
+
+
+def test_evaluations_follow_the_schedule_and_the_last_iteration(here: Path) -> None:
     settings = small(total_steps=32 * 7, callbacks__evaluation__eval_every_steps=64)
 
-    rows = read_rows(train(settings).run_dir)
-
-    evaluated = [int(row["env_steps"]) for row in rows if row["eval/episode_return"]]
-    assert evaluated == [64, 128, 192, 224]
+    assert evaluated_steps(train(settings).run_dir) == [64, 128, 192, 224]
 
 
-def test_evaluation_does_not_change_the_training(here: Path) -> None:
+def test_resumed_run_follows_its_new_schedule(here: Path) -> None:
+    run = train(small(callbacks__evaluation__eval_every_steps=100_000)).run_dir
+
+    train([f"resume={run}", "total_steps=256", "callbacks.evaluation.eval_every_steps=64"])
+
+    assert evaluated_steps(run) == [64, 128, 192, 256]
+
+
+def test_evaluation_does_not_change_training(here: Path) -> None:
     often, never = (
         read_rows(train([*small(total_steps=128), *more]).run_dir)
         for more in (["callbacks.evaluation.eval_every_steps=1"], ["~callbacks.evaluation"])
@@ -44,60 +55,88 @@ def test_evaluation_does_not_change_the_training(here: Path) -> None:
     assert strip == never
 
 
-def test_an_evaluation_that_was_cut_short_is_made_up_for_after_a_resume() -> None:
-    def no_env() -> Any:
+def test_resumed_run_repeats_an_interrupted_evaluation() -> None:
+    def interrupt() -> Any:
         raise Interrupted(signal.SIGINT)
 
-    trainer: Any = SimpleNamespace(env_steps=100, is_last_iteration=lambda: False)
-    stopped = PeriodicEvaluation(no_env, seed=1, eval_every_steps=100)  # type: ignore[arg-type]
-    stopped.on_train_start(SimpleNamespace(env_steps=50))  # type: ignore[arg-type]
+    make_env: Any = interrupt
+    loop: Any = SimpleNamespace(env_steps=50, is_last_iteration=lambda: False)
+    stopped = PeriodicEvaluation(make_env, seed=1, eval_every_steps=100)
+    stopped.on_train_start(loop)
+    loop.env_steps = 100
     with pytest.raises(Interrupted):
-        stopped.on_iteration_end(trainer, {})
-    resumed = PeriodicEvaluation(no_env, seed=1, eval_every_steps=100)  # type: ignore[arg-type]
+        stopped.on_iteration_end(loop, {})
+    resumed = PeriodicEvaluation(make_env, seed=1, eval_every_steps=100)
     resumed.load_state_dict(stopped.state_dict())
-    resumed.on_train_start(trainer)
+    resumed.on_train_start(loop)
 
-    trainer.env_steps = 150
-    with pytest.raises(Interrupted):  # it tries again
-        resumed.on_iteration_end(trainer, {})
-
-
-def test_best_is_the_checkpoint_of_the_best_evaluation(here: Path) -> None:
-    settings = small(total_steps=320, callbacks__evaluation__eval_every_steps=32)
-    run = train([*settings, "agent.learning_rate=0.05"]).run_dir
-    rows = read_rows(run)
-    returns = [float(row["eval/episode_return"]) for row in rows]
-
-    best = load_checkpoint(RunFolder.open(run), "best")
-    latest = load_checkpoint(RunFolder.open(run), "latest")
-
-    assert best["env_steps"] == int(rows[returns.index(max(returns))]["env_steps"])
-    assert latest["env_steps"] == 320
-    assert best["callbacks"]["checkpoints"]["best_return"] == max(returns)
+    loop.env_steps = 150
+    with pytest.raises(Interrupted):
+        resumed.on_iteration_end(loop, {})
 
 
-def test_a_resumed_run_beats_its_old_best_or_keeps_it(here: Path) -> None:
+def test_best_is_the_checkpoint_of_the_best_evaluation_also_after_a_resume(here: Path) -> None:
     settings = small(total_steps=320, callbacks__evaluation__eval_every_steps=32)
     run = train([*settings, "agent.learning_rate=0.05"]).run_dir
 
-    train([f"resume={run}", "total_steps=640"])
+    for total_steps in (320, 640):
+        if total_steps > 320:
+            train([f"resume={run}", f"total_steps={total_steps}"])
+        rows = read_rows(run)
+        returns = [float(row[EVAL_RETURN]) for row in rows]
+        best, latest = (load_checkpoint(RunFolder.open(run), name) for name in ("best", "latest"))
 
-    rows = read_rows(run)
-    best = load_checkpoint(RunFolder.open(run), "best")["callbacks"]["checkpoints"]["best_return"]
-    assert best == max(float(row["eval/episode_return"]) for row in rows)
-
-
-def test_a_resumed_run_follows_the_schedule_it_is_given(here: Path) -> None:
-    run = train(small(callbacks__evaluation__eval_every_steps=100_000)).run_dir
-
-    train([f"resume={run}", "total_steps=256", "callbacks.evaluation.eval_every_steps=64"])
-
-    rows = read_rows(run)
-    evaluated = [int(row["env_steps"]) for row in rows if row["eval/episode_return"]]
-    assert evaluated == [64, 128, 192, 256]
+        assert best["env_steps"] == int(rows[returns.index(max(returns))]["env_steps"])
+        assert best["callbacks"]["checkpoints"]["best_return"] == max(returns)
+        assert latest["env_steps"] == total_steps
 
 
-def test_a_run_tells_how_busy_its_workers_are_and_what_they_hold(here: Path) -> None:
+def logged(callback: Checkpoints, *values: float) -> None:
+    """Log ``eval/win`` in one iteration per value; iteration i ends at env step i + 1."""
+    for index, value in enumerate(values):
+        steps = index + 1
+        loop: Any = SimpleNamespace(
+            env_steps=steps, is_last_iteration=lambda: False, state_dict=partial(dict, steps=steps)
+        )
+        callback.on_iteration_logged(loop, {EVAL_RETURN: float(steps), "eval/win": value})
+
+
+def test_best_metric_decides_which_checkpoint_is_the_best(here: Path) -> None:
+    run = RunFolder(here / "run")
+    run.make()
+
+    logged(Checkpoints(run, best_metric="eval/win"), 0.5, 0.9, 0.7)
+
+    assert load_checkpoint(run, "best")["steps"] == 2
+
+
+def test_resume_with_another_best_metric_forgets_the_old_maximum(here: Path) -> None:
+    run = RunFolder(here / "run")
+    run.make()
+    old = Checkpoints(run)
+    logged(old, 0.9, 0.9)
+    same, other = Checkpoints(run), Checkpoints(run, best_metric="eval/win")
+
+    for resumed in (same, other):
+        resumed.load_state_dict(old.state_dict())
+
+    assert same.best_value == 2.0
+    logged(other, 0.1)
+    assert load_checkpoint(run, "best")["steps"] == 1
+
+
+def test_best_metric_that_no_iteration_logs_is_reported(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop: Any = SimpleNamespace()
+    for best_metric in (EVAL_RETURN, "eval/wim"):
+        Checkpoints(RunFolder(here), best_metric=best_metric).on_train_end(loop)
+
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("best_metric=eval/wim: no iteration logged it")
+
+
+def test_run_logs_the_load_and_memory_of_its_workers(here: Path) -> None:
     result = train([*small(n_envs=4), "vec_env=parallel", "vec_env.start_method=fork"])
 
     with (result.run_dir / "metrics.csv").open(newline="") as file:
@@ -108,27 +147,27 @@ def test_a_run_tells_how_busy_its_workers_are_and_what_they_hold(here: Path) -> 
         assert all(5.0 < float(row["workers/rss_mb"]) < 2000.0 for row in rows)
 
 
-def test_a_straggler_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_straggler_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     env_fns = [partial(SlowEnv, seconds) for seconds in (0.001, 0.001, 0.01, 0.01)]
     env = ParallelEnv(env_fns, n_workers=2, start_method="fork", seed=1)
-    trainer: Any = SimpleNamespace(envs=[env])
+    loop: Any = SimpleNamespace(envs=[env])
     callback = WorkerReport(straggler=1.5)
     env.reset()
-    callback.on_train_start(trainer)
-    for _ in range(20):  # a machine that stalls may spoil some
+    callback.on_train_start(loop)
+    for _ in range(20):  # more than needed: a busy machine may spoil some
         for _ in range(3):
             env.step(np.zeros(4, dtype=np.int64))
         metrics = {"time/collect_seconds": 0.1}
-        callback.on_iteration_end(trainer, metrics)
+        callback.on_iteration_end(loop, metrics)
         assert metrics["workers/busy"] > 0.0
     env.close()
 
-    told = capsys.readouterr().out
-    assert told.count("straggler: the worker of envs 2-3 is busy") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("straggler: the worker of envs 2-3 is busy") == 1
 
 
 class Counter:
-    """Stands for NVML, which gives percent, or fails."""
+    """Stands in for NVML, which returns percent or raises."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -142,29 +181,28 @@ class Counter:
 
 
 def reports(device: str, nvml: Counter, *, every_seconds: float) -> list[dict[str, float]]:
-    """What three iterations in a row are told."""
+    """The metrics that three iterations in a row get."""
     callback = GpuReport(torch.device(device), every_seconds, nvml)
+    loop: Any = SimpleNamespace()
     rows: list[dict[str, float]] = [{}, {}, {}]
     for row in rows:
-        callback.on_iteration_end(SimpleNamespace(), row)  # type: ignore[arg-type]
+        callback.on_iteration_end(loop, row)
     return rows
 
 
-def test_a_gpu_is_read_again_when_its_time_has_come_and_told_as_a_share() -> None:
+def test_gpu_utilization_is_a_share_and_is_read_once_per_interval() -> None:
     often, once = Counter(), Counter()
 
-    told = [row["gpu/utilization"] for row in reports("cuda", often, every_seconds=0.0)]
+    shares = [row["gpu/utilization"] for row in reports("cuda", often, every_seconds=0.0)]
     rare = reports("cuda", once, every_seconds=1000.0)
 
-    assert told == [0.1, 0.2, 0.3]
+    assert shares == [0.1, 0.2, 0.3]
     assert [sorted(row) for row in rare] == [["gpu/memory_mb", "gpu/utilization"], [], []]
     assert once.n_calls == 1
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("pynvml"), RuntimeError("no driver")])
-def test_a_utilization_that_cannot_be_read_is_left_out_and_not_asked_for_again(
-    error: Exception,
-) -> None:
+def test_unreadable_gpu_utilization_is_absent_and_not_read_again(error: Exception) -> None:
     nvml = Counter(error)
 
     rows = reports("cuda", nvml, every_seconds=0.0)
@@ -173,7 +211,7 @@ def test_a_utilization_that_cannot_be_read_is_left_out_and_not_asked_for_again(
     assert nvml.n_calls == 1
 
 
-def test_a_run_on_the_cpu_has_no_gpu_to_tell_of(here: Path) -> None:
+def test_run_on_the_cpu_logs_no_gpu_metrics(here: Path) -> None:
     nvml = Counter()
 
     assert reports("cpu", nvml, every_seconds=0.0) == [{}, {}, {}]

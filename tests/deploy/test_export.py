@@ -1,13 +1,16 @@
-"""One file per policy: it does what the live policy does, says what it is, and runs no code."""
+"""An exported file: plays like the live policy, describes itself, and runs no code."""
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import sys
 import zipfile
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -19,54 +22,45 @@ from tiny_envs import ForbiddingEnv, SpaceEnv
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.analysis.evaluate import evaluate
-from ml_pipeline.build import load_agent, train
+from ml_pipeline.build import train
 from ml_pipeline.deploy.export import _leaf_names
 from ml_pipeline.deploy.exported import ExportedPolicy, PolicyFileError
+from ml_pipeline.door.load import load_agent
 
-pytestmark = pytest.mark.xdist_group("export")  # its fixtures are made once
+pytestmark = pytest.mark.xdist_group("export")  # a case is trained and exported once
 
-SMALL_CNN = "{channels: [4], kernels: [3], strides: [1], hidden_size: 8}"
+SMALL_CNN = "{channels:[4],kernels:[3],strides:[1],hidden_size:8}"
+FORBIDDING = "env.target=tiny_envs.ForbiddingEnv"
+SHARED_GRU = "network=lstm network.cell=gru agent.shared_trunk=true"
 
-# What is trained -> the inputs and the shape of the action that the file must have.
-CASES: dict[str, tuple[list[str], list[str], list[int]]] = {
-    "cartpole": (["env=cartpole"], ["obs"], []),
-    "normalised": (["env=cartpole", "agent.normalize_obs=true"], ["obs"], []),
-    "gaussian": (["env=pendulum", "agent.log_std_init=1"], ["obs"], [1]),
-    "squashed": (["env=pendulum", "agent.box_policy=squashed"], ["obs"], [1]),
-    "gsde": (["env=pendulum", "agent.box_policy=gsde"], ["obs"], [1]),
+# Name -> overrides of the run, inputs of the file, shape of its action.
+CASES: dict[str, tuple[str, str, list[int]]] = {
+    "cartpole": ("env=cartpole", "obs", []),
+    "normalised": ("env=cartpole agent.normalize_obs=true", "obs", []),
+    "gaussian": ("env=pendulum agent.log_std_init=1", "obs", [1]),
+    "squashed": ("env=pendulum agent.box_policy=squashed", "obs", [1]),
+    "gsde": ("env=pendulum agent.box_policy=gsde", "obs", [1]),
     "mixed": (
-        ["env.target=tiny_envs.MixedEnv", "network=dict", f"+network.cnn={SMALL_CNN}"],
-        ["choice", "image", "vector"],
+        f"env.target=tiny_envs.MixedEnv network=dict +network.cnn={SMALL_CNN}",
+        "choice image vector",
         [2],
     ),
     "cnn": (
-        ["env.target=test_export.make_camera", "network=cnn", "network.channels=[4,4,4]"],
-        ["obs"],
+        "env.target=test_export.make_camera network=cnn network.channels=[4,4,4]",
+        "obs",
         [2, 2],
     ),
-    "mask in obs": (
-        ["env.target=tiny_envs.ForbiddingEnv", "+env.kwargs.where=obs"],
-        ["action_mask", "observation"],
-        [],
-    ),
-    "mask in info": (
-        ["env.target=tiny_envs.ForbiddingEnv", "agent.action_mask=info"],
-        ["obs", "action_mask"],
-        [],
-    ),
-    "lstm": (["env=cartpole", "network=lstm"], ["obs", "state"], []),
+    "mask in obs": (f"{FORBIDDING} +env.kwargs.where=obs", "action_mask observation", []),
+    "mask in info": (f"{FORBIDDING} agent.action_mask=info", "obs action_mask", []),
+    "lstm": ("env=cartpole network=lstm", "obs state", []),
     "shared gru": (
-        [
-            "env.target=tiny_envs.NoisyEnv",
-            "network=lstm",
-            "network.cell=gru",
-            "agent.shared_trunk=true",
-        ],
-        ["parts_0", "parts_1", "parts_2", "vector", "state"],
+        f"env.target=tiny_envs.NoisyEnv {SHARED_GRU}",
+        "parts_0 parts_1 parts_2 vector state",
         [2],
     ),
 }
-LONGER = [("lstm", "pt2"), *((case, "onnx") for case in CASES if case not in ("normalised", "cnn"))]
+_SIMILAR = ("gaussian", "gsde", "lstm")  # to squashed and shared gru
+FAST = [("normalised", "onnx"), *((case, "pt2") for case in CASES if case not in _SIMILAR)]
 
 
 def make_camera() -> gym.Env[Any, Any]:
@@ -74,64 +68,85 @@ def make_camera() -> gym.Env[Any, Any]:
     return SpaceEnv(image, spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[0, 1], [2, 3]]))
 
 
+class Exported(NamedTuple):
+    run: Path
+    file: Path
+    out: str  # printed by the export command
+    err: str
+
+
 def trained(*overrides: str) -> Path:
-    """The folder of a small run, without the time that workers and evaluation take."""
+    """A small run without workers and evaluation."""
     quick = ["vec_env=serial", "~callbacks.evaluation"]
     given = [each for each in small() if "evaluation" not in each]
-    return train([*given, *quick, *overrides]).run_dir
+    return train([*given, *quick, *overrides]).run_dir.absolute()
 
 
-@pytest.fixture
-def run(here: Path) -> Path:
-    return trained()
+class Exports:
+    """Trains and exports each case once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._run = cache(self._train)
+        self._exported = cache(self._export)
+
+    def __call__(self, case: str = "cartpole", file_format: str = "pt2") -> Exported:
+        return self._exported(case, file_format)
+
+    def _train(self, case: str) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self._folder)
+            return trained(*CASES[case][0].split())
+
+    def _export(self, case: str, file_format: str) -> Exported:
+        run = self._run(case)
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            assert main(["export", str(run), "--format", file_format]) == 0
+        return Exported(run, run / f"policy.{file_format}", out.getvalue(), err.getvalue())
 
 
-def exported(run: Path, file_format: str = "pt2") -> Path:
-    assert main(["export", str(run), "--format", file_format]) == 0
-    return run / f"policy.{file_format}"
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exports:
+    return Exports(tmp_path_factory.mktemp("exported"))
 
 
 @pytest.mark.parametrize(
     ("case", "file_format"),
     [
-        pytest.param(case, kind, marks=[pytest.mark.slow] if (case, kind) in LONGER else [])
+        pytest.param(case, kind, marks=[] if (case, kind) in FAST else [pytest.mark.slow])
         for case in CASES
         for kind in ("pt2", "onnx")
     ],
 )
-def test_an_exported_policy_plays_as_the_live_one(
-    here: Path, case: str, file_format: str, capsys: pytest.CaptureFixture[str]
+def test_exported_policy_plays_like_the_live_policy(
+    exported: Exports, case: str, file_format: str
 ) -> None:
-    overrides, inputs, action_shape = CASES[case]
-    run = trained(*overrides)
-    capsys.readouterr()
+    _, inputs, action_shape = CASES[case]
 
-    file = exported(run, file_format)
+    run, file, out, err = exported(case, file_format)
 
-    told = capsys.readouterr()
-    assert "checked on 1,000 observations: max difference" in told.out
-    assert "actions equal" in told.out
-    assert told.err == ""
+    assert "checked on 1,000 observations: max difference" in out
+    assert "actions equal" in out
+    assert err == ""
     policy = ExportedPolicy.load(file)
-    assert list(policy.inputs) == inputs
+    assert list(policy.inputs) == inputs.split()
     assert list(policy.outputs["action"].shape) == action_shape
     live = load_agent(run)
-    for seed in (1, 2):  # the second episode begins with an empty memory
-        ours, theirs = (
-            evaluate(each, live.env, n_episodes=2, seed=seed, deterministic=True).episodes
-            for each in (live.agent, policy)
-        )
-        assert np.allclose(ours, theirs, rtol=1e-4)
+    ours, theirs = (  # the second episode starts with a new recurrent state
+        evaluate(each, live.env, n_episodes=2, seed=1, deterministic=True).episodes
+        for each in (live.agent, policy)
+    )
+    assert np.allclose(ours, theirs, rtol=1e-4)
 
 
-def test_actions_fit_the_action_space_whatever_the_batch(here: Path) -> None:
-    live = load_agent(run := trained(*CASES["cnn"][0]))
-    policy = ExportedPolicy.load(exported(run))
+def test_actions_fit_the_action_space_for_every_batch_size(exported: Exports) -> None:
+    run, file, *_ = exported("cnn")
+    live, policy = load_agent(run), ExportedPolicy.load(file)
     live.env.action_space.seed(0)
 
     for n_envs in (1, 2, 64, 65):
         images = np.stack([live.env.observation_space.sample() for _ in range(n_envs)])
-        actions = policy.act_batch(images[:, ::-1])  # also of arrays that run backwards
+        actions = policy.act_batch(images[:, ::-1])  # flipped: arrays with negative strides
 
         assert actions.shape == (n_envs, 2, 2)
         assert all(action in live.env.action_space for action in actions)
@@ -139,10 +154,11 @@ def test_actions_fit_the_action_space_whatever_the_batch(here: Path) -> None:
 
 
 @pytest.mark.parametrize("file_format", ["pt2", "onnx"])
-def test_the_metadata_names_env_spaces_commit_inputs_and_outputs(
-    run: Path, file_format: str
+def test_metadata_has_env_spaces_commit_inputs_and_outputs(
+    exported: Exports, file_format: str
 ) -> None:
-    policy = ExportedPolicy.load(exported(run, file_format))
+    run, file, *_ = exported("cartpole", file_format)
+    policy = ExportedPolicy.load(file)
 
     env = gym.make("CartPole-v1")
     assert policy.env_name == "CartPole-v1"
@@ -161,11 +177,11 @@ def test_the_metadata_names_env_spaces_commit_inputs_and_outputs(
     }
 
 
-def test_both_formats_can_be_used_without_this_package(run: Path) -> None:
+def test_both_formats_can_be_used_without_this_package(exported: Exports) -> None:
     import onnx
     import onnxruntime
 
-    pt2, onnx_file = exported(run), exported(run, "onnx")
+    pt2, onnx_file = (exported("cartpole", file_format).file for file_format in ("pt2", "onnx"))
     obs = np.array([[0.1, -0.2, 0.3, -0.4]] * 3, dtype=np.float32)
 
     program = torch.export.load(str(pt2))
@@ -180,53 +196,47 @@ def test_both_formats_can_be_used_without_this_package(run: Path) -> None:
     assert json.loads(props.value)["env_name"] == "CartPole-v1"
 
 
-def test_the_critic_stays_behind(run: Path) -> None:
-    program = torch.export.load(str(exported(run)))
+def test_file_does_not_contain_the_critic(exported: Exports) -> None:
+    program = torch.export.load(str(exported().file))
 
     assert {name.partition(".")[0] for name in program.state_dict} == {"actor", "policy_head"}
 
 
-def test_a_policy_that_disagrees_leaves_no_file(
-    here: Path, capsys: pytest.CaptureFixture[str]
+def with_network(name: str) -> Path:
+    """A small run with a network of tests/own_parts.py."""
+    gone = ("~network.hidden_sizes", "~network.activation")
+    return trained(*gone, f"network._target_=own_parts.{name}")
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        ("CountingCalls", ["the exported policy and the live one disagree by", "no file was"]),
+        ("Deciding", ["network Deciding cannot be exported as pt2: "]),
+    ],
+)
+def test_failed_export_is_one_line_and_leaves_no_file(
+    here: Path, network: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = trained(
-        "~network.hidden_sizes", "~network.activation", "network._target_=own_parts.CountingCalls"
-    )
+    run = with_network(network)
     before = sorted(run.iterdir())
 
     assert main(["export", str(run), "--out", "policy.pt2"]) == 1
 
     error = capsys.readouterr().err
-    assert "the exported policy and the live one disagree by" in error
-    assert "no file was written" in error
+    assert all(each in error for each in words)
     assert error.count("\n") == 1
     assert not list(here.glob("*policy.pt2*"))
     assert sorted(run.iterdir()) == before
 
 
-def test_a_network_that_is_no_graph_is_refused_in_one_line(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = trained(
-        "~network.hidden_sizes", "~network.activation", "network._target_=own_parts.Deciding"
-    )
-
-    assert main(["export", str(run)]) == 1
-
-    error = capsys.readouterr().err
-    assert "network Deciding cannot be exported as pt2: " in error
-    assert error.count("\n") == 1
-    assert not (run / "policy.pt2").exists()
-
-
 @pytest.mark.slow
-def test_a_network_that_speaks_of_its_batch_as_len_is_exported(here: Path) -> None:
-    run = trained(
-        "~network.hidden_sizes", "~network.activation", "network._target_=own_parts.ByLength"
-    )
+def test_network_that_calls_len_on_its_batch_is_exported(here: Path) -> None:
+    run = with_network("ByLength")
 
-    policy = ExportedPolicy.load(exported(run))
+    assert main(["export", str(run)]) == 0
 
+    policy = ExportedPolicy.load(run / "policy.pt2")
     assert len(policy.act_batch(np.zeros((5, 4), dtype=np.float32))) == 5
 
 
@@ -242,26 +252,26 @@ def test_out_and_checkpoint_choose_file_and_weights(here: Path) -> None:
         assert policy.metadata["checkpoint"] == checkpoint
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--out", "nowhere/policy.pt2"], "its folder does not exist; choose another with --out"),
-        (["--out", "runs"], "runs cannot be written: it is a folder"),
-    ],
-)
-def test_a_place_that_cannot_be_written_is_one_line(
-    run: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_unwritable_path_is_one_line(
+    exported: Exports, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", str(run), *arguments]) == 1
+    run = exported().run
+    Path("runs").mkdir()
 
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
+    for out, words in (
+        ("nowhere/policy.pt2", "its folder does not exist; choose another with --out"),
+        ("runs", "runs cannot be written: it is a folder"),
+    ):
+        assert main(["export", str(run), "--out", out]) == 1
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
 
 
-def test_a_missing_package_is_named_with_its_command(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_missing_package_is_named_with_its_install_command(
+    exported: Exports, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run = exported().run
     monkeypatch.setitem(sys.modules, "onnxscript", None)
 
     assert main(["export", str(run), "--format", "onnx"]) == 1
@@ -270,7 +280,7 @@ def test_a_missing_package_is_named_with_its_command(
     assert "--format onnx needs onnxscript, which is not installed: pip install -e " in error
 
 
-def test_what_is_no_exported_policy_is_refused(here: Path) -> None:
+def test_file_that_is_not_an_exported_policy_is_refused(here: Path) -> None:
     Path("words.onnx").write_text("no graph")
     with zipfile.ZipFile("empty.pt2", "w") as archive:
         archive.writestr("nothing", "")
@@ -278,11 +288,11 @@ def test_what_is_no_exported_policy_is_refused(here: Path) -> None:
     torch.export.save(foreign, "foreign.pt2")
 
     for name, words in (
-        ("words.onnx", "words.onnx is no exported policy: "),
-        ("empty.pt2", "empty.pt2 is no exported policy: "),
-        ("foreign.pt2", "foreign.pt2 was not made by python -m ml_pipeline export"),
+        ("words.onnx", "words.onnx is not an exported policy: "),
+        ("empty.pt2", "empty.pt2 is not an exported policy: "),
+        ("foreign.pt2", "foreign.pt2 has no metadata; create it with"),
         ("nowhere.pt2", "nowhere.pt2 cannot be read: No such file"),
-        (".", "export a run first: python -m ml_pipeline export"),
+        (".", "export the run first: python -m ml_pipeline export"),
     ):
         with pytest.raises(PolicyFileError, match=words):
             ExportedPolicy.load(name)
@@ -295,8 +305,8 @@ class Trap:
         return Path.touch, (Path("sprung").absolute(),)
 
 
-def test_a_pickle_within_a_pt2_is_not_run(run: Path, here: Path) -> None:
-    with zipfile.ZipFile(exported(run)) as archive:
+def test_pickle_inside_a_pt2_is_not_run(exported: Exports, here: Path) -> None:
+    with zipfile.ZipFile(exported().file) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     pickled = [name for name in members if name.endswith(".pt")]
     torch.save(Trap(), "trap.pt")
@@ -306,16 +316,16 @@ def test_a_pickle_within_a_pt2_is_not_run(run: Path, here: Path) -> None:
         for name, content in members.items():
             archive.writestr(name, content)
 
-    with pytest.raises(PolicyFileError, match="is no exported policy"):
+    with pytest.raises(PolicyFileError, match="is not an exported policy"):
         ExportedPolicy.load("trap.pt2")
 
     assert pickled
     assert not Path("sprung").exists()
     pickle.loads(pickle.dumps(Trap()))
-    assert Path("sprung").exists()  # so the trap is one
+    assert Path("sprung").exists()  # the trap works
 
 
-def test_leaves_give_names_that_never_meet() -> None:
+def test_input_names_of_leaves_are_unique() -> None:
     assert _leaf_names([""], []) == {"obs": ""}
     assert _leaf_names(["arm/angle", "arm_angle", "state"], ["state"]) == {
         "arm_angle": "arm/angle",
@@ -324,8 +334,8 @@ def test_leaves_give_names_that_never_meet() -> None:
     }
 
 
-def test_an_exported_policy_refuses_what_it_cannot_do(here: Path) -> None:
-    masked = ExportedPolicy.load(exported(trained(*CASES["mask in info"][0])))
+def test_exported_policy_needs_a_mask_and_acts_greedily(exported: Exports) -> None:
+    masked = ExportedPolicy.load(exported("mask in info").file)
     obs, info = ForbiddingEnv().reset(seed=0)
     mask = masked.mask_of({"action_mask": [info["action_mask"]]})
     assert mask is not None
@@ -333,7 +343,7 @@ def test_an_exported_policy_refuses_what_it_cannot_do(here: Path) -> None:
     action = masked.act_batch(obs[None], action_mask=mask)[0]
 
     assert mask[0, action]
-    with pytest.raises(Exception, match="this policy wants masks"):
+    with pytest.raises(Exception, match="this policy needs action masks"):
         masked.act_batch(obs[None])
     with pytest.raises(Exception, match="allows no action"):
         masked.act_batch(obs[None], action_mask=np.zeros_like(mask))
@@ -342,12 +352,11 @@ def test_an_exported_policy_refuses_what_it_cannot_do(here: Path) -> None:
 
 
 def test_play_prints_the_same_episodes_for_a_file_and_its_run(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    exported: Exports, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = exported(run)
+    run, file, *_ = exported()
     outputs = []
     for policy in (file, run):
-        capsys.readouterr()
         assert main(["play", str(policy), "--episodes", "3", "--seed", "7"]) == 0
         outputs.append(capsys.readouterr().out)
 
@@ -359,18 +368,18 @@ def test_play_prints_the_same_episodes_for_a_file_and_its_run(
     assert mean == f"mean return of 3: {sum(returns) / 3:.1f}"
 
 
-@pytest.mark.parametrize("kind", ["file", "run"])
-def test_play_shows_a_window(run: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_play_renders_a_file_and_a_run(exported: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
-    policy = exported(run) if kind == "file" else run
+    run, file, *_ = exported()
 
-    assert main(["play", str(policy), "--episodes", "1", "--render", "human"]) == 0
+    for policy in (file, run):
+        assert main(["play", str(policy), "--episodes", "1", "--render", "human"]) == 0
 
 
 def test_play_refuses_an_env_that_has_changed(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    exported: Exports, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = exported(trained(*CASES["cnn"][0]))
+    file = exported("cnn").file
     changed = SpaceEnv(spaces.Box(0, 255, (9, 9, 2), np.uint8), spaces.Discrete(2))
     monkeypatch.setattr("test_export.make_camera", lambda: changed)
 

@@ -1,4 +1,4 @@
-"""A served policy: right answers to many clients, a reason for bad input, an orderly end."""
+"""A served policy: correct answers to many clients, reasons for bad input, a clean shutdown."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ import pytest
 from conftest import REPOSITORY, TESTS, small
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.build import load_agent, train
+from ml_pipeline.build import train
+from ml_pipeline.deploy.batcher import Batcher
 from ml_pipeline.deploy.exported import Arrays, ExportedPolicy
-from ml_pipeline.deploy.serve import MAX_BODY_BYTES, Batcher, PolicyServer, Query
+from ml_pipeline.deploy.request import Query
+from ml_pipeline.deploy.serve import MAX_BODY_BYTES, PolicyServer
+from ml_pipeline.door.load import load_agent
 
-pytestmark = pytest.mark.xdist_group("serve")  # its fixtures are made once
+pytestmark = pytest.mark.xdist_group("serve")  # the policies are trained once
 
 OBS = [0.1, -0.2, 0.3, -0.4]
 
@@ -39,7 +42,7 @@ POLICIES = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """Exported policies, in the folders of their runs."""
+    """Exported policies in their run folders."""
     given = [each for each in small() if "evaluation" not in each]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("served"))
@@ -74,7 +77,7 @@ def server(files: dict[str, Path]) -> Iterator[PolicyServer]:
 def ask(
     port: int, path: str, body: Any = None, *, method: str | None = None, **headers: str
 ) -> tuple[int, Any]:
-    """Status and answer; ``body`` goes as JSON, or as it is if it is bytes."""
+    """Status and answer; ``body`` is sent as JSON, bytes are sent as they are."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     if body is not None and not isinstance(body, bytes):
         body = json.dumps(body).encode()
@@ -86,17 +89,17 @@ def ask(
         connection.close()
 
 
-def test_health_and_metadata(server: PolicyServer) -> None:
+def test_health_and_metadata_are_served(server: PolicyServer) -> None:
     assert ask(server.server_port, "/health") == (200, {"status": "ok"})
 
     status, metadata = ask(server.server_port, "/metadata")
 
     assert status == 200
     assert metadata["env_name"] == "CartPole-v1"
-    assert metadata["observation_space"]["high"][1] == "inf"  # which JSON has no number for
+    assert metadata["observation_space"]["high"][1] == "inf"  # JSON has no number for it
 
 
-def test_one_observation_and_a_batch_are_answered_as_the_live_policy_would(
+def test_answers_to_one_observation_and_to_a_batch_equal_the_live_policy(
     server: PolicyServer, files: dict[str, Path]
 ) -> None:
     agent = load_agent(files["cartpole"].parent).agent
@@ -113,64 +116,52 @@ def test_one_observation_and_a_batch_are_answered_as_the_live_policy_would(
     assert np.allclose(one["policy"], logits[0], atol=1e-5)
 
 
-def test_leaves_of_a_dict_are_given_by_name(files: dict[str, Path]) -> None:
+def test_dict_observation_has_one_entry_per_leaf(files: dict[str, Path]) -> None:
     policy = ExportedPolicy.load(files["mixed"])
     policy.observation_space.seed(0)
     obs: Any = policy.observation_space.sample()
     leaves = {name: np.asarray(leaf).tolist() for name, leaf in obs.items()}
+    refused = [
+        ({**leaves, "choice": 3}, "Discrete(3)"),
+        ({**leaves, "image": (np.asarray(obs["image"]) + 0.5).tolist()}, "not a finite uint8"),
+        (
+            {"choice": [], "image": np.zeros((1, 6, 6, 1)).tolist(), "vector": [[0, 0, 0]]},
+            "obs['image'] is a batch of 1, but obs['choice'] is a batch of 0",
+        ),
+        ({name: leaves[name] for name in ("choice", "image")}, "obs['vector'] is missing"),
+        ([1.0], "obs must be an object with the keys choice, image, vector"),
+    ]
     with serving(policy) as server:
         status, answer = ask(server.server_port, "/predict", {"obs": leaves})
-        wrong = {**leaves, "choice": 3}
-        refused = ask(server.server_port, "/predict", {"obs": wrong})
-        byte = {**leaves, "image": (np.asarray(obs["image"]) + 0.5).tolist()}
-        refused_byte = ask(server.server_port, "/predict", {"obs": byte})
-        none = {"choice": [], "image": np.zeros((1, 6, 6, 1)).tolist(), "vector": [[0, 0, 0]]}
-        refused_none = ask(server.server_port, "/predict", {"obs": none})
-        del wrong["vector"]
-        refused_key = ask(server.server_port, "/predict", {"obs": wrong})
-        refused_list = ask(server.server_port, "/predict", {"obs": [1.0]})
+        errors = [ask(server.server_port, "/predict", {"obs": bad}) for bad, _ in refused]
 
-    assert status == 200
     batch = {name: np.asarray(leaf)[None] for name, leaf in obs.items()}
-    assert answer["action"] == policy.act_batch(batch)[0].tolist()
-    assert refused == (
-        400,
-        {"error": "an observation 'choice' holds 3, which is outside of Discrete(3)"},
-    )
-    assert refused_byte[0] == 400
-    assert "obs['image'] holds" in refused_byte[1]["error"]
-    assert "no finite uint8" in refused_byte[1]["error"]
-    assert refused_none == (
-        400,
-        {"error": "obs['image'] is a batch of 1, but obs['choice'] is a batch of 0"},
-    )
-    assert refused_key[0] == 400
-    assert "obs['vector'] is missing" in refused_key[1]["error"]
-    assert refused_list[0] == 400
-    assert "obs must be an object with the keys choice, image, vector" in refused_list[1]["error"]
+    assert (status, answer["action"]) == (200, policy.act_batch(batch)[0].tolist())
+    assert [status for status, _ in errors] == [400] * len(refused)
+    for (_, answer), (_, words) in zip(errors, refused, strict=True):
+        assert words in answer["error"]
 
 
-def test_a_mask_is_heeded_and_asked_for(files: dict[str, Path]) -> None:
+def test_mask_is_respected_and_required(files: dict[str, Path]) -> None:
     obs = [0.1, 0.2, 0.3, 0.4]
     with serving(ExportedPolicy.load(files["masked"])) as server:
         for only in range(4):
             mask = [int(only == each) for each in range(4)]
             status, answer = ask(server.server_port, "/predict", {"obs": obs, "action_mask": mask})
             assert (status, answer["action"]) == (200, only)
-        for mask, words in (
-            (None, "action_mask is missing; there are ['obs']"),
-            ([0, 0, 0, 0], "allows no action"),
-            ([1, 1], "action_mask has shape [2]; it must be bool of shape [4]"),
-            ([2, 1, 0, 0], "action_mask holds 2, which is no finite bool"),
-            ([[1, 1, 1, 1]], "action_mask is a batch of 1, but obs is a single one"),
+        for more, words in (
+            ({}, "action_mask is missing; got the keys ['obs']"),
+            ({"action_mask": [0, 0, 0, 0]}, "allows no action"),
+            ({"action_mask": [1, 1]}, "action_mask has shape [2]; it must be bool of shape [4]"),
+            ({"action_mask": [2, 1, 0, 0]}, "action_mask contains 2, which is not a finite bool"),
+            ({"action_mask": [[1] * 4]}, "action_mask is a batch of 1, but obs is not a batch"),
         ):
-            body = {"obs": obs} if mask is None else {"obs": obs, "action_mask": mask}
-            status, answer = ask(server.server_port, "/predict", body)
+            status, answer = ask(server.server_port, "/predict", {"obs": obs, **more})
             assert status == 400
             assert words in answer["error"]
 
 
-def test_a_memory_goes_from_answer_to_question(files: dict[str, Path]) -> None:
+def test_recurrent_state_passes_from_answer_to_request(files: dict[str, Path]) -> None:
     policy = ExportedPolicy.load(files["lstm"])
     memory = policy.new_memory(1)
     assert memory is not None
@@ -179,8 +170,7 @@ def test_a_memory_goes_from_answer_to_question(files: dict[str, Path]) -> None:
         for _ in range(3):
             action = policy.act_batch(np.array([OBS], dtype=np.float32), memory=memory)
             status, answer = ask(server.server_port, "/predict", body)
-            assert status == 200
-            assert answer["action"] == action[0]
+            assert (status, answer["action"]) == (200, action[0])
             assert np.allclose(answer["state"], memory[0], atol=1e-6)
             body = {"obs": OBS, "state": answer["state"]}
         status, answer = ask(server.server_port, "/predict", {"obs": OBS, "state": [0.0]})
@@ -192,28 +182,28 @@ def test_a_memory_goes_from_answer_to_question(files: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"{", "the body is no JSON"),
-        (b"\xff\xfe", "the body is no JSON"),
-        (b"[" * 100_000, "the body is no JSON"),
-        (b"", "the body is no JSON"),
+        (b"{", "the body is not valid JSON"),
+        (b"\xff\xfe", "the body is not valid JSON"),
+        (b"[" * 100_000, "the body is not valid JSON"),
+        (b"", "the body is not valid JSON"),
         ([1, 2], "the body must be an object with the keys obs"),
         ({}, "obs is missing"),
-        ({"observation": OBS}, "the body has the key 'observation'; its keys are obs"),
-        ({"obs": OBS, "state": [1]}, "the body has the key 'state'; its keys are obs"),
+        ({"observation": OBS}, "the body has the unknown key 'observation'; known keys: obs"),
+        ({"obs": OBS, "state": [1]}, "the body has the unknown key 'state'; known keys: obs"),
         ({"obs": OBS[:3]}, "obs has shape [3]; it must be float32 of shape [4]"),
         ({"obs": [OBS, OBS[:3]]}, "obs is ragged; it must be float32 of shape [4]"),
         ({"obs": [[OBS]]}, "obs has shape [1, 1, 4]"),
         ({"obs": 1.0}, "obs has shape []"),
         ({"obs": []}, "obs has shape [0]; it must be float32 of shape [4]"),
-        ({"obs": [OBS] * 65}, "obs is a batch of 65; between 1 and 64 are taken"),
-        ({"obs": ["a", "b", "c", "d"]}, "obs holds more than numbers"),
-        ({"obs": [None] * 4}, "obs holds more than numbers"),
-        ({"obs": {"x": 1}}, "obs holds more than numbers"),
-        ({"obs": [10**400, 0, 0, 0]}, "obs holds more than numbers"),
-        (b'{"obs": [NaN, 0, 0, 0]}', "the body holds NaN; only finite numbers are taken"),
-        (b'{"obs": [0, -Infinity, 0, 0]}', "the body holds -Infinity"),
-        (b'{"obs": [1e999, 0, 0, 0]}', "obs holds inf, which is no finite float32"),
-        (b'{"obs": [1e300, 0, 0, 0]}', "obs holds 1e+300, which is no finite float32"),
+        ({"obs": [OBS] * 65}, "obs is a batch of 65; send between 1 and 64"),
+        ({"obs": ["a", "b", "c", "d"]}, "obs contains values that are not numbers"),
+        ({"obs": [None] * 4}, "obs contains values that are not numbers"),
+        ({"obs": {"x": 1}}, "obs contains values that are not numbers"),
+        ({"obs": [10**400, 0, 0, 0]}, "obs contains values that are not numbers"),
+        (b'{"obs": [NaN, 0, 0, 0]}', "the body contains NaN; send finite numbers"),
+        (b'{"obs": [0, -Infinity, 0, 0]}', "the body contains -Infinity"),
+        (b'{"obs": [1e999, 0, 0, 0]}', "obs contains inf, which is not a finite float32"),
+        (b'{"obs": [1e300, 0, 0, 0]}', "obs contains 1e+300, which is not a finite float32"),
     ],
 )
 def test_bad_input_gets_a_400_with_a_reason(server: PolicyServer, body: Any, words: str) -> None:
@@ -236,7 +226,7 @@ def test_bad_input_gets_a_400_with_a_reason(server: PolicyServer, body: Any, wor
         ("/predict", "BREW", 501),
     ],
 )
-def test_a_wrong_path_or_method_is_told(
+def test_wrong_path_or_method_is_an_http_error(
     server: PolicyServer, path: str, method: str, status: int
 ) -> None:
     got, answer = ask(server.server_port, path, method=method)
@@ -245,17 +235,17 @@ def test_a_wrong_path_or_method_is_told(
     assert answer["error"]
 
 
-def test_a_body_that_is_too_large_is_413_also_while_it_is_sent(server: PolicyServer) -> None:
+def test_too_large_body_is_413_before_and_while_it_is_sent(server: PolicyServer) -> None:
     body = b" " * (MAX_BODY_BYTES + 1)
 
     for headers in ({}, {"Expect": "100-continue"}):
         status, answer = ask(server.server_port, "/predict", body, **headers)
 
         assert status == 413
-        assert answer["error"] == "the body has 16777217 bytes, at most 16777216 are taken"
+        assert answer["error"] == "the body has 16777217 bytes; the limit is 16777216"
 
 
-def test_a_body_without_its_length_or_cut_short_is_refused(server: PolicyServer) -> None:
+def test_body_without_a_length_or_cut_short_is_refused(server: PolicyServer) -> None:
     for head, status in (
         ("Transfer-Encoding: chunked\r\n", b"411"),
         ("Content-Length: many\r\n", b"400"),
@@ -268,7 +258,7 @@ def test_a_body_without_its_length_or_cut_short_is_refused(server: PolicyServer)
             assert client.makefile("rb").readline().split()[1] == status
 
 
-def test_a_connection_is_kept_after_a_refusal(server: PolicyServer) -> None:
+def test_connection_stays_open_after_a_refusal(server: PolicyServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     for body, status in (("{}", 400), (json.dumps({"obs": OBS}), 200), ("[", 400)):
         connection.request("POST", "/predict", body)
@@ -302,7 +292,7 @@ def test_many_clients_each_get_their_own_answer(
 
 
 def counted(policy: ExportedPolicy, sizes: list[int]) -> ExportedPolicy:
-    """The policy, with a note of how many rows each pass has."""
+    """``policy``, which appends the number of rows of each pass to ``sizes``."""
 
     def run(inputs: Arrays) -> Arrays:
         sizes.append(len(next(iter(inputs.values()))))
@@ -311,10 +301,10 @@ def counted(policy: ExportedPolicy, sizes: list[int]) -> ExportedPolicy:
     return ExportedPolicy(run, policy.metadata)
 
 
-def test_requests_that_wait_together_share_a_pass(files: dict[str, Path]) -> None:
+def test_waiting_requests_share_a_pass(files: dict[str, Path]) -> None:
     sizes: list[int] = []
     policy = counted(ExportedPolicy.load(files["cartpole"]), sizes)
-    # Never by the clock: a pass begins when it is full, or cannot take the next.
+    # The long wait excludes the clock: a pass starts when it is full or the next does not fit.
     batcher = Batcher(policy, max_rows=8, wait_seconds=60.0)
     rows = np.random.default_rng(2).normal(size=(19, 4)).astype(np.float32)
     cuts = [1] * 8 + [3, 5, 2, 1]
@@ -330,7 +320,7 @@ def test_requests_that_wait_together_share_a_pass(files: dict[str, Path]) -> Non
     assert np.allclose(answers, policy.run({"obs": rows})["policy"], atol=1e-6)
 
 
-def test_a_policy_that_fails_is_a_500_for_its_client_alone(
+def test_failing_policy_is_a_500_only_for_the_client_that_caused_it(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy = ExportedPolicy.load(files["cartpole"])
@@ -354,7 +344,7 @@ def test_a_policy_that_fails_is_a_500_for_its_client_alone(
 
     assert torn == (500, {"error": "the policy failed: RuntimeError: the graph is torn"})
     assert no_number[0] == 500
-    assert "not finite" in no_number[1]["error"]
+    assert "NaN or infinity" in no_number[1]["error"]
     assert fine[0] == 200
     assert "the policy failed: RuntimeError: the graph is torn\n" in capsys.readouterr().err
     assert good.result(10)["action"].shape == (1,)
@@ -362,7 +352,7 @@ def test_a_policy_that_fails_is_a_500_for_its_client_alone(
         bad.result(10)
 
 
-def test_a_port_that_is_taken_is_one_line(
+def test_port_in_use_is_one_line(
     server: PolicyServer, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = str(server.server_port)
@@ -376,7 +366,7 @@ def test_a_port_that_is_taken_is_one_line(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stop_signal_ends_the_server_in_order(
+def test_stop_signal_shuts_the_server_down_cleanly(
     files: dict[str, Path], number: signal.Signals, code: int
 ) -> None:
     command = [sys.executable, "-m", "ml_pipeline", "serve", str(files["cartpole"]), "--port", "0"]
@@ -393,7 +383,7 @@ def test_a_stop_signal_ends_the_server_in_order(
             assert line.startswith("serving CartPole-v1 on http://127.0.0.1:")
             port = int(line.split("127.0.0.1:")[1].split()[0])
             assert ask(port, "/predict", {"obs": OBS})[0] == 200
-            idle = socket.create_connection(("127.0.0.1", port))  # must not hold the end up
+            idle = socket.create_connection(("127.0.0.1", port))  # must not delay the shutdown
 
             process.send_signal(number)
             out, err = process.communicate(timeout=30)

@@ -151,7 +151,7 @@ def test_training_follows_the_free_cores(
 
     n_envs = [int(row["n_envs"]) for row in read_rows(result.run_dir)]
     assert n_envs[:5] == [4, 8, 8, 2, 2]
-    assert "0.0 of 2 cores are free: 2 envs, before 8" in capsys.readouterr().out
+    assert "0.0 of 2 cores are free: changed from 8 to 2 envs" in capsys.readouterr().out
 
 
 def test_scaling_asks_for_envs_in_workers(here: Path) -> None:

@@ -296,7 +296,7 @@ def test_what_does_not_go_with_tensors_is_refused_in_one_line_before_anything_is
 
 
 def test_a_batch_of_tensors_cannot_follow_the_free_cores(here: Path) -> None:
-    with pytest.raises(UserError, match=r"callbacks\.scaling needs envs in workers"):
+    with pytest.raises(UserError, match="callbacks=scaling: needs envs in workers"):
         train(["env=torch_cartpole", *RUN, "callbacks=scaling"])
 
 

@@ -1,0 +1,9 @@
+"""The metrics that several modules read by name; every name is ``group/name``.
+
+A run names others in its config: ``best_metric`` picks ``best.pt``, ``objective`` is maximised.
+"""
+
+from __future__ import annotations
+
+EVAL_RETURN = "eval/episode_return"  # mean over the episodes of one evaluation
+MEAN_RETURN = "rollout/episode_return_mean_100"  # mean over the last 100 training episodes
