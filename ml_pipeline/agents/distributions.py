@@ -90,6 +90,11 @@ class Distribution(nn.Module, ABC):
         """``to_env`` for tensor envs, on their device; integers are int64, the rest float32."""
         return self.to_env_tensor(action)
 
+    def chosen(self, outputs: Tensor, noise: Tensor | None) -> NDArray[Any]:
+        """Actions for the envs: drawn with ``noise``, or the most likely ones without it."""
+        action = self.mode(outputs) if noise is None else self.sample(outputs, noise)
+        return self.to_env(action.cpu().numpy())
+
     def leaves_a_choice(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Whether a mask [n_envs, mask_size] allows an action in each env, [n_envs]."""
         return np.asarray(mask.any(axis=1))

@@ -259,18 +259,16 @@ class PPOAgent:
             raise ValueError("this policy is recurrent; pass memory=agent.new_memory(n_envs)")
         leaves = self.reader.read(obs)
         n_envs = len(next(iter(leaves.values())))
-        mask = self.masks.in_call(leaves, action_mask)
         start = torch.zeros(n_envs, dtype=torch.bool, device=self.device)
+        mask = self.masks.in_call(leaves, action_mask)
         inputs = self.inputs(leaves, mask, memory, start if self.memory_size else None)
         outputs, next_memory = self.backend.outputs(inputs)
         if memory is not None and next_memory is not None:
             memory.copy_(next_memory)
-        if deterministic:
-            action = self.distribution.mode(outputs)
-        else:
-            noise = self.distribution.draw_noise(1, n_envs, self._act_generator)[0]
-            action = self.distribution.sample(outputs, noise.to(self.device))
-        return self.distribution.to_env(action.cpu().numpy())
+        noise = None
+        if not deterministic:
+            noise = self.distribution.draw_noise(1, n_envs, self._act_generator)[0].to(self.device)
+        return self.distribution.chosen(outputs, noise)
 
     def new_memory(self, n_envs: int) -> Tensor | None:
         """Recurrent state at the start of ``n_envs`` episodes, or None without one."""

@@ -38,9 +38,19 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose("train_ppo", overrides=list(overrides))
+            return compose("train_ppo", overrides=[*overrides, *own_conf(overrides)])
     finally:
         GlobalHydra.instance().hydra = callers
+
+
+def own_conf(arguments: Sequence[str]) -> list[str]:
+    """The override that lets Hydra also search conf/ of the current folder, if there is one."""
+    folder = Path.cwd() / "conf"
+    if not folder.is_dir() or folder.samefile(CONF):
+        return []
+    if any(each.startswith("hydra.searchpath") for each in arguments):
+        return []
+    return [f"hydra.searchpath=['file://{folder}']"]
 
 
 def checked_config(cfg: DictConfig) -> TrainConfig:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ml_pipeline.agents.observations import ObservationError
 from ml_pipeline.protocols import Episode, PolicyInput, RolloutStats, StateDict
 from ml_pipeline.training.checks import BadValueError, FiniteCheck
-from ml_pipeline.training.columns import Columns, checked_positions
+from ml_pipeline.training.columns import Columns, joined_inputs, restore_columns
 from ml_pipeline.training.contracts import Actor
 from ml_pipeline.training.gpu.acting import GpuActing
 from ml_pipeline.training.gpu.programs import Programs
@@ -50,13 +50,8 @@ class Collector:
         self.n_envs = 0
         self._columns: list[Columns] = []
         for env in envs:
-            columns = Columns(
-                env,
-                self.n_envs,
-                infos_have_episodes=infos_have_episodes,
-                in_turns=len(envs) > 1,
-            )
-            self._columns.append(columns)
+            first, in_turns = self.n_envs, len(envs) > 1
+            self._columns.append(Columns(env, first, infos_have_episodes, in_turns))
             self.n_envs += env.num_envs
         self._env_seed = env_seed
         self._programs = programs
@@ -157,19 +152,7 @@ class Collector:
 
     def last_inputs(self, agent: Actor) -> PolicyInput:
         """What the policy sees after the last row, in all envs."""
-        if len(self._columns) == 1:
-            return self._columns[0].inputs(agent)
-        parts = [columns.inputs(agent) for columns in self._columns]
-        leaves = {
-            name: np.concatenate([columns.leaves[name] for columns in self._columns])
-            for name in self._columns[0].leaves
-        }
-        joined = agent.inputs(leaves)
-        if parts[0].memory is None:
-            return joined
-        memory = torch.cat([part.memory for part in parts if part.memory is not None])
-        starts = [part.episode_start for part in parts if part.episode_start is not None]
-        return joined._replace(memory=memory, episode_start=torch.cat(starts))
+        return joined_inputs(self._columns, agent)
 
     def resize(self, n_envs: int, agent: Actor) -> None:
         """Between two rollouts; envs that stay keep their episodes."""
@@ -186,12 +169,7 @@ class Collector:
         self, positions: list[StateDict] | None, snapshots: Sequence[bytes], agent: Actor
     ) -> None:
         """Continue within the episodes of ``snapshots``."""
-        rest, states = list(snapshots), checked_positions(positions, self._columns, agent)
-        for columns in self._columns:
-            columns.env.restore(rest[: columns.env.num_envs])
-            del rest[: columns.env.num_envs]
-        for columns, state in zip(self._columns, states, strict=True):
-            columns.load_state_dict(state, agent)
+        restore_columns(self._columns, positions, snapshots, agent)
 
     def state_dict(self) -> StateDict:
         """The draws of an interrupted rollout do not count."""

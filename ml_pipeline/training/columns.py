@@ -36,7 +36,6 @@ class Columns:
         self,
         env: VectorEnv[Any, Any, Any],
         first: int,
-        *,
         infos_have_episodes: bool,
         in_turns: bool,
     ) -> None:
@@ -137,17 +136,42 @@ class Columns:
         self.stats.load_state_dict(state["stats"])
 
 
-def checked_positions(
-    positions: list[StateDict] | None, columns: Sequence[Columns], agent: Actor
-) -> list[StateDict]:
-    """The saved positions, if these columns and this agent can continue from them."""
+def joined_inputs(all_columns: Sequence[Columns], agent: Actor) -> PolicyInput:
+    """What the policy sees now, in the envs of all columns."""
+    if len(all_columns) == 1:
+        return all_columns[0].inputs(agent)
+    parts = [columns.inputs(agent) for columns in all_columns]
+    leaves = {
+        name: np.concatenate([columns.leaves[name] for columns in all_columns])
+        for name in all_columns[0].leaves
+    }
+    joined = agent.inputs(leaves)
+    if parts[0].memory is None:
+        return joined
+    memory = torch.cat([part.memory for part in parts if part.memory is not None])
+    starts = [part.episode_start for part in parts if part.episode_start is not None]
+    return joined._replace(memory=memory, episode_start=torch.cat(starts))
+
+
+def restore_columns(
+    all_columns: Sequence[Columns],
+    positions: list[StateDict] | None,
+    snapshots: Sequence[bytes],
+    agent: Actor,
+) -> None:
+    """Continue at saved positions; ``ValueError`` if they do not fit these columns and agent."""
     if not isinstance(positions, list):
         raise ValueError("the checkpoint holds no env positions, or those of another kind of env")
-    if len(positions) != len(columns):
+    if len(positions) != len(all_columns):
         raise ValueError("collector has changed")
     for position in positions:
         if (position["mask"] is not None) != agent.masks.are_used:
             raise ValueError("agent.action_mask has changed")
         if (position["state"] is not None) != bool(agent.memory_size):
             raise ValueError("the network has changed")
-    return positions
+    rest = list(snapshots)
+    for columns in all_columns:
+        columns.env.restore(rest[: columns.env.num_envs])
+        del rest[: columns.env.num_envs]
+    for columns, position in zip(all_columns, positions, strict=True):
+        columns.load_state_dict(position, agent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,24 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.protocols import Metrics, Rates, StateDict, UpdateResult
+from ml_pipeline.protocols import Metrics, Rates, StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.checks import check_rollout, check_updates
 from ml_pipeline.training.contracts import Rollout, RolloutCollector
 from ml_pipeline.training.episode_window import EpisodeWindow
-from ml_pipeline.training.gpu.epochs import Epochs
+from ml_pipeline.training.gpu.epochs import Epochs, update_means
 from ml_pipeline.training.gpu.programs import Programs
-
-_SLOWEST, _FASTEST = 1e-6, 1e-2  # bounds of an adaptive learning rate
-
-_METRIC_NAMES = {
-    "policy_loss": "loss/policy",
-    "value_loss": "loss/value",
-    "entropy": "policy/entropy",
-    "approx_kl": "policy/approx_kl",
-    "clip_fraction": "policy/clip_fraction",
-    "grad_norm": "loss/grad_norm",
-}
+from ml_pipeline.training.schedules import Schedules
 
 
 class PPOTrainer:
@@ -52,21 +41,21 @@ class PPOTrainer:
         if reason is not None:
             raise ValueError(reason)
         self.progress = 0.0  # through the run, for the schedules
+        self.schedules = Schedules(config)
         self.episodes = EpisodeWindow()
         self._programs = programs or Programs(agent.device)
         self._scaler = None
         if config.scale_reward:
             self._scaler = collector.new_scaler(gamma=config.gamma, clip=config.clip_reward)
         self._on_host = collector.on_host and agent.device.type == "cpu"
-        self._uses_kl = config.max_kl is not None or config.learning_rate_schedule == "adaptive"
         self._make_buffer()
-        self._adaptive_learning_rate = config.learning_rate
         self._generator = torch.Generator().manual_seed(stream_seed(seed, "minibatches"))
 
     def _make_buffer(self) -> None:
         self.buffer: Rollout = self.collector.new_buffer(self.config.n_steps, self.agent)
         # One epoch at a time where something is decided between two of them.
-        n_epochs = 1 if self._uses_kl or self._on_host else self.config.n_epochs
+        one_by_one = self.schedules.uses_kl or self._on_host
+        n_epochs = 1 if one_by_one else self.config.n_epochs
         self._epochs = Epochs(
             self.agent, self.buffer, self._programs, n_epochs=n_epochs, on_host=self._on_host
         )
@@ -84,7 +73,7 @@ class PPOTrainer:
 
         An interrupt before ``hold`` is called discards the rollout; after it, it must wait.
         """
-        rates = self._rates()
+        rates = self.schedules.rates(self.progress)
         if not self.collector.is_interruptible:
             hold()
         # Silence NumPy; non-finite values raise our own errors.
@@ -113,12 +102,12 @@ class PPOTrainer:
             n_epochs += self._epochs.n_epochs
             if self._on_host:
                 self._check_updates(tables[-1].numpy(), first_epoch=n_epochs, at_once=True)
-            if self._uses_kl:
+            if self.schedules.uses_kl:
                 table = tables[-1].cpu().numpy()
-                kl = _means(table)["policy/approx_kl"]
+                kl = update_means(table)["policy/approx_kl"]
                 if table[:, -1].any():  # otherwise no step was made
-                    rates = self._adapted(rates, kl)
-                if config.max_kl is not None and kl > config.max_kl:
+                    rates = self.schedules.adapted(rates, kl)
+                if self.schedules.is_kl_too_large(kl):
                     break
         self.agent.learn_moments(buffer.observations())
         table, quality = torch.cat(tables).cpu().numpy(), buffer.quality()
@@ -126,7 +115,7 @@ class PPOTrainer:
             check_rollout(quality.is_finite)
         self._check_updates(table, first_epoch=1, at_once=False)
         return {
-            **_means(table),
+            **update_means(table),
             "value/explained_variance": quality.explained_variance,
             "policy/n_epochs": float(n_epochs),
         }
@@ -138,31 +127,6 @@ class PPOTrainer:
             check_updates(
                 table, first_epoch=first_epoch, n_minibatches=n_minibatches, broken=broken
             )
-
-    def _rates(self) -> Rates:
-        """The annealed settings at this point of the run."""
-        config, progress = self.config, self.progress
-        learning_rate = self._adaptive_learning_rate
-        if config.learning_rate_schedule != "adaptive":
-            schedule = config.learning_rate_schedule
-            learning_rate = annealed(config.learning_rate, schedule, progress)
-        return Rates(
-            learning_rate,
-            annealed(config.clip_range, config.clip_range_schedule, progress),
-            annealed(config.entropy_coef, config.entropy_coef_schedule, progress),
-        )
-
-    def _adapted(self, rates: Rates, kl: float) -> Rates:
-        """A higher learning rate while the KL is below ``target_kl``, a lower one above it."""
-        config, learning_rate = self.config, rates.learning_rate
-        if config.learning_rate_schedule != "adaptive":
-            return rates
-        if kl > 2.0 * config.target_kl:
-            learning_rate = max(learning_rate / 1.5, min(_SLOWEST, config.learning_rate))
-        elif kl < 0.5 * config.target_kl:
-            learning_rate = min(learning_rate * 1.5, max(_FASTEST, config.learning_rate))
-        self._adaptive_learning_rate = learning_rate
-        return rates._replace(learning_rate=learning_rate)
 
     def resize(self, n_envs: int) -> int:
         """Train in at most ``n_envs`` envs, as many as the minibatches allow; the number taken."""
@@ -193,7 +157,7 @@ class PPOTrainer:
             "agent": self.agent.state_dict(),
             "collector": self.collector.state_dict(),
             "generator": self._generator.get_state(),
-            "learning_rate": self._adaptive_learning_rate,
+            "learning_rate": self.schedules.adaptive_learning_rate,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             **self.episodes.state_dict(),
         }
@@ -203,27 +167,8 @@ class PPOTrainer:
         self.agent.load_state_dict(state["agent"])
         self.collector.load_state_dict(state["collector"])
         self._generator.set_state(state["generator"])
-        self._adaptive_learning_rate = state["learning_rate"]
+        self.schedules.adaptive_learning_rate = state["learning_rate"]
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
             self._scaler.begin_episodes()
         self.episodes.load_state_dict(state)
-
-
-def annealed(value: float, schedule: str, progress: float) -> float:
-    """``value`` at ``progress`` (0 to 1) through the run: constant, or on its way to zero."""
-    if schedule == "linear":
-        return value * (1.0 - progress)
-    if schedule == "cosine":
-        return value * 0.5 * (1.0 + math.cos(math.pi * progress))
-    return value
-
-
-def _means(table: NDArray[Any]) -> Metrics:
-    """Means over the gradient steps that were made; ``table`` is that of ``Epochs.run``."""
-    values, finite = table[:, :-1], table[:, -1] != 0
-    n_skipped = int((~finite).sum())
-    means = np.where(finite[:, None], values, 0.0).sum(axis=0) / max(len(finite) - n_skipped, 1)
-    fields = zip(UpdateResult._fields[:-1], means.tolist(), strict=True)
-    metrics = {_METRIC_NAMES[field]: mean for field, mean in fields}
-    return {**metrics, "loss/skipped_updates": float(n_skipped)} if n_skipped else metrics

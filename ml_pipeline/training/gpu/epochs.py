@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.protocols import Rates
+from ml_pipeline.protocols import Metrics, Rates, UpdateResult
 from ml_pipeline.training.contracts import Learner, Rollout
 from ml_pipeline.training.gpu.programs import Programs, send
+
+_METRIC_NAMES = {
+    "policy_loss": "loss/policy",
+    "value_loss": "loss/value",
+    "entropy": "policy/entropy",
+    "approx_kl": "policy/approx_kl",
+    "clip_fraction": "policy/clip_fraction",
+    "grad_norm": "loss/grad_norm",
+}
 
 
 class Epochs:
@@ -55,3 +66,13 @@ class Epochs:
             fields = [field.to(result.policy_loss.dtype) for field in result]
             tables.append(torch.stack(fields, dim=1))
         return torch.cat(tables)
+
+
+def update_means(table: NDArray[Any]) -> Metrics:
+    """Means over the gradient steps that were made; ``table`` is that of ``Epochs.run``."""
+    values, finite = table[:, :-1], table[:, -1] != 0
+    n_skipped = int((~finite).sum())
+    means = np.where(finite[:, None], values, 0.0).sum(axis=0) / max(len(finite) - n_skipped, 1)
+    fields = zip(UpdateResult._fields[:-1], means.tolist(), strict=True)
+    metrics = {_METRIC_NAMES[field]: mean for field, mean in fields}
+    return {**metrics, "loss/skipped_updates": float(n_skipped)} if n_skipped else metrics
