@@ -1,19 +1,23 @@
-"""Dotted paths and ``_target_`` entries: how a config names a class of ours or of the user's.
+"""Dotted paths and ``_target_`` entries: how a config names a class or function.
 
-Spawned workers import this module to apply wrappers, so it knows neither Hydra nor torch.
+Spawned workers import this module to apply wrappers, so it imports neither Hydra nor torch.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from ml_pipeline.errors import UserError
 
-# Modules that moved. Run folders and exported policies made before still name the old ones.
+# Older run folders have no key agent.algorithm.
+ALGORITHM_OF_OLD_RUNS = "ml_pipeline.algorithms.ppo.PPO"
+
+# Old name -> new name. Older run folders and exported policies contain the old names.
 _MOVED = {
     "ml_pipeline.envs.atari": "ml_pipeline.envs.wrappers.atari",
     "ml_pipeline.envs.tasks.acrobot": "ml_pipeline.envs.tensor_tasks.acrobot",
@@ -27,14 +31,14 @@ _MOVED = {
 
 
 class TargetError(UserError):
-    """A dotted path leads nowhere, or its class does not take the arguments given."""
+    """A dotted path does not exist, or its class does not accept the given arguments."""
 
 
 def import_dotted(path: str, *, key: str) -> Any:
-    """The object that ``package.module.Name`` names; ``key`` is the config key to blame."""
+    """The object at ``package.module.Name``; errors name the config key ``key``."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
-        raise TargetError(f"{key}={path} is no dotted path; write package.module.Name")
+        raise TargetError(f"{key}={path}: this is not a dotted path; write package.module.Name")
     module = import_module(module_name, key=key, path=path)
     if not hasattr(module, name):
         raise TargetError(f"{key}={path}: module {module_name} has no {name!r}")
@@ -42,12 +46,12 @@ def import_dotted(path: str, *, key: str) -> Any:
 
 
 def moved(module: str) -> str:
-    """Today's name of a module of ours that an older file names."""
+    """The current name of a module, given the name in an older file."""
     return _MOVED.get(module, module)
 
 
 def import_module(name: str, *, key: str, path: str) -> ModuleType:
-    """A module of the user's; what goes wrong in it is told with the config key it came by."""
+    """Import module ``name``; errors start with the config entry ``key=path``."""
     name = moved(name)
     try:
         return importlib.import_module(name)
@@ -55,15 +59,16 @@ def import_module(name: str, *, key: str, path: str) -> ModuleType:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise TargetError(
                 f"{key}={path}: no module named {error.name!r}; "
-                "run from the folder that holds it, or put that folder on PYTHONPATH"
+                "run from the folder that contains it, or add that folder to PYTHONPATH"
             ) from error
-        raise TargetError(f"{key}={path}: {name} needs {error.name}, which is missing") from error
-    except Exception as error:  # a module may do anything as it is imported
+        reason = f"{name} needs {error.name}, which is not installed"
+        raise TargetError(f"{key}={path}: {reason}") from error
+    except Exception as error:  # importing a module may raise anything
         raise TargetError(f"{key}={path}: {type(error).__name__} in {name}: {error}") from error
 
 
 def import_entry(entry: Mapping[str, Any], *, key: str) -> tuple[Any, dict[str, Any]]:
-    """The object an entry's ``_target_`` names, and the other keys: its arguments."""
+    """The object at an entry's ``_target_``, and its arguments: the other keys."""
     if not isinstance(entry, Mapping) or "_target_" not in entry:
         raise TargetError(f"{key} needs a _target_, the dotted path of a class; got {entry!r}")
     target = import_dotted(str(entry["_target_"]), key=f"{key}._target_")
@@ -71,9 +76,9 @@ def import_entry(entry: Mapping[str, Any], *, key: str) -> tuple[Any, dict[str, 
 
 
 def check_arguments(target: Any, arguments: Mapping[str, Any], *, key: str, given: int = 0) -> None:
-    """Refuse what ``target`` does not take and name what it lacks, by full config key.
+    """Raise an error with the full config key if an argument is unknown or missing.
 
-    ``given`` positional arguments come from elsewhere, such as the env that a wrapper wraps.
+    ``given`` positional arguments come from the caller, such as the env of a wrapper.
     """
     signature = inspect.signature(target)
     parameters = list(signature.parameters.values())[given:]
@@ -91,7 +96,7 @@ def check_arguments(target: Any, arguments: Mapping[str, Any], *, key: str, give
 
 
 def instantiate(entry: Mapping[str, Any], *, key: str, offers: Mapping[str, Any]) -> Any:
-    """Build an entry's object; what ``offers`` holds is passed on if the signature asks for it."""
+    """Build an entry's object; it also receives each of ``offers`` that its signature names."""
     target, arguments = import_entry(entry, key=key)
     wanted = inspect.signature(target).parameters
     arguments = {**{name: offers[name] for name in offers if name in wanted}, **arguments}
@@ -101,8 +106,8 @@ def instantiate(entry: Mapping[str, Any], *, key: str, offers: Mapping[str, Any]
     except UserError:
         raise
     except (TypeError, ValueError) as error:
-        # Those of ours begin with the argument's name, so that the full key can be told.
-        named = str(error).partition(" ")[0] in arguments
-        raise TargetError(f"{key}{'.' if named else ': '}{error}") from error
-    except Exception as error:  # a user's class may do anything
+        # Our own errors start with the name of an argument; then the full key can be shown.
+        is_named = re.split(r"\W", str(error))[0] in arguments
+        raise TargetError(f"{key}{'.' if is_named else ': '}{error}") from error
+    except Exception as error:  # a user's class may raise anything
         raise TargetError(f"{key}: {type(error).__name__}: {error}") from error

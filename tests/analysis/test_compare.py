@@ -123,7 +123,7 @@ def test_a_folder_that_is_no_run_and_a_broken_one_are_left_out_and_named(
     assert run in told.out
     assert "one run: no interval can be drawn" in told.out
     assert told.err.splitlines() == [
-        "left out: runs/half is no run folder: it has no config.yaml",
+        "left out: runs/half is not a run folder: it has no config.yaml",
         "left out: runs/broken has no rows in metrics.csv: it has trained nothing yet",
     ]
 
@@ -134,7 +134,7 @@ def test_without_the_packages_for_a_report_the_tables_are_shown(
     monkeypatch.setitem(__import__("sys").modules, "plotly", None)  # as if not installed
 
     assert main(["compare", run]) == 0
-    assert 'the report needs plotly, which is not installed: pip install -e ".[plots]"' in (
+    assert 'the report needs plotly, which is not installed: pip install "ml_pipeline[plots]"' in (
         capsys.readouterr().out
     )
     assert main(["compare", run, "--report", "report"]) == 1

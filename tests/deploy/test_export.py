@@ -267,7 +267,7 @@ def test_a_missing_package_is_named_with_its_command(
     assert main(["export", str(run), "--format", "onnx"]) == 1
 
     error = capsys.readouterr().err
-    assert "--format onnx needs onnxscript, which is not installed: pip install -e " in error
+    assert "--format onnx needs onnxscript, which is not installed: pip install " in error
 
 
 def test_what_is_no_exported_policy_is_refused(here: Path) -> None:
