@@ -41,7 +41,7 @@ class Transaction:
         self.is_held = False
 
     def hold(self) -> None:
-        """From here to the end of the block nothing may be torn: a stop signal waits."""
+        """From here to the end of the block nothing may be interrupted: a stop signal waits."""
         self.is_held = True
 
 
@@ -132,9 +132,10 @@ class StopSignals:
             raise Interrupted(number)
 
     def _must_wait(self) -> bool:
-        if self._n_shields or self._transaction is None:
-            return self._n_shields > 0
-        return self._transaction.is_held or not self._is_grace_over
+        if self._n_shields:
+            return True
+        transaction = self._transaction
+        return transaction is not None and (transaction.is_held or not self._is_grace_over)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_first = self._pending is None
