@@ -12,7 +12,7 @@ import pytest
 from conftest import REPOSITORY
 
 from ml_pipeline.locks import FileLock
-from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
+from ml_pipeline.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 
@@ -84,12 +84,3 @@ def test_run_folder_on_a_file_system_without_locks_can_be_trained(
     with RunFolder(tmp_path).locked():
         assert not RunFolder(tmp_path).is_locked()
     assert "cannot be locked; do not train in it twice" in capsys.readouterr().out
-
-
-def test_second_process_in_a_run_folder_is_refused(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-
-    with run.locked(), pytest.raises(RunFolderError, match="is being trained by another process"):
-        run.locked().__enter__()
-
-    assert not run.is_locked()
