@@ -277,7 +277,7 @@ def test_missing_package_is_named_with_its_install_command(
     assert main(["export", str(run), "--format", "onnx"]) == 1
 
     error = capsys.readouterr().err
-    assert "--format onnx needs onnxscript, which is not installed: pip install -e " in error
+    assert "--format onnx needs onnxscript, which is not installed: pip install " in error
 
 
 def test_file_that_is_not_an_exported_policy_is_refused(here: Path) -> None:

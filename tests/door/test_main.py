@@ -58,7 +58,7 @@ def test_each_episode_of_an_evaluation_has_a_seed_of_its_own(run: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["evaluate", "nowhere"], "nowhere is no run folder: there is no such folder"),
+        (["evaluate", "nowhere"], "nowhere is not a run folder: it does not exist"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_1(

@@ -48,7 +48,7 @@ def test_a_signal_that_comes_twice_at_once_is_one() -> None:
     done: list[str] = []
 
     def work(signals: StopSignals) -> None:
-        with signals.patient():
+        with signals.transaction():
             send(signal.SIGINT)
             send(signal.SIGTERM)  # told to the group, too
             done.append("patience")

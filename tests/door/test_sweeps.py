@@ -142,6 +142,6 @@ def test_a_launcher_that_is_missing_comes_with_the_line_that_installs_it(
     monkeypatch.setitem(sweeps._LAUNCHERS, "local", "hydra_plugins.no.hydra_joblib_launcher")
 
     with pytest.raises(
-        MissingExtraError, match=r'sweep=local needs .*: pip install -e "\.\[sweep\]"'
+        MissingExtraError, match=r'sweep=local needs .*: pip install "ml_pipeline\[sweep\]"'
     ):
         check_launcher(["-m", "sweep=local", "seed=1,2"])

@@ -248,7 +248,7 @@ def test_networks_and_callbacks_of_the_users_own_by_dotted_path(door: Door, here
         ("agent.gamme=0.9", "full_key: agent.gamme"),
         ("n_envs=many", "n_envs must be auto, or at least 1, got many"),
         ("env.id=CartPol-v1", "did you mean CartPole-v1"),
-        ("resume=nowhere", "nowhere is no run folder"),
+        ("resume=nowhere", "nowhere is not a run folder"),
     ],
 )
 def test_bad_input_gets_a_clear_answer_and_exit_code_1(
@@ -266,13 +266,13 @@ def test_bad_input_gets_a_clear_answer_and_exit_code_1(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["device=cuda:9"], "device=cuda:9 asked for, but"),
+        (["device=cuda:9"], "device=cuda:9: "),
         (["agent.gamma=2"], "agent.gamma must be between 0 and 1, got 2.0"),
         (["agent.n_minibatches=7"], "agent.n_minibatches=7"),
         (["env.target=tiny_envs.WordsEnv"], "space Text"),
         pytest.param(
             ["env.id=ALE/Pong-v5"],
-            'pip install -e ".[atari]"',
+            'pip install "ml_pipeline[atari]"',
             marks=pytest.mark.skipif(bool(find_spec("ale_py")), reason="it is installed here"),
         ),
         (["+env.kwargs.speed=9"], "env.id=CartPole-v1 with env.kwargs {'speed': 9} cannot be"),
@@ -302,7 +302,7 @@ def test_mps_is_refused_where_there_is_none(door: Door) -> None:
     result = door("device=mps")
 
     assert result.returncode == 1
-    assert "device=mps asked for, but this torch has no MPS; use device=cpu" in result.stderr
+    assert "device=mps: this torch has no MPS; use device=cpu" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_stop_signal_saves_ends_every_process_and_the_run_goes_on(
     assert stderr == ""
     told = [line for line in stdout.splitlines() if "stopped by" in line]
     assert len(told) == 1
-    assert "go on with:" in told[0]
+    assert "resume with:" in told[0]
     wait_until_gone(children)
     run = only_run(here)
     env_steps = load_checkpoint(RunFolder.open(run), "latest")["env_steps"]

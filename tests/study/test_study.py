@@ -351,7 +351,7 @@ def test_without_optuna_a_study_names_the_line_that_installs_it(
     assert main(["study", "start", "mine"]) == 1
 
     error = capsys.readouterr().err
-    assert error == 'study needs optuna, which is not installed: pip install -e ".[study]"\n'
+    assert error == 'study needs optuna, which is not installed: pip install "ml_pipeline[study]"\n'
 
 
 # Deploying

@@ -122,7 +122,7 @@ def test_four_iterations_are_two_and_a_resume_and_two_more(
     said = capsys.readouterr().out
     whole = train(overrides).run_dir
 
-    assert "resumed at env step 128 in the midst of its episodes" in said
+    assert "resumed at env step 128 in the middle of its episodes" in said
     assert len(read_rows(whole)) == 4
     assert read_rows(run) == read_rows(whole)
     ours, theirs = numbers(run), numbers(whole)
@@ -225,7 +225,7 @@ def test_a_resume_that_is_stopped_at_once_can_be_resumed_exactly(
     said = capsys.readouterr().out
     whole = train(settings).run_dir
 
-    assert "resumed at env step 128 in the midst of its episodes" in said
+    assert "resumed at env step 128 in the middle of its episodes" in said
     assert numbers(run) == numbers(whole)
 
 
@@ -259,7 +259,7 @@ def test_a_stop_signal_leaves_a_checkpoint_that_resumes_exactly(
     resumed = capsys.readouterr().out
     whole = train([*settings, goal]).run_dir
 
-    assert f"resumed at env step {64 * n_rows:,} in the midst of its episodes" in resumed
+    assert f"resumed at env step {64 * n_rows:,} in the middle of its episodes" in resumed
     assert read_rows(run) == read_rows(whole)
     assert numbers(run) == numbers(whole)
 
@@ -282,7 +282,7 @@ def test_a_stop_signal_leaves_a_checkpoint_that_resumes_exactly(
             ["env.target=tiny_torch_envs.ManyLeaves"],
             "its observation space does not apply to it; give one Box or Discrete",
         ),
-        (["compile=graph"], "compile=graph asked for, but cpu has no graphs; use compile=auto"),
+        (["compile=graph"], "compile=graph: device=cpu has no CUDA graphs; use compile=auto"),
     ],
 )
 def test_what_does_not_go_with_tensors_is_refused_in_one_line_before_anything_is_made(
