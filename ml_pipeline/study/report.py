@@ -87,8 +87,10 @@ def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
+def _figure(value: Any) -> str:
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
 
 def _state(trial: FrozenTrial) -> str:
@@ -153,7 +155,7 @@ def _trials_table(
             states[trial.number],
             _figure(value),
             _lasted(trial),
-            *(_shown(trial.params.get(key)) for key in settings.space),
+            *(_figure(trial.params.get(key)) for key in settings.space),
             str(trial.user_attrs.get("run_dir", "-")),
         )
     return table
@@ -165,10 +167,6 @@ def _lasted(trial: FrozenTrial) -> str:
         end = trial.datetime_complete or datetime.now()
         seconds = (end - trial.datetime_start).total_seconds()
     return "-" if seconds is None else _duration(seconds)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _table(*titles: str) -> Table:

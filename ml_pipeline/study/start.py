@@ -166,7 +166,10 @@ class _Workers:
                     self._workers = [self._new_worker(i) for i in range(min(self._n_jobs, left))]
                 stop = self._watch(signals)
             finally:
-                self._end_workers()
+                for worker in self._workers:
+                    worker.terminate()  # no effect on one that has ended
+                for worker in self._workers:
+                    worker.wait()
         self._report_ended()
         self._report_result(stop)
 
@@ -195,7 +198,8 @@ class _Workers:
             try:
                 with signals.shielded():
                     if stop is not None and stop is not passed_on:
-                        self._pass_on(stop)
+                        for worker in self._workers:
+                            worker.send_signal(signal.Signals[stop.signal_name])
                         passed_on = stop
                     self._report_ended()
                     if stop is None:
@@ -205,10 +209,6 @@ class _Workers:
                 time.sleep(_LOOK_SECONDS)
             except Interrupted as error:  # a second signal makes workers stop sooner
                 stop = error
-
-    def _pass_on(self, stop: Interrupted) -> None:
-        for worker in self._workers:
-            worker.send_signal(signal.Signals[stop.signal_name])
 
     def _replace_dead_workers(self) -> None:
         for index, worker in enumerate(self._workers):
@@ -223,13 +223,6 @@ class _Workers:
                 )
             say(f"a worker died with exit code {code}; a new worker continues its trial")
             self._workers[index] = self._new_worker(index)
-
-    def _end_workers(self) -> None:
-        for worker in self._workers:
-            if worker.poll() is None:
-                worker.terminate()
-        for worker in self._workers:
-            worker.wait()
 
     def _report_ended(self) -> None:
         """Print the trials that ended since the last call, in any process."""

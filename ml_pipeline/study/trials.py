@@ -13,7 +13,6 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import optuna
 from filelock import FileLock
@@ -55,13 +54,6 @@ _LOOK_SECONDS = 0.5
 _MOST_DEATHS = 5  # of the worker of one trial; a stop signal does not count
 
 
-class Claimed(NamedTuple):
-    """A trial that this process trains, and its lock."""
-
-    trial: Trial
-    lock: FileLock
-
-
 def work(name: str, *, first: int, parent: int) -> None:
     """Train trials until the study has all of them.
 
@@ -84,26 +76,27 @@ def work(name: str, *, first: int, parent: int) -> None:
             if claimed is None:
                 time.sleep(_LOOK_SECONDS)  # other workers train the last trials, and may die
                 continue
-            with held(claimed.lock):
-                _run(study, settings, claimed.trial)
+            trial, lock = claimed
+            with held(lock):
+                _run(study, settings, trial)
 
 
 def _claim(
     folder: StudyFolder, study: optuna.Study, settings: StudySettings, trials: list[FrozenTrial]
-) -> Claimed | None:
-    """A dead trial, else a new one; None if other workers train all that are left."""
+) -> tuple[Trial, FileLock] | None:
+    """A dead trial, else a new one, and its lock; None if other workers train all that remain."""
     for dead in running(trials):
         lock = folder.claim(dead)
         if lock is not None:
             trial = folder.attach(study, dead.number)
             _record_claim(trial)
-            return Claimed(trial, lock)
+            return trial, lock
     if len(trials) >= settings.n_trials:
         return None
     trial = folder.attach(study, _new_trial(study, settings, trials))
     lock = folder.trial_lock(trial.number)
     lock.acquire()
-    return Claimed(trial, lock)
+    return trial, lock
 
 
 def _record_claim(trial: Trial) -> None:
@@ -146,16 +139,6 @@ def _new_trial(study: optuna.Study, settings: StudySettings, trials: list[Frozen
     return next(trial.number for trial in newest_first if owner.items() <= trial.user_attrs.items())
 
 
-def trial_overrides(settings: StudySettings, trial: Trial) -> list[str]:
-    """The overrides that train this trial."""
-    return [
-        *settings.overrides,
-        *param_overrides(settings.space, trial.params),
-        f"seed={trial.user_attrs['seed']}",
-        f"objective={settings.objective}",
-    ]
-
-
 def _run(study: optuna.Study, settings: StudySettings, trial: Trial) -> None:
     """Train the rest of a trial and tell Optuna the result."""
     say(f"trial {trial.number}: {trial.params}")
@@ -179,16 +162,16 @@ def _run(study: optuna.Study, settings: StudySettings, trial: Trial) -> None:
             reason = f"{type(error).__name__}: {reason}"
         trial.set_user_attr("error", reason)
         study.tell(trial, state=TrialState.FAIL)
-    say(f"trial {trial.number}: {_frozen(study, trial).state.name.lower()}")
-
-
-def _frozen(study: optuna.Study, trial: Trial) -> FrozenTrial:
-    return study.get_trials(deepcopy=False)[trial.number]
 
 
 def _trained_value(study: optuna.Study, settings: StudySettings, trial: Trial) -> float:
     """Train the rest of the trial's run, if any, and return its objective; nan if pruned."""
-    overrides = trial_overrides(settings, trial)
+    overrides = [
+        *settings.overrides,
+        *param_overrides(settings.space, trial.params),
+        f"seed={trial.user_attrs['seed']}",
+        f"objective={settings.objective}",
+    ]
     cfg = composed(overrides)
     config = checked_config(cfg)
     run = _run_folder(trial, config)
@@ -239,7 +222,7 @@ def _callbacks(study: optuna.Study, trial: Trial, config: TrainConfig) -> dict[s
     every_steps = evaluation.get("eval_every_steps")
     if every_steps is None:  # no evaluation, or the user's own
         return {}
-    reported = set(_frozen(study, trial).intermediate_values)
+    reported = set(study.get_trials(deepcopy=False)[trial.number].intermediate_values)
     return {"pruning": Pruning(trial, every_steps=every_steps, reported=reported)}
 
 

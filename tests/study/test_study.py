@@ -42,7 +42,7 @@ from ml_pipeline.door.compose import plain_config  # noqa: E402
 from ml_pipeline.runs.loggers import read_metrics  # noqa: E402
 from ml_pipeline.runs.run_folder import RunFolder  # noqa: E402
 from ml_pipeline.study import best  # noqa: E402
-from ml_pipeline.study.folder import StudyError, StudyFolder, finished  # noqa: E402
+from ml_pipeline.study.folder import StudyError, StudyFolder, finished, running  # noqa: E402
 from ml_pipeline.study.journal import HOST, Journal  # noqa: E402
 from ml_pipeline.study.report import trials_per_hour  # noqa: E402
 from ml_pipeline.study.trials import recorded_value  # noqa: E402
@@ -59,36 +59,23 @@ def space(here: Path) -> str:
     return "space=space.yaml"
 
 
-def study_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "ml_pipeline", "study", *arguments]
-
-
-def environment() -> dict[str, str]:
-    """Lets the workers of a study import this repository and the tiny envs."""
-    return {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{TESTS}"}
-
-
-def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        study_command(*arguments),
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=110,
-        stdin=subprocess.DEVNULL,
-    )
-
-
 def begin(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a study command whose workers can import this repository and the tiny envs."""
     return subprocess.Popen(
-        study_command(*arguments),
+        [sys.executable, "-m", "ml_pipeline", "study", *arguments],
         cwd=folder,
-        env=environment(),
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{TESTS}"},
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def complete(folder: Path, *arguments: str) -> None:
+    process = begin(folder, "start", *arguments)
+    output, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, output
 
 
 def trials_of(name: str) -> list[FrozenTrial]:
@@ -334,9 +321,7 @@ def test_bad_trial_is_pruned_at_its_first_evaluation(here: Path) -> None:
     assert (result.run_dir / "checkpoints" / "latest.pt").is_file()
 
 
-def test_resumed_run_does_not_report_a_point_again(
-    here: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_resumed_run_does_not_report_a_point_again(here: Path) -> None:
     study = optuna.create_study(direction="maximize")
     trial = study.ask()
     trial.report(7.0, 1)
@@ -351,11 +336,12 @@ def test_resumed_run_does_not_report_a_point_again(
 def test_study_whose_first_trials_all_fail_stops_with_the_reason(here: Path, space: str) -> None:
     settings = [*small(), "env.id=Nope-v0", space, "n_trials=50"]
 
-    result = call(here, "start", "bad", *settings)
+    process = begin(here, "start", "bad", *settings)
+    output, _ = process.communicate(timeout=110)
 
-    assert result.returncode == 1
-    assert "its first trials all failed: env.id=Nope-v0" in result.stderr
-    assert "Traceback" not in result.stderr + result.stdout
+    assert process.returncode == 1
+    assert "its first trials all failed: env.id=Nope-v0" in output
+    assert "Traceback" not in output
     assert [trial.state for trial in trials_of("bad")] == [TrialState.FAIL] * 3
 
 
@@ -389,9 +375,7 @@ def test_journal_waits_for_the_lock_of_another_machine(here: Path) -> None:
     assert not lock.exists()
 
 
-def test_trial_is_dead_without_a_lock_or_on_another_machine_without_a_heartbeat(
-    here: Path,
-) -> None:
+def test_trial_without_a_lock_or_a_heartbeat_is_dead(here: Path) -> None:
     folder = StudyFolder("locks")
     folder.make()
     study = folder.study()
@@ -442,9 +426,7 @@ LONG = {
 
 def kill_everything(process: subprocess.Popen[str], name: str) -> None:
     """Kill a study and its workers at once, like a power cut."""
-    workers = [
-        trial.user_attrs["pid"] for trial in trials_of(name) if not trial.state.is_finished()
-    ]
+    workers = [trial.user_attrs["pid"] for trial in running(trials_of(name))]
     for pid in (process.pid, *workers):
         if is_running(pid):
             os.kill(pid, signal.SIGKILL)
@@ -455,7 +437,7 @@ def kill_everything(process: subprocess.Popen[str], name: str) -> None:
 def has_begun(name: str, n_finished: int) -> bool:
     """Whether so many trials have ended, and another one has a checkpoint."""
     trials = trials_of(name)
-    runs = [t.user_attrs.get("run_dir") for t in trials if t.state == TrialState.RUNNING]
+    runs = [trial.user_attrs.get("run_dir") for trial in running(trials)]
     saved = [run for run in runs if run and (Path(run) / "checkpoints" / "latest.pt").is_file()]
     return len(finished(trials)) >= n_finished and bool(saved)
 
@@ -471,12 +453,11 @@ def test_study_killed_twice_ends_with_the_same_trials_as_one_that_was_not(
         process = begin(here, "start", "killed", *settings)
         wait_until(lambda n=n_finished: has_begun("killed", n), 100)
         kill_everything(process, "killed")
-        killed += [t.number for t in trials_of("killed") if t.state == TrialState.RUNNING]
+        killed += [trial.number for trial in running(trials_of("killed"))]
     assert len(killed) == 2
 
-    for name in ("killed", "whole"):
-        result = call(here, "start", name, *settings)
-        assert result.returncode == 0, result.stderr
+    complete(here, "killed", *settings)
+    complete(here, "whole", *settings)
 
     trials, whole = trials_of("killed"), trials_of("whole")
     assert [trial.number for trial in trials] == list(range(20))
@@ -501,15 +482,14 @@ def test_stopped_study_saves_its_trials_and_continues(
 
     assert process.returncode == code
     assert "nothing is lost\ncontinue: " in output
-    stopped = [trial for trial in trials_of("mine") if trial.state == TrialState.RUNNING]
+    stopped = running(trials_of("mine"))
     begun = [trial for trial in stopped if "run_dir" in trial.user_attrs]
     assert begun
     assert all(trial.user_attrs["stopped"] for trial in begun)
     assert not any(is_running(trial.user_attrs["pid"]) for trial in stopped)
 
-    result = call(here, "start", "mine")
+    complete(here, "mine")
 
-    assert result.returncode == 0, result.stderr
     trials = trials_of("mine")
     assert [trial.number for trial in trials] == [0, 1, 2, 3]
     assert all(trial.state.is_finished() and "error" not in trial.user_attrs for trial in trials)
@@ -522,7 +502,7 @@ def test_killed_worker_is_replaced_and_workers_end_with_their_parent(
 ) -> None:
     process = begin(here, "start", "mine", *small(**LONG), space, "n_trials=6")
     wait_until(lambda: has_begun("mine", 0), 60)
-    (victim,) = [trial for trial in trials_of("mine") if trial.state == TrialState.RUNNING]
+    (victim,) = running(trials_of("mine"))
     os.kill(victim.user_attrs["pid"], signal.SIGKILL)
 
     wait_until(lambda: has_begun("mine", 2), 60)
@@ -548,8 +528,7 @@ def test_interrupted_last_evaluation_is_repeated(here: Path) -> None:
 
 @pytest.mark.slow
 def test_trained_trial_without_a_result_is_not_trained_again(here: Path, space: str) -> None:
-    settings = [*small(), space, "n_trials=2"]
-    assert call(here, "start", "mine", *settings).returncode == 0
+    complete(here, "mine", *small(), space, "n_trials=2")
     before = trials_of("mine")
     journal = StudyFolder("mine").journal
     *lines, last = journal.read_bytes().splitlines(keepends=True)
@@ -559,7 +538,7 @@ def test_trained_trial_without_a_result_is_not_trained_again(here: Path, space: 
     run = Path(before[1].user_attrs["run_dir"])
     summary = (run / "summary.json").read_text()
 
-    assert call(here, "start", "mine").returncode == 0
+    complete(here, "mine")
 
     assert [trial.value for trial in trials_of("mine")] == [trial.value for trial in before]
     assert (run / "summary.json").read_text() == summary
