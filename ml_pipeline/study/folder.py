@@ -21,7 +21,6 @@ import optuna
 import yaml
 from filelock import FileLock, Timeout
 from optuna.pruners import MedianPruner
-from optuna.samplers import RandomSampler
 from optuna.storages import JournalStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
@@ -98,21 +97,15 @@ class StudyFolder:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         # Trials with long rollouts skip points, so few trials may have reached a point.
         pruner = MedianPruner(n_startup_trials=5, n_min_trials=5)
-        # Not used: new_trial samples beside the journal.
-        sampler = RandomSampler()
+        options: dict[str, Any] = {
+            "study_name": self.name,
+            "storage": self.storage,
+            "pruner": pruner,
+        }
         try:
-            return optuna.load_study(
-                study_name=self.name, storage=self.storage, sampler=sampler, pruner=pruner
-            )
+            return optuna.load_study(**options)
         except KeyError:  # a new study; create_study always writes to the journal
-            return optuna.create_study(
-                study_name=self.name,
-                storage=self.storage,
-                sampler=sampler,
-                pruner=pruner,
-                direction="maximize",
-                load_if_exists=True,
-            )
+            return optuna.create_study(**options, direction="maximize", load_if_exists=True)
 
     def attach(self, study: optuna.Study, number: int) -> Trial:
         """A trial to write to, whichever process created it."""

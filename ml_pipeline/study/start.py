@@ -154,16 +154,13 @@ class _Workers:
         trials = self._trials()
         self._first = len(trials)
         self._reported = {trial.number for trial in finished(trials)}
+        self._n_workers = min(n_jobs, folder.read().n_trials - len(self._reported))
         self._workers: list[subprocess.Popen[bytes]] = []
         self._deaths = 0  # since the last trial that ended
 
     def train(self) -> None:
-        stop: Interrupted | None = None
         with StopSignals() as signals:
             try:
-                with signals.shielded():
-                    left = self._folder.read().n_trials - len(self._reported)
-                    self._workers = [self._new_worker(i) for i in range(min(self._n_jobs, left))]
                 stop = self._watch(signals)
             finally:
                 for worker in self._workers:
@@ -196,21 +193,24 @@ class _Workers:
         stop = passed_on = None
         while True:
             try:
-                with signals.shielded():
+                with signals.shielded():  # no worker may start unnoticed
                     if stop is not None and stop is not passed_on:
                         for worker in self._workers:
                             worker.send_signal(signal.Signals[stop.signal_name])
                         passed_on = stop
                     self._report_ended()
                     if stop is None:
-                        self._replace_dead_workers()
+                        self._start_workers()
                 if all(worker.poll() is not None for worker in self._workers):
                     return stop
                 time.sleep(_LOOK_SECONDS)
             except Interrupted as error:  # a second signal makes workers stop sooner
                 stop = error
 
-    def _replace_dead_workers(self) -> None:
+    def _start_workers(self) -> None:
+        """Start the first workers, later those that replace dead ones."""
+        while len(self._workers) < self._n_workers:
+            self._workers.append(self._new_worker(len(self._workers)))
         for index, worker in enumerate(self._workers):
             code = worker.poll()
             if code in (None, 0, 1):
@@ -248,7 +248,7 @@ class _Workers:
         if reason is not None and n_done < settings.n_trials:
             raise StudyError(f"study {name}: stopped, as its first trials all failed: {reason}")
         errors = [t.user_attrs.get("error") for t in trials if t.state == TrialState.FAIL]
-        if len(errors) == n_done:
+        if errors and len(errors) == n_done:
             raise StudyError(f"study {name}: all {n_done} trials failed: {errors[-1]}")
         if any(worker.returncode for worker in self._workers):
             raise StudyError(f"study {name}: a worker failed; see {self._folder.logs}")
