@@ -21,9 +21,9 @@ from gymnasium import spaces
 from tiny_envs import ForbiddingEnv, SpaceEnv
 
 from ml_pipeline.__main__ import main
+from ml_pipeline.agents.policy import _leaf_names
 from ml_pipeline.analysis.evaluate import evaluate
 from ml_pipeline.build import train
-from ml_pipeline.deploy.export import _leaf_names
 from ml_pipeline.deploy.exported import ExportedPolicy, PolicyFileError
 from ml_pipeline.door.load import load_agent
 
