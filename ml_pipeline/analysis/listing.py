@@ -24,7 +24,7 @@ class RunInfo(NamedTuple):
 def find_runs(root: Path) -> list[RunInfo]:
     """Those under ``root``, a folder such as runs/, the newest last."""
     if not root.is_dir():
-        raise UserError(f"{root} is no folder; runs lie in runs/ where train_ppo.py was called")
+        raise UserError(f"--root {root}: not a folder; runs/ is in the folder where you train")
     folders = sorted(path.parent for path in root.glob("*/*/config.yaml"))
     return sorted((_info(RunFolder(path)) for path in folders), key=lambda info: info.run.name)
 

@@ -155,7 +155,7 @@ class VecEnvConfig:
 
 @dataclass
 class TrainConfig:
-    """A whole run; conf/train_ppo.yaml composes it."""
+    """A whole run; conf/train.yaml composes it."""
 
     n_envs: Any = 8  # or "auto", until the door has found a number by measuring
     seed: int = 1

@@ -20,8 +20,10 @@ from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.run_folder import RunFolder
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-CONF = REPOSITORY / "conf"
+_PACKAGE = Path(__file__).resolve().parents[1]
+REPOSITORY = _PACKAGE.parent
+# A wheel has conf/ inside the package, a clone next to it.
+CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else REPOSITORY / "conf"
 
 
 class ConfigError(UserError):
@@ -36,7 +38,7 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose("train_ppo", overrides=list(overrides))
+            return compose("train", overrides=list(overrides))
     finally:
         GlobalHydra.instance().hydra = callers
 

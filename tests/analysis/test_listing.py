@@ -75,7 +75,7 @@ def test_a_root_that_is_not_there_is_one_line(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["runs"]) == 1
-    assert "runs is no folder; runs lie in runs/ where" in capsys.readouterr().err
+    assert "--root runs: not a folder; runs/ is in" in capsys.readouterr().err
 
 
 def test_a_run_keeps_commit_host_versions_and_command(runs: list[RunFolder]) -> None:

@@ -1,0 +1,61 @@
+"""explained: an error of Hydra or OmegaConf as one line, ``key=value: fact; fix``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
+
+_TYPES = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false"}
+
+
+def explained(error: Exception) -> str:
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        return f"{group}={option}: no such option" + _choice(option, error.options or ())
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: expected key=value; quote special characters: 'key=\"value\"'"
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        return _unknown_key(str(error), cause)
+    if isinstance(cause, ValidationError):
+        return f"{cause.full_key}={cause.value}: {_wrong_type(str(cause))}"
+    ambiguous = re.match(r"Ambiguous value for argument '(.+?)=(.*)'", str(error))
+    if ambiguous:
+        key, values = ambiguous.groups()
+        return f"{key}={values}: several values; add -m for a sweep, or write '{key}=[{values}]'"
+    return _first_line(cause or error)
+
+
+def _unknown_key(message: str, cause: ConfigAttributeError | ConfigKeyError) -> str:
+    parent, _, name = str(cause.full_key).rpartition(".")
+    known = [str(key) for key in cause.parent_node or ()]
+    fact = f"{cause.full_key}: unknown key" + _choice(
+        name, known, prefix=f"{parent}." * bool(parent)
+    )
+    appended = re.search(r"\+\S+=.*", message)
+    if cause.object_type is dict and appended:  # free-form: arguments of an env, a network ...
+        fact += f"; to add a key, write {appended[0]}"
+    return fact
+
+
+def _choice(word: str, known: Iterable[str], *, prefix: str = "") -> str:
+    known = list(known)
+    close = get_close_matches(word, known, n=1)
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    return f"; choose from {', '.join(known)}" if known else ""
+
+
+def _wrong_type(message: str) -> str:
+    wanted = re.search(r"could not be converted to (\w+)", message)
+    if wanted and wanted[1] in _TYPES:
+        return f"must be {_TYPES[wanted[1]]}"
+    return message.splitlines()[0]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
