@@ -27,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = _parser().parse_args(arguments)
-    return exit_code(lambda: options.run(options))
+    return exit_code(lambda: options.command(options))
 
 
 def _parser() -> _Parser:
@@ -43,7 +43,7 @@ def _parser() -> _Parser:
         command = import_module(f"{commands.__name__}.{name}")
         command_parser = choices.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(command_parser)
-        command_parser.set_defaults(run=command.run)
+        command_parser.set_defaults(command=command.run)
     return parser
 
 

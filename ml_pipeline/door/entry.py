@@ -41,13 +41,15 @@ def train(command_line: Sequence[str]) -> None:
     ConfigStore.instance().store(name="train_schema", node=TrainConfig)
     OmegaConf.register_new_resolver("command", partial(user_command, python="python"), replace=True)
     failure: Exception | None = None
+    check_launcher(command_line)
     try:
-        check_launcher(command_line)
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(_run)()
     except _FailedError as failed:
         failure = failed.error
     except HydraException as error:
         raise ConfigError(explained(error)) from error
+    except UserError:
+        sys.exit(1)  # a job of a sweep has failed, and has reported why
     finally:
         SweepReport.tell()
     if failure is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
+
+from ml_pipeline.errors import first_line
 
 _TYPES = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false"}
 
@@ -23,27 +25,28 @@ def explained(error: Exception) -> str:
         return _unknown_key(str(error), cause)
     if isinstance(cause, ValidationError):
         return f"{cause.full_key}={cause.value}: {_wrong_type(str(cause))}"
+    folder = re.match(r"Additional config directory '(.*)' not found", str(error))
+    if folder:
+        return f"--config-dir {folder[1]}: no such folder"
     ambiguous = re.match(r"Ambiguous value for argument '(.+?)=(.*)'", str(error))
     if ambiguous:
         key, values = ambiguous.groups()
         return f"{key}={values}: several values; add -m for a sweep, or write '{key}=[{values}]'"
-    return _first_line(cause or error)
+    return first_line(cause or error)
 
 
 def _unknown_key(message: str, cause: ConfigAttributeError | ConfigKeyError) -> str:
-    parent, _, name = str(cause.full_key).rpartition(".")
+    appended = re.search(r"\+(\S+=.*)", message)  # "To append to your config use +key=value"
+    override = appended[1] if appended else cause.full_key
+    parent, dot, name = str(cause.full_key).rpartition(".")
     known = [str(key) for key in cause.parent_node or ()]
-    fact = f"{cause.full_key}: unknown key" + _choice(
-        name, known, prefix=f"{parent}." * bool(parent)
-    )
-    appended = re.search(r"\+\S+=.*", message)
-    if cause.object_type is dict and appended:  # free-form: arguments of an env, a network ...
-        fact += f"; to add a key, write {appended[0]}"
-    return fact
+    line = f"{override}: unknown key{_choice(name, known, parent + dot)}"
+    if cause.object_type is dict:  # free-form: arguments of an env, a network, a callback
+        line += f"; to add a key, write +{override}"
+    return line
 
 
-def _choice(word: str, known: Iterable[str], *, prefix: str = "") -> str:
-    known = list(known)
+def _choice(word: str, known: Sequence[str], prefix: str = "") -> str:
     close = get_close_matches(word, known, n=1)
     if close:
         return f"; did you mean {prefix}{close[0]}?"
@@ -55,7 +58,3 @@ def _wrong_type(message: str) -> str:
     if wanted and wanted[1] in _TYPES:
         return f"must be {_TYPES[wanted[1]]}"
     return message.splitlines()[0]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -86,7 +86,7 @@ def run(here: Path) -> str:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], "nothing is left to compare"),
+        (["nowhere"], "no run is left to compare"),
         (["{run}", "--by", "agent.gama"], "--by agent.gama is no key of these runs' configs; did"),
         (["{run}", "--metric", "eval/return"], "--metric eval/return is not in metrics.csv of"),
         (["{run}", "{other}"], "these runs are of 2 envs, whose returns cannot be compared"),

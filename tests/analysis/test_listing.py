@@ -53,9 +53,9 @@ def test_nothing_is_removed_that_was_not_asked_for(
     runs: list[RunFolder], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["runs", "prune"]) == 1
-    assert "say what to remove" in capsys.readouterr().err
+    assert "prune needs a status" in capsys.readouterr().err
     assert main(["runs", "prune", "--status", "died"]) == 0
-    assert "nothing is removed yet; to remove these 2" in capsys.readouterr().out
+    assert "nothing removed yet; add --yes to remove these 2" in capsys.readouterr().out
     assert all(run.path.is_dir() for run in runs)
 
     assert main(["runs", "prune", "--status", "died", "--yes"]) == 0
