@@ -157,7 +157,7 @@ def test_crashing_env_ends_the_run_with_its_traceback_and_marks_it_failed(here: 
 def test_nan_weights_never_reach_a_checkpoint(here: Path) -> None:
     settings = [*small(), "env.target=tiny_envs.NanEnv", "~callbacks.evaluation"]
 
-    with pytest.raises(UserError, match=r"env 0 .*reward nan at .*step 20"):
+    with pytest.raises(UserError, match=r"env 0.*nan"):
         train([*settings, "callbacks.checkpoints.every_steps=1"])
 
     state = load_checkpoint(RunFolder.open(only_run(here)), "latest")
@@ -206,8 +206,8 @@ def test_resume_can_replace_add_and_drop_parts_of_the_config(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "is complete: 64 of 64 env steps"),
-        (["experiment=cartpole"], "experiment= cannot be combined with resume="),
+        ([], "64 of 64"),
+        (["experiment=cartpole"], "experiment="),
         (["total_steps=96", "env=acrobot"], "does not fit"),
     ],
 )
