@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any, cast
 
 from rich.console import Console, Group
@@ -26,6 +28,7 @@ from rich.table import Table
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 
 _SECONDS_BETWEEN_LINES = 2.0
+_TRAIN = " train"  # commands/train.py adds it to the program's name in sys.argv
 
 # Title, metric, format; a missing metric is shown as a dash.
 _FIGURES = (
@@ -165,3 +168,30 @@ def python_command() -> str:
         return "python"
     relative = os.path.relpath(sys.executable)
     return shlex.quote(sys.executable if relative.startswith("..") else relative)
+
+
+def user_command(name: str, *, python: str | None = None) -> str:
+    """The command ``name`` (train, evaluate, ...) as the user of this process types it.
+
+    ``python`` is how the interpreter is called; None: a path that works from this folder.
+    """
+    python = python or python_command()
+    program = Path(sys.argv[0].removesuffix(_TRAIN))
+    if name == "train" and _is_train_script(program):
+        return f"{python} {shlex.quote(os.path.relpath(program))}"
+    if program.stem != "ml-pipeline":
+        return f"{python} -m ml_pipeline {name}"
+    found = shutil.which(program.name)
+    on_path = found is not None and os.path.abspath(found) == os.path.abspath(program)
+    return f"{program.name if on_path else shlex.quote(str(program))} {name}"
+
+
+def typed_training() -> str | None:
+    """The command line that trains in this process; None if Python code called ``train``."""
+    if not _is_train_script(Path(sys.argv[0])) and not sys.argv[0].endswith(_TRAIN):
+        return None
+    return f"{user_command('train', python='python')} {shlex.join(sys.argv[1:])}".rstrip()
+
+
+def _is_train_script(program: Path) -> bool:
+    return re.fullmatch(r"train_\w+\.py", program.name) is not None

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
 import re
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ from typing import Any
 from ml_pipeline.metrics import MEAN_RETURN
 from ml_pipeline.protocols import Logger
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
-from ml_pipeline.runs.console import ConsoleLogger, python_command, say
+from ml_pipeline.runs.console import ConsoleLogger, say, typed_training, user_command
 from ml_pipeline.runs.loggers import CsvLogger, last_values
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 
@@ -164,16 +162,15 @@ class Record:
         return self._last.values.get(metric, math.nan)
 
     def _commands(self, *, complete: bool) -> dict[str, str]:
-        python, path = python_command(), shlex.quote(str(self.run.path))
-        script = shlex.quote(os.path.relpath(_REPOSITORY / "train_ppo.py"))
-        # Hydra gives some characters a meaning unless they are quoted.
+        path = shlex.quote(str(self.run.path))
+        # Hydra reads some signs as its own, unless they stand in quotes.
         value = path if re.fullmatch(r"[\w./ '-]+", path) else shlex.quote(f'"{self.run.path}"')
         more = f" total_steps={2 * self._total_steps}" if complete else ""
         siblings = shlex.quote(str(self.run.path.parent)) + "/*"
         return {
-            "evaluate": f"{python} -m ml_pipeline evaluate {path} --deterministic",
-            "resume": f"{python} {script} resume={value}{more}",
-            "compare": f"{python} -m ml_pipeline compare {siblings}",
+            "evaluate": f"{user_command('evaluate')} {path} --deterministic",
+            "resume": f"{user_command('train')} resume={value}{more}",
+            "compare": f"{user_command('compare')} {siblings}",
         }
 
     def _note_code(self) -> str | None:
@@ -191,10 +188,8 @@ class Record:
         return f"{commit}+"
 
     def _command(self) -> str:
-        """The command line, or the call of ``train``, that started or resumed the run."""
-        if Path(sys.argv[0]).name == "train_ppo.py":
-            return shlex.join(["python", *sys.argv])
-        return f"train({self._overrides})"
+        """What started this leg of the run: a command line, or a call in Python."""
+        return typed_training() or f"train({self._overrides})"
 
     def _say_logger_status(self) -> None:
         for logger in self._extra_loggers.values():
@@ -205,7 +200,9 @@ class Record:
 
 
 def _git(*command: str) -> str | None:
-    """The output of git for this code; None without git or outside a repository."""
+    """What git says of this code; None where there is no git, or no repository."""
+    if not (_REPOSITORY / "pyproject.toml").is_file():
+        return None  # installed from a wheel: a repository around it is somebody else's
     try:
         result = subprocess.run(
             ["git", "-C", str(_REPOSITORY), *command],

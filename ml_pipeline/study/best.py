@@ -20,19 +20,17 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 from optuna.trial import FrozenTrial
 
-from ml_pipeline.door.compose import CONF, REPOSITORY, plain_config
+from ml_pipeline.door.compose import CONF, REPOSITORY, compose_config, plain_config
 from ml_pipeline.door.load import export_run
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import BEST, best_or_latest, checkpoint_path
-from ml_pipeline.runs.console import python_command, say
+from ml_pipeline.runs.console import say, user_command
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.study.folder import StudyError, StudyFolder, StudySettings
 from ml_pipeline.study.report import ranked
-from ml_pipeline.study.space import composed, is_group, param_overrides
+from ml_pipeline.study.space import is_group, param_overrides
 from ml_pipeline.study.trials import evaluate_run
 
-EXPERIMENTS = CONF / "experiment"
-SCRIPT = REPOSITORY / "train_ppo.py"
 DEPLOYED = "deployed.json"
 
 _NOT_WRITTEN = ("device", "logger", "vec_env")  # they belong to the machine, not to the result
@@ -47,10 +45,9 @@ def write_best(name: str, *, deploy: Path | None, n_episodes: int, seed: int | N
         raise StudyError(f"study {name} has no complete trial yet; see: study status {name}")
     best = complete[0]
     path, arguments = _write_experiment(name, settings, best)
-    script = shlex.quote(os.path.relpath(SCRIPT))
     say(f"trial {best.number}: {settings.objective} {best.value:.1f}, {best.user_attrs['run_dir']}")
     say(f"experiment: {path}")
-    say(f"train it:   {python_command()} {script} {arguments}")
+    say(f"train it:   {user_command('train')} {arguments}")
     if deploy is not None:
         facts = {"study": name, "trial": best.number, "objective": best.value}
         run = RunFolder.open(best.user_attrs["run_dir"])
@@ -60,7 +57,7 @@ def write_best(name: str, *, deploy: Path | None, n_episodes: int, seed: int | N
 def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> tuple[Path, str]:
     """Write the YAML file; return its path and the arguments that train with it."""
     overrides = [*settings.overrides, *param_overrides(settings.space, best.params)]
-    cfg = composed(overrides)
+    cfg = compose_config(overrides)
     defaults: list[str] = []
     values: dict[str, Any] = {}
     removed = []  # a YAML file cannot remove a key
@@ -77,14 +74,17 @@ def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> 
         else:
             _put(values, key.lstrip("+"), OmegaConf.select(cfg, key.lstrip("+")))
     arguments = shlex.join([f"experiment=best_{name}", *removed])
+    command = user_command("train", python="python")
     lines = [
         "# @package _global_",
-        f"# python {SCRIPT.name} {arguments}   trial {best.number} of study {name}: "
+        f"# {command} {arguments}   trial {best.number} of study {name}: "
         f"{settings.objective} {best.value:.1f} with seed={best.user_attrs['seed']}",
         *(["defaults:", *defaults, ""] if defaults else []),
         yaml.safe_dump(values, sort_keys=False, width=1000),
     ]
-    path = EXPERIMENTS / f"best_{name}.yaml"
+    # An installed package keeps its files; conf/ of the current folder is searched too.
+    conf = CONF if CONF.parent == REPOSITORY else Path("conf")
+    path = conf / "experiment" / f"best_{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n".join(lines))
     return path, arguments

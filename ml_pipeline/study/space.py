@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from optuna.distributions import (
@@ -109,14 +108,6 @@ def _text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def composed(overrides: Sequence[str]) -> DictConfig:
-    """The config of these overrides; an error of Hydra becomes a ConfigError of one line."""
-    try:
-        return compose_config(overrides)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(first_line(error)) from error
-
-
 def is_group(key: str) -> bool:
     """Whether the values of a key are files of conf/."""
     return (CONF / key).is_dir()
@@ -165,7 +156,7 @@ def _is_composed(key: str) -> bool:
 
 def _check_composed(key: str, value: Any, overrides: Sequence[str]) -> None:
     try:
-        checked_config(composed([*overrides, f"{key}={_text(value)}"]))
+        checked_config(compose_config([*overrides, f"{key}={_text(value)}"]))
     except ConfigError as error:
         raise _space_error(f"{key}={value}: {first_line(error)}") from error
 

@@ -90,12 +90,12 @@ def start(name: str, arguments: Sequence[str]) -> None:
 def _new_settings(name: str, request: Request) -> StudySettings:
     """Settings of a new study; refuses those that would make trials fail."""
     # Importing torch takes seconds; joining a study does not need it.
-    from ml_pipeline.door.compose import checked_config
-    from ml_pipeline.study.space import check_space, composed, default_space, read_space
+    from ml_pipeline.door.compose import checked_config, compose_config
+    from ml_pipeline.study.space import check_space, default_space, read_space
 
     if request.n_trials is None:
         raise StudyError(f"study {name} is new; say how many trials it gets: n_trials=100")
-    cfg = composed([f"objective={EVAL_RETURN}", *request.overrides])
+    cfg = compose_config([f"objective={EVAL_RETURN}", *request.overrides])
     config = checked_config(cfg)
     space = read_space(request.space or default_space(config))
     fixed = [key for key in space if key.lstrip("+") in _by_key(request.overrides)]

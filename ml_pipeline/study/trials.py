@@ -48,7 +48,7 @@ from ml_pipeline.study.folder import (
     why_hopeless,
 )
 from ml_pipeline.study.journal import HOST
-from ml_pipeline.study.space import composed, distributions, param_overrides
+from ml_pipeline.study.space import distributions, param_overrides
 from ml_pipeline.sweeps import end_with_parent
 
 _LOOK_SECONDS = 0.5
@@ -173,7 +173,7 @@ def _trained_value(study: optuna.Study, settings: StudySettings, trial: Trial) -
         f"seed={trial.user_attrs['seed']}",
         f"objective={settings.objective}",
     ]
-    cfg = composed(overrides)
+    cfg = compose_config(overrides)
     config = checked_config(cfg)
     run = _run_folder(trial, config)
     if trial.user_attrs.get("pruned"):
