@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ml_pipeline.config.train import EnvConfig, PPOConfig, TrainConfig, VecEnvConfig
+from ml_pipeline.config.ppo import PPOConfig
+from ml_pipeline.config.train import EnvConfig, TrainConfig, VecEnvConfig
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -58,6 +59,8 @@ def section(prefix: str, kind: type[Any], file: str, title: str) -> str:
     for field in dataclasses.fields(kind):
         if field.default is dataclasses.MISSING and field.default_factory is not dict:
             continue  # a config group, shown in its own section
+        if field.name == "agent":
+            continue  # likewise
         default = "{}" if field.default is dataclasses.MISSING else shown(field.default)
         type_name = re.sub(r"Optional\[(.+)\]", r"\1 or null", str(field.type))
         type_name = {"Any": "int or auto"}.get(type_name, type_name)

@@ -43,7 +43,7 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose("train", overrides=[*overrides, *own_conf(overrides)])
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explained(error)) from error
     finally:
         GlobalHydra.instance().hydra = callers

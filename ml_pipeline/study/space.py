@@ -158,7 +158,8 @@ def _check_composed(key: str, value: Any, overrides: Sequence[str]) -> None:
     try:
         checked_config(compose_config([*overrides, f"{key}={_text(value)}"]))
     except ConfigError as error:
-        raise _space_error(f"{key}={value}: {first_line(error)}") from error
+        reason = str(error).removeprefix(f"{key}={value}: ")
+        raise _space_error(f"{key}={value}: {reason}") from error
 
 
 def _check_point(cfg: DictConfig, point: Mapping[str, Any]) -> None:

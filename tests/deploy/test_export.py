@@ -199,7 +199,7 @@ def test_both_formats_can_be_used_without_this_package(exported: Exports) -> Non
 def test_file_does_not_contain_the_critic(exported: Exports) -> None:
     program = torch.export.load(str(exported().file))
 
-    assert {name.partition(".")[0] for name in program.state_dict} == {"actor", "policy_head"}
+    assert {name.partition(".")[0] for name in program.state_dict} == {"trunk", "head"}
 
 
 def with_network(name: str) -> Path:
@@ -211,7 +211,7 @@ def with_network(name: str) -> Path:
 @pytest.mark.parametrize(
     ("network", "words"),
     [
-        ("CountingCalls", ["the exported policy and the live one disagree by", "no file was"]),
+        ("CountingCalls", ["the exported policy and the live one differ by", "no file was"]),
         ("Deciding", ["network Deciding cannot be exported as pt2: "]),
     ],
 )
@@ -259,7 +259,7 @@ def test_unwritable_path_is_one_line(
     Path("runs").mkdir()
 
     for out, words in (
-        ("nowhere/policy.pt2", "its folder does not exist; choose another with --out"),
+        ("nowhere/policy.pt2", "its folder does not exist; choose another file"),
         ("runs", "runs cannot be written: it is a folder"),
     ):
         assert main(["export", str(run), "--out", out]) == 1
@@ -386,5 +386,5 @@ def test_play_refuses_an_env_that_has_changed(
     assert main(["play", str(file)]) == 1
 
     error = capsys.readouterr().err
-    assert "env make_camera has Box(0, 255, (9, 9, 2), uint8)" in error
+    assert "env make_camera has the space Box(0, 255, (9, 9, 2), uint8)" in error
     assert error.count("\n") == 1

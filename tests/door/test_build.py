@@ -18,7 +18,7 @@ from conftest import REPOSITORY, only_run, read_rows, small
 
 from ml_pipeline.build import train
 from ml_pipeline.door.compose import checked_config, compose_config
-from ml_pipeline.door.parts import build_agent
+from ml_pipeline.door.parts import build_agent, cpu_place
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
@@ -95,7 +95,7 @@ def test_first_weights_do_not_depend_on_the_number_of_threads() -> None:
     try:
         for n_threads in (1, 2, 4):
             torch.set_num_threads(n_threads)
-            weights.append(build_agent(config, env, torch.device("cpu")).adam.values)
+            weights.append(build_agent(config, env, cpu_place(config)).adam.values)
             assert torch.get_num_threads() == n_threads
     finally:
         torch.set_num_threads(before)
@@ -108,7 +108,7 @@ def test_first_weights_do_not_depend_on_the_number_of_threads() -> None:
     ("arguments", "words"),
     [
         (["env.id=CartPol-v1"], "did you mean CartPole-v1"),
-        (["resume=nowhere"], "nowhere is no"),
+        (["resume=nowhere"], "nowhere is not"),
         (["resume=."], "config.yaml"),
         (["device=cuda:9"], "device=cuda:9"),
         pytest.param(

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import REPOSITORY
-from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 from ml_pipeline.config.ppo import PPOConfig
@@ -26,12 +25,20 @@ def composed() -> DictConfig:
 
 
 def test_defaults_of_the_yaml_equal_the_defaults_of_the_dataclasses() -> None:
-    composed, default = config(), TrainConfig()
+    composed, default = config(), TrainConfig(agent=PPOConfig())
 
-    assert composed.agent == default.agent == PPOConfig()
+    assert composed.agent == default.agent
     assert composed.vec_env == VecEnvConfig()
     assert composed.env == EnvConfig()
-    for name in ("n_envs", "seed", "total_steps", "num_episodes", "device", "resume", "objective"):
+    for name in (
+        "n_envs",
+        "seed",
+        "total_steps",
+        "num_episodes",
+        "device",
+        "objective",
+        "best_metric",
+    ):
         assert getattr(composed, name) == getattr(default, name)
 
 
@@ -54,42 +61,41 @@ def test_num_episodes_counts_calls_of_train_episode_vectorized() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("agent.gamma=1.5", "agent.gamma must be between 0 and 1, got 1.5"),
-        ("agent.learning_rate=0", "agent.learning_rate must be positive, got 0.0"),
-        ("agent.learning_rate=inf", "agent.learning_rate must be finite, got inf"),
-        ("agent.n_epochs=0", "agent.n_epochs must be at least 1, got 0"),
-        ("agent.clip_range=-1", "agent.clip_range must be positive"),
-        ("agent.entropy_coef=-1", "agent.entropy_coef must be at least 0"),
-        ("agent.value_coef=-1", "agent.value_coef must be at least 0"),
-        ("agent.max_grad_norm=0", "agent.max_grad_norm must be positive"),
-        ("agent.gae_lambda=2", "agent.gae_lambda must be between 0 and 1"),
-        ("n_envs=0", "n_envs must be auto, or at least 1, got 0"),
-        ("seed=-1", "seed must be between 0 and"),
-        ("total_steps=0", "total_steps must be .* at least 1"),
-        ("total_steps=10.5", "total_steps must be .* at least 1, got 10.5"),
-        ("num_episodes=0", "num_episodes must be at least 1"),
-        ("device=tpu", r"device must be auto \| cpu \| cuda \| cuda:N \| mps, got tpu"),
-        ("device=cuda:x", "device must be"),
-        ("compile=fast", r"compile must be auto \| off \| graph, got fast"),
-        ("compile=true", r"compile must be auto \| off \| graph, got True"),
-        ("precision=half", r"precision must be float32 \| tf32 \| bf16, got half"),
-        ("n_envs=many", "n_envs must be auto, or at least 1, got many"),
-        ("n_envs=1.5", "n_envs must be auto, or at least 1, got 1.5"),
-        ("vec_env.infos=some", r"vec_env.infos must be all \| final, got some"),
-        ("vec_env.on_worker_death=weep", r"must be raise \| restart, got weep"),
-        ("vec_env.max_restarts=-1", "vec_env.max_restarts must be at least 0, got -1"),
+        ("agent.gamma=1.5", "agent.gamma=.*: must be between 0 and 1"),
+        ("agent.learning_rate=0", "agent.learning_rate=.*: must be positive"),
+        ("agent.learning_rate=inf", "agent.learning_rate=.*: must be finite"),
+        ("agent.n_epochs=0", "agent.n_epochs=.*: must be at least 1"),
+        ("agent.clip_range=-1", "agent.clip_range=.*: must be positive"),
+        ("agent.entropy_coef=-1", "agent.entropy_coef=.*: must be at least 0"),
+        ("agent.value_coef=-1", "agent.value_coef=.*: must be at least 0"),
+        ("agent.max_grad_norm=0", "agent.max_grad_norm=.*: must be positive"),
+        ("agent.gae_lambda=2", "agent.gae_lambda=.*: must be between 0 and 1"),
+        ("n_envs=0", "n_envs=.*: must be auto, or at least 1"),
+        ("seed=-1", "seed=-1: must be between 0 and"),
+        ("total_steps=0", "total_steps=.*: must be .* at least 1"),
+        ("total_steps=10.5", "total_steps=.*: must be .* at least 1"),
+        ("num_episodes=0", "num_episodes=.*: must be at least 1"),
+        ("device=tpu", r"device=.*: must be auto \| cpu \| cuda \| cuda:N \| mps"),
+        ("device=cuda:x", "device=cuda:x: must be"),
+        ("compile=fast", r"compile=.*: must be auto \| off \| graph"),
+        ("compile=true", r"compile=.*: must be auto \| off \| graph"),
+        ("precision=half", r"precision=.*: must be float32 \| tf32 \| bf16"),
+        ("n_envs=many", "n_envs=.*: must be auto, or at least 1"),
+        ("n_envs=1.5", "n_envs=.*: must be auto, or at least 1"),
+        ("vec_env.infos=some", r"vec_env.infos=.*: must be all \| final"),
+        ("vec_env.on_worker_death=weep", r"vec_env.on_worker_death=weep: must be raise \| restart"),
+        ("vec_env.max_restarts=-1", "vec_env.max_restarts=.*: must be at least 0"),
         (
             "vec_env.mode=fast",
-            r"vec_env.mode must be auto \| serial \| parallel \| shared, got fast",
+            r"vec_env.mode=.*: must be auto \| serial \| parallel \| shared",
         ),
-        ("vec_env.n_workers=0", "vec_env.n_workers must be at least 1"),
-        ("vec_env.start_method=loky", "vec_env.start_method must be spawn"),
-        ("vec_env.step_timeout_seconds=0", "vec_env.step_timeout_seconds must be positive"),
+        ("vec_env.n_workers=0", "vec_env.n_workers=.*: must be at least 1"),
+        ("vec_env.start_method=loky", "vec_env.start_method=.*: must be spawn"),
+        ("vec_env.step_timeout_seconds=0", "vec_env.step_timeout_seconds=.*: must be positive"),
         ("env.id=null", "env.id and env.target are both empty"),
         (
             "agent.n_minibatches=7",
-            "agent.n_steps 128 x n_envs 8 = 1024 transitions cannot be cut into "
-            "agent.n_minibatches=7",
+            "agent.n_minibatches=7: agent.n_steps=128 x n_envs=8 = 1024 transitions do not divide",
         ),
     ],
 )
@@ -103,21 +109,22 @@ def test_value_out_of_range_is_refused_with_its_full_key(
 
 
 @pytest.mark.parametrize(
-    ("override", "key"),
+    ("override", "line"),
     [
-        ("agent.learning_rat=1", "agent.learning_rat"),
-        ("n_env=3", "n_env"),
-        ("agent.n_steps=1.5", "agent.n_steps"),
-        ("trust=maybe", "trust"),
-        ("callbacks.evaluation.every=1", "callbacks.evaluation.every"),
-        ("total_steps=long", "total_steps"),
+        ("agent.learning_rat=1", "unknown key; did you mean agent.learning_rate?"),
+        ("n_env=3", "unknown key; did you mean n_envs?"),
+        ("agent.n_steps=1.5", "must be an integer"),
+        ("trust=maybe", "must be true or false"),
+        ("callbacks.evaluation.every=1", "unknown key; choose from"),
+        ("total_steps=long", "must be a number"),
     ],
 )
-def test_unknown_key_or_wrong_type_is_refused_with_its_full_key(override: str, key: str) -> None:
-    with pytest.raises(ConfigCompositionException) as caught:
+def test_unknown_key_or_wrong_type_is_refused_in_one_line(override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         config(override)
 
-    assert f"full_key: {key}\n" in str(caught.value.__cause__)
+    assert str(caught.value).startswith(f"{override}: {line}")
+    assert "\n" not in str(caught.value)
 
 
 def test_device_can_have_an_index() -> None:

@@ -8,11 +8,10 @@ import pytest
 
 optuna = pytest.importorskip("optuna", reason="needs the extra: pip install -e '.[study]'")
 
-from ml_pipeline.door.compose import ConfigError, checked_config  # noqa: E402
+from ml_pipeline.door.compose import ConfigError, checked_config, compose_config  # noqa: E402
 from ml_pipeline.study.folder import StudyError  # noqa: E402
 from ml_pipeline.study.space import (  # noqa: E402
     check_space,
-    composed,
     default_space,
     distributions,
     param_overrides,
@@ -49,16 +48,16 @@ def test_rule_that_cannot_be_drawn_from_is_refused(here: Path, rule: str, words:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ("agent.gamma: {low: 0.9, high: 1.5}", "agent.gamma must be between 0 and 1, got 1.5"),
+        ("agent.gamma: {low: 0.9, high: 1.5}", "agent.gamma=1.5: must be between 0 and 1"),
         ("agent.gama: {low: 0.9, high: 1}", "agent.gama=0.9: Key 'gama'"),
         ("agent.n_epochs: {low: 1.5, high: 3}", ".*1.5"),
-        ("network: {choices: [mlp, nope]}", "network=nope: .*network/nope"),
+        ("network: {choices: [mlp, nope]}", "network=nope: no such option"),
         ("env: {choices: [3]}", "env=3: .*must be a string"),
-        ("agent.n_steps: {choices: [8, 3]}", "agent.n_steps 3 x .*agent.n_minibatches=2"),
-        ("agent.n_steps: {low: 2, high: 8}", "agent.n_steps 3 x .*agent.n_minibatches=2"),
+        ("agent.n_steps: {choices: [8, 3]}", "agent.n_minibatches=2: agent.n_steps=3 x"),
+        ("agent.n_steps: {low: 2, high: 8}", "agent.n_minibatches=2: agent.n_steps=3 x"),
         (
             "agent.n_steps: {choices: [8, 4]}\nagent.n_minibatches: {choices: [2, 8]}",
-            "agent.n_steps 4 x .*agent.n_minibatches=8",
+            "agent.n_minibatches=8: agent.n_steps=4 x",
         ),
     ],
 )
@@ -67,15 +66,15 @@ def test_value_that_no_trial_could_train_with_is_refused(here: Path, rule: str, 
     overrides = ["n_envs=1", "agent.n_minibatches=2"]
 
     with pytest.raises(ConfigError, match=f"search space: .*{words}"):
-        check_space(read_space("space.yaml"), composed(overrides), overrides)
+        check_space(read_space("space.yaml"), compose_config(overrides), overrides)
 
 
 def test_default_space_fits_any_number_of_envs() -> None:
-    space = read_space(default_space(checked_config(composed([]))))
+    space = read_space(default_space(checked_config(compose_config([]))))
 
     for n_envs in (1, 3, 8):
         overrides = [f"n_envs={n_envs}"]
-        check_space(space, composed(overrides), overrides)
+        check_space(space, compose_config(overrides), overrides)
 
 
 def test_drawn_values_become_the_overrides_that_the_space_names(here: Path) -> None:
@@ -87,7 +86,7 @@ def test_drawn_values_become_the_overrides_that_the_space_names(here: Path) -> N
         "agent.n_epochs: {low: 3, high: 5}\n"
     )
     space = read_space("space.yaml")
-    check_space(space, composed([]), [])
+    check_space(space, compose_config([]), [])
     study = optuna.create_study()
     study.enqueue_trial({"network.hidden_sizes": "[64, 64]", "agent.max_kl": None})
 
@@ -100,7 +99,7 @@ def test_drawn_values_become_the_overrides_that_the_space_names(here: Path) -> N
         'network="mlp"',
     ]
     assert overrides[4] in [f"agent.n_epochs={n}" for n in (3, 4, 5)]
-    assert composed(overrides).network.hidden_sizes == [64, 64]
+    assert compose_config(overrides).network.hidden_sizes == [64, 64]
 
 
 @pytest.mark.parametrize(

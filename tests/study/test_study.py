@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -90,7 +91,7 @@ def trials_of(name: str) -> list[FrozenTrial]:
         (["start", "a/b", "n_trials=1"], "'a/b': use only letters, digits, _ and -"),
         (["start", "a"], "study a is new; say how many trials it gets: n_trials=100"),
         (["start", "a", "n_trials=1", "space=nope"], "space=nope: .*not exist; existing: ppo"),
-        (["start", "a", "n_trials=1", "env=nope"], "env/nope"),
+        (["start", "a", "n_trials=1", "env=nope"], "env=nope: no such option"),
         (["start", "a", "n_trials=1", "agent.gama=1"], "agent.gama"),
         (["status", "a"], "study a does not exist in studies/; existing: none"),
         (["best", "a"], "study a does not exist"),
@@ -203,16 +204,16 @@ def test_best_trial_becomes_an_experiment(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(best, "EXPERIMENTS", here / "own" / "experiment")
+    monkeypatch.setattr(best, "REPOSITORY", here)  # as if the package were installed
 
     assert main(["study", "best", "mine"]) == 0
 
-    assert "train_ppo.py experiment=best_mine" in capsys.readouterr().out
-    path = best.EXPERIMENTS / "best_mine.yaml"
-    first, second, *_ = path.read_text().splitlines()
+    assert "train experiment=best_mine" in capsys.readouterr().out
+    first, second, *_ = Path("conf/experiment/best_mine.yaml").read_text().splitlines()
     assert first == "# @package _global_"
-    assert second.startswith("# python train_ppo.py experiment=best_mine   trial ")
-    result = door("--config-dir", "own", "experiment=best_mine", "device=cpu", "logger=none")
+    assert second.startswith("# python -m ml_pipeline train experiment=best_mine   trial ")
+    shutil.copytree("conf", here / "conf", dirs_exist_ok=True)
+    result = door("experiment=best_mine", "device=cpu", "logger=none")
     assert result.returncode == 0, result.stderr
     run = only_run(here)
     winner = max(trials_of("mine"), key=lambda trial: trial.value)
