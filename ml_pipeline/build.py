@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,21 +18,19 @@ from ml_pipeline.device import precision_of_products
 from ml_pipeline.door.compose import (
     checked_config,
     compose_config,
-    find_algorithm,
     find_modules_in_cwd,
     resumed_config,
     stored_text,
 )
 from ml_pipeline.door.env_parts import build_vec_envs
 from ml_pipeline.door.load import load_agent, load_policy
-from ml_pipeline.door.parts import build_loop, build_record, torch_threads
+from ml_pipeline.door.parts import build_loop, build_record, memory_advice, torch_threads
 from ml_pipeline.door.plan import RunPlan, make_plan
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.envs.workers.worker import WorkerError
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Agent, Callback
-from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
-from ml_pipeline.runs.console import say
+from ml_pipeline.runs.console import say, say_stopping
 from ml_pipeline.runs.record import Record
 from ml_pipeline.runs.resuming import resume_episodes, save_latest, sweep_litter
 from ml_pipeline.runs.run_folder import RunFolder, write_text
@@ -92,7 +89,7 @@ def run(
         stack.callback(close_env, plan.first_env)
         stack.enter_context(torch_threads(device))
         stack.enter_context(precision_of_products(plan.config.precision, device))
-        signals = stack.enter_context(StopSignals(on_wait=_say_stopping))
+        signals = stack.enter_context(StopSignals(on_wait=say_stopping))
         if plan.state is None:
             plan.run.make()
             stack.enter_context(plan.run.locked())
@@ -101,7 +98,7 @@ def run(
         record = build_record(plan, overrides, sweep)
         stack.callback(record.close)
         try:
-            with memory_explained(device, partial(_memory_advice, plan)):
+            with memory_explained(device, partial(memory_advice, plan)):
                 envs, how = build_vec_envs(plan)
                 for env in envs:
                     stack.callback(env.close)
@@ -154,19 +151,3 @@ def _resume(plan: RunPlan, loop: Loop) -> str:
     if plan.no_snapshot is not None:
         return f"if resumed, this run will start new episodes: {plan.no_snapshot}"
     return ""
-
-
-def _say_stopping() -> None:
-    # Not with print: the signal may interrupt a print, which is not reentrant.
-    with suppress(OSError):  # the terminal may be closed
-        os.write(1, b"stopping after this iteration; press Ctrl-C again to stop sooner\n")
-
-
-def _memory_advice(plan: RunPlan) -> str:
-    """What the run needs and how to need less."""
-    config, is_tensor = plan.config, plan.tensor_env is not None
-    advice = find_algorithm(config).memory_advice(
-        plan.agent, config.agent, int(config.n_envs), is_tensor
-    )
-    saved = checkpoint_path(plan.run, LATEST).is_file()
-    return advice + ("; the last checkpoint is kept" if saved else "")

@@ -49,6 +49,18 @@ class PolicyInput(NamedTuple):
     memory: Tensor | None  # [B, memory_size], recurrent state before the first step, or None
     episode_start: Tensor | None  # [B] bool: reset the memory here; None: no memory
 
+    def mapped(self, function: Callable[[Tensor], Tensor], memory: Tensor | None) -> PolicyInput:
+        """Apply ``function`` to every field with a step axis; ``memory`` has none."""
+        obs, mask, _, start = self
+        return PolicyInput(
+            {name: function(leaf) for name, leaf in obs.items()}
+            if isinstance(obs, dict)
+            else function(obs),
+            None if mask is None else function(mask),
+            memory,
+            None if start is None else function(start),
+        )
+
 
 class PolicySample(NamedTuple):
     """What a policy did in one step of all envs."""
@@ -71,17 +83,15 @@ class Minibatch(NamedTuple):
     value_target: Tensor  # [B]
 
     def mapped(self, function: Callable[[Tensor], Tensor], memory: Tensor | None) -> Minibatch:
-        """Apply ``function`` to every per-step field; ``memory`` has one entry per sequence."""
-        obs, mask, _, start = self.inputs
-        inputs = PolicyInput(
-            {name: function(leaf) for name, leaf in obs.items()}
-            if isinstance(obs, dict)
-            else function(obs),
-            None if mask is None else function(mask),
-            memory,
-            None if start is None else function(start),
-        )
+        """Apply ``function`` to every field with a step axis; ``memory`` has none."""
+        inputs = self.inputs.mapped(function, memory)
         return Minibatch(inputs, *(function(field) for field in self[1:]))
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in a fixed order."""
+        obs, *rest = self.inputs
+        leaves = list(obs.values()) if isinstance(obs, dict) else [obs]
+        return [*leaves, *(each for each in rest if each is not None), *self[1:]]
 
     def take(self, index: Tensor) -> Minibatch:
         """The transitions, or for a recurrent policy the sequences, at ``index``."""

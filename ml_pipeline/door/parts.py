@@ -18,7 +18,12 @@ from ml_pipeline.door.compose import ConfigError, find_algorithm, stored_text
 from ml_pipeline.envs.episode_stats import counts_episodes
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.protocols import Agent, Callback, Envs, Logger, Place, Policy, Spaces
-from ml_pipeline.runs.checkpoint import check_plain, misfit_explained
+from ml_pipeline.runs.checkpoint import (
+    LATEST,
+    check_plain,
+    checkpoint_path,
+    misfit_explained,
+)
 from ml_pipeline.runs.record import Record
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.seeding import seed_global_generators
@@ -110,6 +115,16 @@ def build_loop(
         with misfit_explained(plan.run):
             loop.load_state_dict(plan.state)
     return loop
+
+
+def memory_advice(plan: RunPlan) -> str:
+    """What the run needs and how to need less, for an error message."""
+    config, is_tensor = plan.config, plan.tensor_env is not None
+    advice = find_algorithm(config).memory_advice(
+        plan.agent, config.agent, int(config.n_envs), is_tensor
+    )
+    saved = checkpoint_path(plan.run, LATEST).is_file()
+    return advice + ("; the last checkpoint is kept" if saved else "")
 
 
 def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> Record:

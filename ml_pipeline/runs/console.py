@@ -170,6 +170,12 @@ def python_command() -> str:
     return shlex.quote(sys.executable if relative.startswith("..") else relative)
 
 
+def say_stopping() -> None:
+    """Called by a signal handler: print is not reentrant, and the terminal may be closed."""
+    with suppress(OSError):
+        os.write(1, b"stopping after this iteration; press Ctrl-C again to stop sooner\n")
+
+
 def user_command(name: str, *, python: str | None = None) -> str:
     """The command ``name`` (train, evaluate, ...) as the user of this process types it.
 

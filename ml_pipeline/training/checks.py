@@ -91,3 +91,12 @@ def check_updates(
         "checkpoint is kept. Try a smaller agent.learning_rate, and look for huge observations or "
         "rewards (agent.normalize_obs, agent.scale_reward)"
     )
+
+
+def plain_number(name: str, value: Any) -> int | float:
+    """A metric as a plain number: callbacks may add NumPy or torch scalars."""
+    try:
+        number: int | float = value if type(value) in (int, float) else float(value)
+    except (TypeError, ValueError) as error:
+        raise TrainingError(f"metric {name}={value!r}: must be a number") from error
+    return number

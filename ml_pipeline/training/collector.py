@@ -22,7 +22,7 @@ from ml_pipeline.training.columns import Columns, joined_inputs, restore_columns
 from ml_pipeline.training.contracts import Actor
 from ml_pipeline.training.gpu.acting import GpuActing
 from ml_pipeline.training.gpu.programs import Programs
-from ml_pipeline.training.returns import RewardScaler
+from ml_pipeline.training.reward_scaler import RewardScaler
 from ml_pipeline.training.rollout_buffer import FinalStep, RolloutBuffer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from gymnasium.vector import VectorEnv
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ml_pipeline.agents.distributions import Distribution
     from ml_pipeline.agents.masks import ActionMasks, Mask
     from ml_pipeline.agents.observations import ObservationReader
-    from ml_pipeline.training.rollout_buffer import RolloutQuality
 
 
 class Actor(Protocol):
@@ -60,6 +59,13 @@ class Learner(Protocol):
     device: torch.device
 
     def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> UpdateResult: ...
+
+
+class RolloutQuality(NamedTuple):
+    """What a finished rollout says about the critic and the envs."""
+
+    explained_variance: float
+    is_finite: bool  # all observations and rewards
 
 
 class Rollout(Protocol):

@@ -22,7 +22,7 @@ from ml_pipeline.protocols import (
 )
 from ml_pipeline.seeding import global_generators_state, set_global_generators_state
 from ml_pipeline.signals import NoSignals, StopSignals
-from ml_pipeline.training.checks import TrainingError
+from ml_pipeline.training.checks import TrainingError, plain_number
 
 
 class Loop:
@@ -105,7 +105,7 @@ class Loop:
         with self._signals.shielded():
             if self._unlogged is None:
                 return
-            metrics = {name: _number(name, value) for name, value in self._unlogged.items()}
+            metrics = {name: plain_number(name, value) for name, value in self._unlogged.items()}
             self._unlogged = None
             for logger in self.loggers:
                 logger.log(metrics, env_steps=self.env_steps)
@@ -161,13 +161,3 @@ class Loop:
         for name, callback_state in state["callbacks"].items():
             if name in self.callbacks:  # a resumed run may have fewer or other callbacks
                 self.callbacks[name].load_state_dict(callback_state)
-
-
-def _number(name: str, value: Any) -> float:
-    """A metric as a plain number: callbacks may add NumPy or torch scalars."""
-    if type(value) in (int, float):
-        return value  # type: ignore[no-any-return]
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise TrainingError(f"metric {name}={value!r}: must be a number") from error

@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.agents.observations import map_obs
 from ml_pipeline.protocols import Minibatch, Obs, PolicyInput
+from ml_pipeline.training.contracts import RolloutQuality
 from ml_pipeline.training.gpu.programs import send
-from ml_pipeline.training.returns import RewardScaler, explained_variance, gae
+from ml_pipeline.training.returns import explained_variance, gae
+from ml_pipeline.training.reward_scaler import RewardScaler
 
 if TYPE_CHECKING:
     from ml_pipeline.agents.ppo import PPOAgent
@@ -32,13 +33,6 @@ class FinalStep(NamedTuple):
     env: int
     leaves: dict[str, NDArray[Any]]
     memory: Tensor | None  # recurrent state before it
-
-
-class RolloutQuality(NamedTuple):
-    """What a finished rollout says about the critic and the envs."""
-
-    explained_variance: float
-    is_finite: bool  # all observations and rewards
 
 
 class RolloutBuffer:
@@ -127,7 +121,7 @@ class RolloutBuffer:
         if self._finished is None or self._agent.device.type == "cpu":
             self._finished = rollout
             return
-        for held, new in zip(_tensors(self._finished), _tensors(rollout), strict=True):
+        for held, new in zip(self._finished.tensors(), rollout.tensors(), strict=True):
             held.copy_(new)
 
     def finished(self) -> Minibatch:
@@ -188,15 +182,15 @@ class RolloutBuffer:
         """log_prob and value of every step, [T, n_envs]."""
         if self.memory is not None:
             return self._agent.score_batch(inputs, action)
-        flat = _mapped(inputs, lambda field: field.flatten(0, 1))
+        flat = inputs.mapped(lambda field: field.flatten(0, 1), None)
         flat_action = action.flatten(0, 1)
         numbers = sum(leaf[0, 0].size for leaf in self.obs.values())
         size = max(_SCORED_NUMBERS // numbers, 1)
         scores = []
         for begin in range(0, len(flat_action), size):
             part = slice(begin, begin + size)
-            inputs = _mapped(flat, lambda field: field[part])  # noqa: B023
-            scores.append(self._agent.score_batch(inputs, flat_action[part]))
+            some = flat.mapped(lambda field: field[part], None)  # noqa: B023
+            scores.append(self._agent.score_batch(some, flat_action[part]))
         log_prob, value = (torch.cat(each) for each in zip(*scores, strict=True))
         return log_prob.view(self.n_steps, -1), value.view(self.n_steps, -1)
 
@@ -205,15 +199,3 @@ def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> NDArray[
     """In pinned memory for a GPU, which then copies it without a wait."""
     zeros = np.zeros(shape, dtype=dtype)
     return torch.from_numpy(zeros).pin_memory().numpy() if device.type == "cuda" else zeros
-
-
-def _mapped(inputs: PolicyInput, function: Any) -> PolicyInput:
-    mask = inputs.action_mask
-    obs = map_obs(function, inputs.obs)
-    return PolicyInput(obs, None if mask is None else function(mask), None, None)
-
-
-def _tensors(rollout: Minibatch) -> list[Tensor]:
-    obs, *rest = rollout.inputs
-    leaves = list(obs.values()) if isinstance(obs, dict) else [obs]
-    return [*leaves, *(each for each in rest if each is not None), *rollout[1:]]

@@ -260,7 +260,7 @@ def test_unwritable_path_is_one_line(
 
     for out, words in (
         ("nowhere/policy.pt2", "its folder does not exist; choose another file"),
-        ("runs", "runs cannot be written: it is a folder"),
+        ("runs", "--out runs: cannot be written, it is a folder"),
     ):
         assert main(["export", str(run), "--out", out]) == 1
         error = capsys.readouterr().err

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ml_pipeline import counter_random
 from ml_pipeline.protocols import Minibatch, PolicyInput
+from ml_pipeline.training.contracts import RolloutQuality
 from ml_pipeline.training.gpu.programs import Programs, send
 from ml_pipeline.training.returns import explained_variance
-from ml_pipeline.training.rollout_buffer import RolloutQuality
 from ml_pipeline.training.tensor.returns import (
     RolloutOutcome,
     TensorRewardScaler,

@@ -1,0 +1,65 @@
+"""RewardScaler: rewards divided by the running deviation of the discounted return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ml_pipeline.moments import merge_moments
+from ml_pipeline.protocols import StateDict
+
+Array = NDArray[np.float32]
+
+
+class RewardScaler:
+    """Divides rewards by the running deviation of the discounted return, and clips them.
+
+    It does not subtract the mean: a reward that is always positive must stay positive.
+    """
+
+    def __init__(self, n_envs: int, *, gamma: float, clip: float) -> None:
+        self.gamma = gamma
+        self.clip = clip
+        self._return = np.zeros(n_envs)  # discounted, of the episode under way in each env
+        self._mean, self._variance, self._count = 0.0, 1.0, 0
+
+    def scaled(self, reward: Array, done: NDArray[np.bool_]) -> Array:
+        """Add a rollout, [T, n_envs], to the moments, then scale it by them."""
+        returns = np.empty(reward.shape)
+        for t in range(len(reward)):
+            self._return = self._return * self.gamma + reward[t]
+            returns[t] = self._return
+            self._return = np.where(done[t], 0.0, self._return)
+        if np.isfinite(returns).all():
+            self._take_in(returns)
+        else:  # this rollout is skipped, and must not change later ones
+            self._return = np.zeros_like(self._return)
+        scale = np.float32(1.0 / np.sqrt(self._variance + 1e-8))
+        scaled: Array = np.clip(reward * scale, -self.clip, self.clip).astype(np.float32)
+        return scaled
+
+    def _take_in(self, returns: NDArray[np.float64]) -> None:
+        batch = float(returns.mean()), float(returns.var()), returns.size
+        self._mean, self._variance, self._count = merge_moments(
+            self._mean, self._variance, self._count, *batch
+        )
+
+    def resize(self, n_envs: int) -> None:
+        """Envs that stay keep their returns; new ones start at zero."""
+        kept = self._return[:n_envs]
+        self._return = np.concatenate([kept, np.zeros(n_envs - len(kept))])
+
+    def begin_episodes(self) -> None:
+        """All envs were reset."""
+        self._return = np.zeros_like(self._return)
+
+    def state_dict(self) -> StateDict:
+        moments: list[Any] = [self._mean, self._variance, self._count]
+        return {"moments": moments, "return": self._return.tolist()}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self._mean, self._variance, self._count = state["moments"]
+        if len(state["return"]) == len(self._return):
+            self._return = np.array(state["return"])
