@@ -202,7 +202,7 @@ class RunningMoments(nn.Module):
         finite = torch.isfinite(variance).all()
         held = self.mean, self.variance, self.count
         merged = merge_moments(*held, mean, variance, len(values))
-        # In place: NumpyPPO holds views of these buffers.
+        # In place: a fast backend holds views of these buffers.
         for own, new in zip(held, merged, strict=True):
             own.copy_(torch.where(finite, new, own))
 

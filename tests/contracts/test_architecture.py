@@ -1,7 +1,8 @@
-"""Rules of the house that a linter of imports cannot see."""
+"""Rules of the package that import-linter cannot check."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -39,3 +40,23 @@ def test_the_readmes_map_names_every_folder_of_the_package() -> None:
     folders = {file.parent for file in package.rglob("*.py")} - {package}
 
     assert [each.name for each in folders if f"{each.name}/" not in readme] == []
+
+
+def test_only_ppos_own_files_name_ppo() -> None:
+    package = REPOSITORY / "ml_pipeline"
+    own = {
+        *package.glob("agents/ppo*.py"),
+        *package.glob("agents/fast/*.py"),
+        package / "algorithms/ppo.py",
+        package / "config/ppo.py",
+        package / "training/ppo_trainer.py",
+        package / "training/schedules.py",
+        package / "training/rollout_buffer.py",
+        package / "training/tensor/buffer.py",
+        package / "targets.py",  # the algorithm of runs from before agent.algorithm
+    }
+
+    others = [file for file in package.rglob("*.py") if file not in own]
+
+    named = [str(file) for file in others if re.search(r"PPO|\bppo", file.read_text())]
+    assert named == []

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from ml_pipeline.agents.adam import BETA_1, BETA_2
 from ml_pipeline.agents.distributions import LOG_SQRT_2PI, Categorical
+from ml_pipeline.agents.fast.adam_kernels import adam_kernel, sum_kernel
 from ml_pipeline.agents.fast.numpy_ppo import NumpyPPO
 from ml_pipeline.agents.fast.triton_kernels import (
-    adam_kernel,
     advantage_kernel,
     gradient_kernel,
     sample_kernel,
     score_kernel,
-    sum_kernel,
 )
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.errors import first_line

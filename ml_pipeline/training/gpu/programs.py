@@ -1,8 +1,8 @@
 """Programs: functions on tensors that are compiled, or captured as a CUDA graph and replayed.
 
-A small PPO spends its time on starting kernels, not in them. A captured function starts all of its
-kernels at once; so it must find its tensors where they were, leave its results there too, and
-never wait for the device. What cannot be compiled or captured runs as it is, and says why once.
+With small networks, launching kernels takes longer than running them. A graph launches all kernels
+at once. So a captured function must read and write tensors at fixed addresses, and must never wait
+for the device. A function that cannot be compiled or captured runs as written, and says why once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,14 +19,13 @@ from ml_pipeline.errors import first_line
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# eager: as it is written. compiled: kernels that follow one another are made one. graph: that, and
-# all of them are started at once.
+# eager: as written. compiled: consecutive kernels are fused. graph: they are also captured.
 MODES = ("eager", "compiled", "graph")
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 class Programs:
-    """Makes functions faster on ``device`` as far as ``mode`` says; ``tell`` hears of failures."""
+    """Speeds up functions on ``device`` according to ``mode``; reports failures to ``tell``."""
 
     def __init__(
         self,
@@ -42,27 +41,27 @@ class Programs:
         self.tell = tell
         self._compiles = mode != "eager" and _TORCH >= (2, 8)
         if mode != "eager" and not self._compiles:
-            # Before, what a compiled function wrote to a row that is not aligned was lost.
-            tell(f"torch {torch.__version__} compiles nothing here; from 2.8 on envs are faster")
+            # Older versions lose writes of a compiled function to an unaligned row.
+            tell(f"torch {torch.__version__}: nothing is compiled; torch>=2.8 makes envs faster")
 
     def compiled(self, function: Function, name: str) -> Function:
-        """``function``, its kernels fused by torch.compile; no two of its tensors may overlap."""
+        """``function`` with its kernels fused by torch.compile; its tensors must not overlap."""
         if not self._compiles:
             return function
-        return _Compiled(function, name, self.tell)  # type: ignore[return-value]
+        return cast("Function", _Compiled(function, name, self.tell))
 
     def captured(self, function: Callable[[], Any], name: str) -> Callable[[], Any]:
-        """``function``, which is run once as it is, and from the second call on as a graph."""
+        """``function``: the first call runs as written, later calls replay a graph."""
         if self.mode != "graph" or self._device.type != "cuda":
             return function
         return _Captured(function, name, self._device, self.tell)
 
 
 def send(numbers: Tensor, place: Tensor) -> None:
-    """Copy from the host to a device without a wait for what the device is at."""
+    """Copy from the host to a device without waiting for the device."""
     if place.device.type == "cuda":
         place.copy_(numbers.pin_memory(), non_blocking=True)
-    else:  # MPS would go on reading from memory that is given back by then
+    else:  # MPS may still read the host memory after it is freed
         place.copy_(numbers)
 
 
@@ -84,19 +83,19 @@ class _Compiled:
             return self._fast(*tensors)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # no C compiler, an operation it does not know, a bug of it
-            # Nothing was run: what fails is the making of it. If not, it will fail once more.
+        except Exception as error:  # no C compiler, an unknown operation, or a bug in torch
+            # Compilation failed, so nothing ran. An error of the function itself is raised below.
             self._fast = None
             reason = f"{type(error).__name__}: {first_line(error)}"
-            self._tell(f"{self._name} is not compiled, and runs slower: {reason}")
+            self._tell(f"{self._name} is not compiled and runs slower: {reason}")
             return self._function(*tensors)
 
 
 def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own.
+    """The same function with its own code object.
 
-    torch.compile counts by code object how often it has compiled something, and stops at eight: a
-    process that trains many times, as a sweep or a notebook does, would soon be left without.
+    torch.compile compiles a code object at most eight times. A process that trains more often, such
+    as a sweep or a notebook, would exceed that.
     """
     if not isinstance(function, FunctionType):
         return function
@@ -112,8 +111,10 @@ def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Captured:
-    """The first call runs as it is, which also lets every library set itself up; none is in vain:
-    while a graph is captured nothing runs, so each call does its work exactly once."""
+    """Each call does its work exactly once: capturing does not run anything.
+
+    The first call runs as written, so that libraries can initialise themselves.
+    """
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class _Captured:
         return self._capture()
 
     def _run_aside(self) -> Any:
-        # On the stream of the capture: what autograd keeps for a parameter is bound to one.
+        # On the stream of the capture: autograd binds its state for a parameter to a stream.
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -152,9 +153,9 @@ class _Captured:
         return result
 
     def _capture(self) -> Any:
-        gc.collect()  # a graph of a run before must not be destroyed amid the capture
+        gc.collect()  # an older graph must not be destroyed during the capture
         graph = torch.cuda.CUDAGraph()
-        # A capture that fails leaves torch's own generator amid it: no draw would be taken then.
+        # A failed capture leaves torch's generator in capture mode, where every draw raises.
         generator = torch.cuda.default_generators[self._stream.device.index]
         before = generator.clone_state()
         try:
@@ -163,13 +164,13 @@ class _Captured:
         except torch.OutOfMemoryError:
             generator.graphsafe_set_state(before)
             raise
-        except Exception as error:  # whatever waits for the device, or cannot be captured
+        except Exception as error:  # a wait for the device, or an operation without capture
             self._gave_up = True
             torch.cuda.synchronize()
             generator.graphsafe_set_state(before)
             first = _first(error)
             self._tell(
-                f"{self._name} is not captured as a CUDA graph, and runs slower: "
+                f"{self._name} is not captured as a CUDA graph and runs slower: "
                 f"{type(first).__name__}: {first_line(first)}"
             )
             return self._function()
@@ -179,7 +180,7 @@ class _Captured:
 
 
 def _first(error: BaseException) -> BaseException:
-    """What went wrong first: leaving a broken capture fails once more."""
+    """The original error: leaving a broken capture raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     return error
