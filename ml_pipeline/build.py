@@ -36,7 +36,7 @@ from ml_pipeline.door.parts import (
 )
 from ml_pipeline.door.plan import RunPlan, make_plan
 from ml_pipeline.envs.factory import close_env
-from ml_pipeline.envs.workers.worker import WorkerError
+from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Callback
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path

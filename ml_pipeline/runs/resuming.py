@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ml_pipeline.envs.workers.worker import WorkerError
+from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.protocols import StateDict, Trainer
 from ml_pipeline.runs.checkpoint import (
     LATEST,
