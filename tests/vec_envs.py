@@ -25,17 +25,16 @@ WAYS: dict[str, Any] = {
 }
 each_way = pytest.mark.parametrize("make", WAYS.values(), ids=WAYS.keys())
 
-each_start = pytest.mark.parametrize(
-    ("start_method", "n_workers"),
-    [
-        ("fork", 4),
-        ("spawn", 2),
-        *(
-            pytest.param(method, n, marks=pytest.mark.slow)
-            for method, n in [("fork", 1), ("fork", 2), ("spawn", 1), ("spawn", 4)]
-        ),
-    ],
-)
+
+def starts(*fast: tuple[str, int]) -> pytest.MarkDecorator:
+    """All start methods and numbers of workers; those that are not ``fast`` are slow tests."""
+    every = [(method, n) for method in ("fork", "spawn") for n in (1, 2, 4)]
+    slow = [pytest.param(*each, marks=pytest.mark.slow) for each in every if each not in fast]
+    return pytest.mark.parametrize(("start_method", "n_workers"), [*fast, *slow])
+
+
+each_start = starts(("fork", 4), ("spawn", 2))
+each_start_mostly_slow = starts(("fork", 4))  # for tests with many other parameters
 
 
 @pytest.fixture(autouse=True)

@@ -200,7 +200,9 @@ def test_a_transition_never_reads_from_the_device_and_has_no_float64(
     assert torch.float64 not in seen.dtypes
 
 
-@each_task
+@pytest.mark.parametrize(
+    "task", [TASKS[0], *(pytest.param(task, marks=pytest.mark.slow) for task in TASKS[1:])]
+)
 def test_a_transition_compiles_as_one_graph(task: type[TorchVectorEnv]) -> None:
     env = task(4, seed=1, max_episode_steps=2)
     env.reset()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from faulty_envs import BulkyEnv, OddError, RaisingEnv, RegularEnv, WorkerModules
+from faulty_envs import BulkyEnv, OddError, RaisingEnv, RegularEnv
 from gymnasium.error import (
     AlreadyPendingCallError,
     ClosedEnvironmentError,
@@ -353,86 +351,3 @@ def test_protocols_say_what_a_vector_env_can_do() -> None:
     for protocol in (Restorable, Resizable, HasWorkers):
         assert isinstance(parallel, protocol)
     parallel.close()
-
-
-def test_actions_of_a_class_of_the_main_script_reach_a_spawned_worker() -> None:
-    class Move:
-        pass
-
-    class MoveSpace(gym.spaces.Space[Any]):
-        def sample(self, mask: Any = None, probability: Any = None) -> Any:
-            return Move()
-
-        def contains(self, x: Any) -> bool:
-            return isinstance(x, Move)
-
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, MoveSpace)
-
-    class MovingEnv(CountingEnv):
-        def __init__(self) -> None:
-            super().__init__()
-            self.action_space = MoveSpace()
-
-        def step(self, action: Any) -> Any:
-            obs, _, *rest = super().step(action)
-            return obs, float(isinstance(action, Move)), *rest
-
-    env = ParallelEnv([MovingEnv] * 2, n_workers=2, seed=1)
-    env.reset()
-
-    assert env.step((Move(), Move()))[1].tolist() == [1.0, 1.0]
-    env.close()
-
-
-def test_a_factory_that_cannot_be_pickled_is_named() -> None:
-    lock = threading.Lock()
-
-    with pytest.raises(WorkerError, match=r"env 0 cannot be sent to a worker: .*lock"):
-        ParallelEnv([lambda: CountingEnv(length=id(lock))])
-
-
-def test_a_worker_runs_several_neighbouring_envs() -> None:
-    env = forked([WorkerModules] * 5)
-
-    assert list(env.call("pid")) == [env.worker_pids[0]] * 2 + [env.worker_pids[1]] * 3
-    assert [load.rows for load in env.worker_loads()] == [[0, 1], [2, 3, 4]]
-    env.close()
-    with pytest.raises(ClosedEnvironmentError):
-        env.worker_loads()
-
-
-def test_a_forked_copy_of_the_process_cannot_step_the_env() -> None:
-    env = forked([CountingEnv] * 2, seed=1)
-    env.reset()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            env.step(zeros(env))
-        except WorkerError as error:
-            os._exit(0 if "forked copy" in str(error) else 2)
-        os._exit(1)
-    _, status = os.waitpid(pid, 0)
-
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert env.step(zeros(env))[0][:, 0].tolist() == [1.0, 1.0]
-    env.close()
-
-
-def test_two_parallel_envs_do_not_disturb_each_other() -> None:
-    first, second = forked([CountingEnv] * 2), forked([CountingEnv] * 2)
-    for env in (first, second):
-        env.reset(seed=1)
-    first.step(zeros(first))
-    first.close()
-
-    assert second.step(zeros(second))[0][:, 0].tolist() == [1.0, 1.0]
-    second.close()
-
-
-def test_64_envs_in_16_workers() -> None:
-    env = forked([CountingEnv] * 64, n_workers=16, seed=1)
-    env.reset()
-
-    assert env.step(zeros(env))[0][:, 0].tolist() == [1.0] * 64
-    env.close()

@@ -35,6 +35,7 @@ from vec_envs import (
     WAYS,
     answers_within,
     each_start,
+    each_start_mostly_slow,
     each_way,
     forked,
     four_envs,
@@ -88,7 +89,7 @@ def test_an_exception_names_the_env_and_can_be_caught_as_its_own_type(
     env.close()
 
 
-@each_start
+@each_start_mostly_slow
 @pytest.mark.parametrize("where", ["factory", "reset", "call"])
 def test_an_exception_outside_a_step_names_the_env(
     start_method: Any, n_workers: int, where: str
@@ -165,7 +166,7 @@ def test_envs_built_before_one_failed_are_closed(make: Any, tmp_path: Path) -> N
         assert (tmp_path / "closed").exists()
 
 
-@each_start
+@each_start_mostly_slow
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -213,7 +214,7 @@ def test_a_death_is_noticed_even_if_a_child_of_the_env_keeps_the_connection_open
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
-@each_start
+@each_start_mostly_slow
 @pytest.mark.parametrize(
     ("fault", "where"),
     [

@@ -1,4 +1,4 @@
-"""The worker processes of ParallelEnv: how they start, how they end, and what they leave behind."""
+"""The worker processes of ParallelEnv: how they start, what they run, and how they end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import TESTS, wait_until, wait_until_gone
-from faulty_envs import BulkyEnv
+from conftest import wait_until_gone
+from faulty_envs import BulkyEnv, WorkerModules
+from gymnasium.error import ClosedEnvironmentError
 from tiny_envs import CountingEnv, FaultyEnv
 from vec_envs import (
     answers_within,
     each_start,
+    each_start_mostly_slow,
     forked,
     four_envs,
     leaves_no_child,  # noqa: F401
@@ -30,12 +33,17 @@ from vec_envs import (
 )
 
 from ml_pipeline.envs.factory import EnvFactory
-from ml_pipeline.envs.vec_env import AnswerPendingError, ParallelEnv, WorkerStartError
+from ml_pipeline.envs.vec_env import (
+    AnswerPendingError,
+    ParallelEnv,
+    WorkerError,
+    WorkerStartError,
+)
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@each_start
+@each_start_mostly_slow
 @pytest.mark.parametrize(
     "state", ["new", "pending", "stuck", "stopped", "dead", "raised", "stuck in close"]
 )
@@ -258,191 +266,84 @@ def test_the_error_names_the_worker_that_cannot_be_started(monkeypatch: pytest.M
         ParallelEnv([CountingEnv] * 2, n_workers=2)
 
 
-def test_workers_end_with_a_program_that_never_closed_them(tmp_path: Path) -> None:
-    script = tmp_path / "careless.py"
-    script.write_text(
-        f"""
-import sys
-sys.path.insert(0, {str(TESTS)!r})
-from ml_pipeline.envs.vec_env import ParallelEnv
-from tiny_envs import CountingEnv
-if __name__ == "__main__":
-    env = ParallelEnv([CountingEnv] * 2, n_workers=2, seed=1)
+def test_actions_of_a_class_of_the_main_script_reach_a_spawned_worker() -> None:
+    class Move:
+        pass
+
+    class MoveSpace(gym.spaces.Space[Any]):
+        def sample(self, mask: Any = None, probability: Any = None) -> Any:
+            return Move()
+
+        def contains(self, x: Any) -> bool:
+            return isinstance(x, Move)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, MoveSpace)
+
+    class MovingEnv(CountingEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.action_space = MoveSpace()
+
+        def step(self, action: Any) -> Any:
+            obs, _, *rest = super().step(action)
+            return obs, float(isinstance(action, Move)), *rest
+
+    env = ParallelEnv([MovingEnv] * 2, n_workers=2, seed=1)
     env.reset()
-    print(*env.worker_pids)
-"""
-    )
-    result = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=60, check=True
-    )
 
-    assert result.stderr == ""
-    wait_until_gone([int(pid) for pid in result.stdout.split()])
-
-
-HOLD = """
-import os, sys, time
-sys.path.insert(0, {tests!r})
-from functools import partial
-import numpy as np
-from ml_pipeline.envs.vec_env import ParallelEnv
-from tiny_envs import FaultyEnv
-if __name__ == "__main__":
-    env_fns = [partial(FaultyEnv, {fault!r}, 8)] * 4
-    first = ParallelEnv(env_fns, seed=7, n_workers=1, start_method={start!r})
-    env = ParallelEnv(env_fns, seed=7, n_workers=2, start_method={start!r})
-    env.reset(); env.step(np.zeros(4, dtype=np.int64)); env.step_async(np.zeros(4, dtype=np.int64))
-    print(*first.worker_pids, *env.worker_pids, flush=True)
-    time.sleep(1000)
-"""
-
-
-def hold(tmp_path: Path, fault: str, start_method: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A program with two ParallelEnvs, one of them in the middle of a step; and its workers."""
-    script = tmp_path / "hold.py"
-    script.write_text(HOLD.format(tests=str(TESTS), fault=fault, start=start_method))
-    process = subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
-    process.stdout.close()
-    assert len(pids) == 3
-    return process, pids
-
-
-@pytest.mark.parametrize(
-    ("start_method", "fault"),
-    [
-        ("spawn", "hang"),
-        pytest.param("fork", "stop", marks=linux_only),
-        pytest.param("forkserver", "hang in C", marks=linux_only),
-        *(
-            pytest.param(start, fault, marks=[pytest.mark.slow, linux_only])
-            for start in ("spawn", "fork", "forkserver")
-            for fault in ("nothing", "hang", "hang in C", "stop")
-            if (start, fault)
-            not in [("spawn", "hang"), ("fork", "stop"), ("forkserver", "hang in C")]
-        ),
-    ],
-)
-def test_workers_end_when_the_trainer_is_killed(
-    start_method: str, fault: str, tmp_path: Path
-) -> None:
-    process, pids = hold(tmp_path, fault, start_method)
-
-    process.kill()
-    process.wait()
-
-    wait_until_gone(pids)
-
-
-def shared_names() -> set[str]:
-    """Names in shared memory, except those of joblib, which another test may be using."""
-    return {name for name in os.listdir("/dev/shm") if "loky" not in name and "joblib" not in name}
-
-
-@linux_only
-@pytest.mark.parametrize("start_method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
-def test_a_process_group_that_is_killed_leaves_no_files(
-    start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    shared_before = shared_names()
-    process, pids = hold(tmp_path, "nothing", start_method)
-
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-    wait_until_gone(pids)
-    wait_until(lambda: shared_names() <= shared_before)  # other programs may add some for a moment
-    assert list(temporary.iterdir()) == []
-
-
-def printed_by(program: str, *arguments: str, timeout: float = 110) -> str:
-    """Run in a new process: objects of other tests hold memory and descriptors in this one."""
-    result = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=TESTS,
-        timeout=timeout,
-    )
-    return result.stdout
-
-
-COUNT_DESCRIPTORS = """
-import gc, multiprocessing, os, signal, sys
-from ml_pipeline.envs.vec_env import ParallelEnv, WorkerError
-from tiny_envs import CountingEnv
-
-gc.disable()  # close must free everything by itself
-errors = []  # their tracebacks keep every env alive, and with it one descriptor of its memory
-
-def cycle(loses_a_worker):
-    env = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2)
-    env.reset(seed=1)
-    if loses_a_worker:
-        os.kill(env.worker_pids[0], signal.SIGKILL)
-        try:
-            env.step(env.action_space.sample())
-        except WorkerError as error:
-            errors.append(error)
+    assert env.step((Move(), Move()))[1].tolist() == [1.0, 1.0]
     env.close()
-    assert not multiprocessing.active_children()
-    return len(os.listdir("/proc/self/fd"))
-
-print([cycle(sys.argv[2] == "lost") for _ in range(int(sys.argv[1]))])
-"""
 
 
-@linux_only
-@pytest.mark.parametrize(
-    ("n_envs", "worker"),
-    [(20, "alive"), (20, "lost"), pytest.param(1000, "alive", marks=pytest.mark.slow)],
-)
-def test_many_envs_in_a_row_leak_no_descriptor_and_no_child(n_envs: int, worker: str) -> None:
-    counts = literal_eval(printed_by(COUNT_DESCRIPTORS, str(n_envs), worker))
+def test_a_factory_that_cannot_be_pickled_is_named() -> None:
+    lock = threading.Lock()
 
-    growth = 1 if worker == "lost" else 0
-    # The first env may open descriptors that stay open.
-    assert counts[1:] == [counts[1] + growth * i for i in range(n_envs - 1)]
+    with pytest.raises(WorkerError, match=r"env 0 cannot be sent to a worker: .*lock"):
+        ParallelEnv([lambda: CountingEnv(length=id(lock))])
 
 
-GROW = """
-from functools import partial
-from pathlib import Path
-import numpy as np
-from ml_pipeline.envs.vec_env import ParallelEnv
-from tiny_envs import CountingEnv
+def test_a_worker_runs_several_neighbouring_envs() -> None:
+    env = forked([WorkerModules] * 5)
 
-def megabytes():
-    status = Path("/proc/self/status").read_text()
-    own = int(status.partition("VmRSS:")[2].split()[0]) / 1024
-    return [own, *(load.rss_mb for load in env.worker_loads())]
-
-env = ParallelEnv([partial(CountingEnv, 50)] * 512, start_method="fork", n_workers=2, seed=1)
-actions = np.zeros(512, dtype=np.int64)
-env.reset()
-for _ in range(500):
-    env.step(actions)
-before = megabytes()
-for _ in range(10_000_000 // 512):
-    env.step(actions)
-after = megabytes()
-env.close()
-print([b - a for a, b in zip(before, after)])
-"""
+    assert list(env.call("pid")) == [env.worker_pids[0]] * 2 + [env.worker_pids[1]] * 3
+    assert [load.rows for load in env.worker_loads()] == [[0, 1], [2, 3, 4]]
+    env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        env.worker_loads()
 
 
-@linux_only
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_memory_does_not_grow_in_ten_million_steps() -> None:
-    grown = literal_eval(printed_by(GROW, timeout=580))
+def test_a_forked_copy_of_the_process_cannot_step_the_env() -> None:
+    env = forked([CountingEnv] * 2, seed=1)
+    env.reset()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            env.step(zeros(env))
+        except WorkerError as error:
+            os._exit(0 if "forked copy" in str(error) else 2)
+        os._exit(1)
+    _, status = os.waitpid(pid, 0)
 
-    assert len(grown) == 3
-    assert max(grown) < 1.0
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert env.step(zeros(env))[0][:, 0].tolist() == [1.0, 1.0]
+    env.close()
+
+
+def test_two_parallel_envs_do_not_disturb_each_other() -> None:
+    first, second = forked([CountingEnv] * 2), forked([CountingEnv] * 2)
+    for env in (first, second):
+        env.reset(seed=1)
+    first.step(zeros(first))
+    first.close()
+
+    assert second.step(zeros(second))[0][:, 0].tolist() == [1.0, 1.0]
+    second.close()
+
+
+def test_64_envs_in_16_workers() -> None:
+    env = forked([CountingEnv] * 64, n_workers=16, seed=1)
+    env.reset()
+
+    assert env.step(zeros(env))[0][:, 0].tolist() == [1.0] * 64
+    env.close()

@@ -198,7 +198,7 @@ def own_network(name: str) -> list[str]:
     [
         (
             ["env.target=own_parts.OldApi"],
-            "cannot be reset with a seed and stepped as in Gymnasium",
+            "cannot be reset with a seed and stepped as in",
         ),
         (["+callbacks.x={_target_: own_parts.Anything}"], "callbacks.x made no ml_pipeline"),
         (["+logger.x={_target_: own_parts.Anything}"], "logger.x made an object without log"),
