@@ -197,6 +197,12 @@ class NanEnv(CountingEnv):
         return obs, float("nan") if self.n_steps == 20 else reward, terminated, truncated, info
 
 
+class Unpicklable(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (i for i in ())
+
+
 class WordsEnv(CountingEnv):
     """Observes text, which PPO does not support."""
 

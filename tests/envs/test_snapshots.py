@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from tiny_envs import CountingEnv, ForbiddingEnv, LivesEnv, MixedEnv, NoisyEnv
+from tiny_envs import CountingEnv, ForbiddingEnv, LivesEnv, MixedEnv, NoisyEnv, Unpicklable
 from vec_envs import WAYS
 
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot, why_no_snapshot
@@ -54,12 +54,6 @@ class ForgetsItsStep(CountingEnv):
 class ObservesNan(CountingEnv):
     def _observe(self) -> Any:
         return np.full(2, np.nan, dtype=np.float32)
-
-
-class Unpicklable(CountingEnv):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stream = (i for i in ())
 
 
 @pytest.mark.parametrize(

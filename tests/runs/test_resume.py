@@ -131,7 +131,7 @@ def test_a_stop_signal_waits_for_the_iteration_so_that_the_resume_is_exact(
 def test_an_env_that_cannot_be_saved_is_said_once_and_resumed_at_a_reset(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = train([*RUN, "env.target=test_snapshots.Unpicklable", "total_steps=320"])
+    result = train([*RUN, "env.target=tiny_envs.Unpicklable", "total_steps=320"])
     said = capsys.readouterr().out
     resumed = train([f"resume={result.run_dir}", "total_steps=640"])
 
