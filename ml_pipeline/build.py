@@ -27,7 +27,7 @@ from ml_pipeline.door.load import load_agent, load_policy
 from ml_pipeline.door.parts import build_loop, build_record, memory_advice, torch_threads
 from ml_pipeline.door.plan import RunPlan, make_plan
 from ml_pipeline.envs.factory import close_env
-from ml_pipeline.envs.workers.worker import WorkerError
+from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Agent, Callback
 from ml_pipeline.runs.console import say, say_stopping

@@ -1,4 +1,4 @@
-"""Tiny deterministic envs; their numbers tell where they come from. Workers import this file."""
+"""Tiny deterministic envs whose numbers show their origin. Workers import this file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import faulthandler
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -18,7 +17,7 @@ from gymnasium import spaces
 class CountingEnv(gym.Env[Any, Any]):
     """Observation = step of the episode; reward = 10 * step; ends after ``length`` steps.
 
-    ``ending`` says how; ``reuse`` hands out one buffer again and again, as some emulators do.
+    ``ending``: terminated or truncated. ``reuse``: always return the same buffer, as emulators do.
     """
 
     def __init__(self, length: int = 3, ending: str = "terminated", *, reuse: bool = True) -> None:
@@ -50,7 +49,7 @@ class CountingEnv(gym.Env[Any, Any]):
 
 
 class NoisyEnv(gym.Env[Any, Any]):
-    """Everything is drawn from the env's own generator: shows whether seeds arrive."""
+    """Draws everything from its own generator, to show that it was seeded."""
 
     def __init__(self) -> None:
         self.observation_space = spaces.Dict(
@@ -92,9 +91,9 @@ class NoisyEnv(gym.Env[Any, Any]):
 
 
 class FaultyEnv(CountingEnv):
-    """Does something bad in the second step after a reset, if it was seeded ``culprit``.
+    """Misbehaves in the second step after a reset, if it was seeded ``culprit``.
 
-    ``where`` puts a raise or a hang elsewhere: into reset, call or close.
+    ``where``: step, or reset, call or close instead.
     """
 
     def __init__(self, fault: str, culprit: int, where: str = "step") -> None:
@@ -144,8 +143,6 @@ def misbehave(fault: str) -> None:
         raise LookupError("puck left the table")
     if fault == "key error":
         raise KeyError("puck")
-    if fault == "odd exception":
-        raise OddError("a", "b")
     if fault == "interrupt":
         raise KeyboardInterrupt
     if fault == "kill":
@@ -155,24 +152,18 @@ def misbehave(fault: str) -> None:
     if fault == "sys.exit":
         raise SystemExit(3)
     if fault == "segfault":
-        faulthandler.disable()  # pytest's would print a page
+        faulthandler.disable()  # pytest's handler would print a long traceback
         ctypes.string_at(0)
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "hang":
         time.sleep(1000)
     if fault == "hang in C":
-        ctypes.PyDLL(None).sleep(1000)  # keeps the GIL, so no thread of this process runs
-
-
-def faulty_factory(fault: str, is_culprit: bool) -> gym.Env[Any, Any]:
-    if is_culprit:
-        misbehave(fault)
-    return CountingEnv()
+        ctypes.PyDLL(None).sleep(1000)  # keeps the GIL, so no other thread can run
 
 
 class SpaceEnv(gym.Env[Any, Any]):
-    """Observes samples of any space; its infos tell the actions that it was given."""
+    """Observes samples of any space; its infos contain the actions."""
 
     def __init__(self, observation_space: Any, action_space: Any) -> None:
         self.observation_space = observation_space
@@ -195,119 +186,8 @@ class SpaceEnv(gym.Env[Any, Any]):
         return self.observation_space.sample(), draw, terminated, truncated, info
 
 
-class RegularEnv(NoisyEnv):
-    """The same keys in every info, of every kind that Gymnasium batches; a type may change."""
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        obs, reward, terminated, truncated, _ = super().step(action)
-        draw = self.np_random.random()
-        info = {
-            "float": draw,
-            "int": int(10 * draw),
-            "flag": draw > 0.5,
-            "single": np.float32(draw),
-            "array": np.array([draw, reward], dtype=np.float32),
-            "mixed": int(10 * draw) if draw > 0.7 else draw,
-        }
-        if draw > 0.8:
-            info["word"] = "rare"
-        if draw > 0.4:
-            del info["mixed"]
-        return obs, reward, terminated, truncated, info
-
-
-class Colour(spaces.Space[Any]):
-    """A space of a user's own."""
-
-    def sample(self, mask: Any = None, probability: Any = None) -> str:
-        return f"#{int(self.np_random.integers(2**24)):06x}"
-
-    def contains(self, x: Any) -> bool:
-        return isinstance(x, str) and x.startswith("#")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Colour)
-
-
-class GivenEnv(CountingEnv):
-    """Hands out ``obs`` for ever, whatever its space says."""
-
-    def __init__(self, space: Any, obs: Any) -> None:
-        super().__init__(length=1000)
-        self.observation_space = space
-        self.given = obs
-
-    def _observe(self) -> Any:
-        return self.given
-
-
-class PrintingEnv(CountingEnv):
-    """Chatters on both streams, by Python and by descriptor."""
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        print("step!", "x" * 5000)
-        os.write(1, b"raw out\n")
-        os.write(2, b"raw err\n")
-        return super().step(action)
-
-
-class OddError(Exception):
-    """Pickles, but does not come back: its constructor takes two arguments."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(f"{first}{second}")
-
-
-class CodedError(Exception):
-    def __init__(self, code: int) -> None:
-        super().__init__(f"code {code}")
-        self.code = code
-
-    def __reduce__(self) -> Any:
-        return CodedError, (self.code,)
-
-
-class RaisingEnv(CountingEnv):
-    """Raises any kind of exception in its first step."""
-
-    def __init__(self, kind: Any, arguments: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.kind = kind
-        self.arguments = arguments
-
-    def step(self, action: Any) -> Any:
-        raise self.kind(*self.arguments)
-
-
-class OneWay:
-    """Can be pickled, but not unpickled."""
-
-    def __reduce__(self) -> Any:
-        return (_refuse, ())
-
-
-def _refuse() -> None:
-    raise ValueError("one way only")
-
-
-class UnpicklableEnv(CountingEnv):
-    def gift(self) -> OneWay:
-        return OneWay()
-
-
-class BigInfoEnv(CountingEnv):
-    """Infos of half a megabyte in every step."""
-
-    def __init__(self) -> None:
-        super().__init__(length=10**9)
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        obs, reward, terminated, truncated, _ = super().step(action)
-        return obs, reward, terminated, truncated, {"bulk": bytes(500_000)}
-
-
 class NanEnv(CountingEnv):
-    """Its 20th reward is no number."""
+    """Its 20th reward is NaN."""
 
     n_steps = 0
 
@@ -317,8 +197,14 @@ class NanEnv(CountingEnv):
         return obs, float("nan") if self.n_steps == 20 else reward, terminated, truncated, info
 
 
+class Unpicklable(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (i for i in ())
+
+
 class WordsEnv(CountingEnv):
-    """Observes words, which PPO cannot read."""
+    """Observes text, which PPO does not support."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,68 +231,9 @@ class SlowEnv(CountingEnv):
         return super().step(action)
 
 
-class GatedEnv(CountingEnv):
-    """A step waits until a file is there."""
-
-    def __init__(self, gate: Path) -> None:
-        super().__init__()
-        self.gate = gate
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        while not self.gate.exists():
-            time.sleep(0.01)
-        return super().step(action)
-
-
-class InterruptingEnv(CountingEnv):
-    """Its first step has the parent interrupted, as Ctrl-C would, and goes on for a while."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_interrupted = False
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if not self.has_interrupted:
-            self.has_interrupted = True
-            os.kill(os.getppid(), signal.SIGINT)
-            time.sleep(0.5)
-        return super().step(action)
-
-
-class BulkyEnv(CountingEnv):
-    """Infos larger than a pipe holds; leaves a file behind when it is closed."""
-
-    def __init__(self, closed: Any) -> None:
-        super().__init__()
-        self.closed = closed
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        obs, reward, terminated, truncated, _ = super().step(action)
-        return obs, reward, terminated, truncated, {"bulk": bytes(4_000_000)}
-
-    def close(self) -> None:
-        self.closed.write_text("yes")
-
-
 class UncloseableEnv(CountingEnv):
     def close(self) -> None:
         raise OSError("the door is stuck")
-
-
-class WorkerModules(CountingEnv):
-    """Tells what its process has imported and holds."""
-
-    def has_module(self, name: str) -> bool:
-        import sys
-
-        return name in sys.modules
-
-    def pid(self) -> int:
-        return os.getpid()
-
-
-def make_broken() -> gym.Env[Any, Any]:
-    raise OSError("the simulator is not installed")
 
 
 def scale_reward(env: gym.Env[Any, Any], factor: float) -> gym.Env[Any, Any]:
@@ -418,7 +245,7 @@ def shift_reward(env: gym.Env[Any, Any], by: float) -> gym.Env[Any, Any]:
 
 
 class MixedEnv(gym.Env[Any, Any]):
-    """Image, vector and choice at once, drawn from the env's own generator; episodes end."""
+    """Image, vector and choice, drawn from the env's own generator; episodes end."""
 
     def __init__(self) -> None:
         self.observation_space = spaces.Dict(
@@ -449,7 +276,7 @@ class MixedEnv(gym.Env[Any, Any]):
 
 
 class ForbiddingEnv(gym.Env[Any, Any]):
-    """Allows one or two of four actions, others each step, and raises at any other."""
+    """Allows one or two of four actions, which change each step, and raises at any other."""
 
     def __init__(self, where: str = "info") -> None:
         self.where = where
@@ -484,7 +311,7 @@ class ForbiddingEnv(gym.Env[Any, Any]):
 
 
 class BreakingEnv(CountingEnv):
-    """Its fourth step gives what is no number: in ``what`` of obs, reward and final."""
+    """Its fourth step returns NaN or infinity in ``what``: obs, reward or final."""
 
     def __init__(self, what: str | None = "obs") -> None:
         super().__init__(length=50, reuse=False)
@@ -494,7 +321,7 @@ class BreakingEnv(CountingEnv):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if not np.isfinite(action).all():
-            raise ValueError(f"an action that is no number: {action}")
+            raise ValueError(f"action {action} is not finite")
         obs, reward, terminated, truncated, info = super().step(action)
         if self._step == 4:
             if self.what in ("obs", "final"):
@@ -505,7 +332,7 @@ class BreakingEnv(CountingEnv):
 
 
 class LivesEnv(gym.Env[Any, Any]):
-    """A game of several lives, two steps each, that a wrapper ends after every life."""
+    """A game of several lives of two steps each; ``wrapped`` ends an episode after every life."""
 
     def __init__(self, lives: int) -> None:
         self.observation_space = spaces.Box(0, 10, (1,), np.float32)
@@ -531,7 +358,7 @@ class LivesEnv(gym.Env[Any, Any]):
 
 
 class LostLifeEnds(gym.Wrapper[Any, Any, Any, Any]):
-    """Ends the learner's episode with a life; the game goes on, and rewards are halved."""
+    """Ends the episode with a life while the game continues; halves the rewards."""
 
     counts_own_episodes = True
     _over = True

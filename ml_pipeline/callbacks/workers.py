@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from ml_pipeline.envs.vec_env import ParallelEnv, WorkerLoad
-from ml_pipeline.envs.workers.pool import env_names
+from ml_pipeline.envs.workers.errors import env_names
 from ml_pipeline.protocols import Callback, Metrics
 from ml_pipeline.runs.console import say
 from ml_pipeline.training.loop import Loop

@@ -1,6 +1,7 @@
-"""What ``vec_env=auto`` and ``n_envs=auto`` choose, by measuring env and policy for a moment.
+"""choose_mode and choose_n_envs: what ``vec_env=auto`` and ``n_envs=auto`` mean.
 
-A turn is what a rollout repeats: the policy acts for all envs, then all envs step.
+Both time the env and the policy for a moment. A turn is one step of a rollout: the policy acts for
+all envs, then all envs step.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from ml_pipeline.envs.factory import allowed_action
 from ml_pipeline.envs.vec_env import WorkerStartError
 
 Mode = Literal["serial", "parallel", "shared"]
-Act = Callable[[Any, Any], Any]  # observations and infos of all envs -> their actions
+Act = Callable[[Any, Any], Any]  # observations, infos -> actions; all for all envs
 
-_SHARED_GAIN = 1.25  # shared gives up isolation, so it must be so much faster than parallel
-_WORKER_GAIN = 1.1  # and workers cost memory and a start, so they must be so much faster at all
-# What an exchange with workers costs at least, on the hopeful side: it decides only whether
-# workers are worth a try, and the try is measured.
+_SHARED_GAIN = 1.25  # shared gives up isolation, so it must be this much faster than parallel
+_WORKER_GAIN = 1.1  # workers cost memory and time to start, so they must be this much faster
+# A low estimate of the cost of talking to workers. It only decides whether to time them.
 _EXCHANGE_SECONDS = 30e-6
-_ENOUGH = 0.9  # n_envs=auto: the smallest number that reaches this share of the best throughput
+_ENOUGH = 0.9  # n_envs=auto takes the smallest number with this share of the best throughput
 
 
 class VecEnvChoice(NamedTuple):
-    """What was picked, and the words that say why."""
+    """The mode, and why it was chosen."""
 
     mode: Mode
     reason: str
 
 
 class NEnvsChoice(NamedTuple):
+    """The number of envs, and why it was chosen."""
+
     n_envs: int
     reason: str
 
@@ -51,19 +53,19 @@ def choose_mode(
 ) -> VecEnvChoice:
     """The fastest way to run ``n_envs`` envs like ``env`` in ``n_slices`` processes.
 
-    ``make`` makes the vector env of a mode, which is stepped for a moment and closed. None is
-    made where workers could not be faster even if the exchange with them cost next to nothing.
+    ``make`` makes the vector env of a mode, which is stepped for a moment and closed. It is not
+    called if workers could not be faster even at the lowest cost of talking to them.
     """
     if n_envs == 1:
         return VecEnvChoice("serial", "one env needs no worker")
     if n_slices == 1:
-        return VecEnvChoice("serial", "one process has nothing to share")
+        return VecEnvChoice("serial", "one process leaves no core for a worker")
     step, acting = _step_seconds(env, mask_key), _act_seconds(env, act, n_envs)
     seconds: dict[Mode, float] = {"serial": n_envs * step + acting}
     at_best = -(-n_envs // n_slices) * step + acting + _EXCHANGE_SECONDS
     if seconds["serial"] < _WORKER_GAIN * at_best:
         turn, best = _in_ms(seconds["serial"]), _in_ms(at_best)
-        return VecEnvChoice("serial", f"a turn takes {turn} here, {best} at best with workers")
+        return VecEnvChoice("serial", f"a turn takes {turn} here, at best {best} with workers")
     try:
         for mode in ("parallel", "shared"):
             seconds[mode] = _turn_seconds(make(mode), act)
@@ -90,13 +92,13 @@ def choose_n_envs(
     allowed: Callable[[int], bool],
     mask_key: str = "action_mask",
 ) -> NEnvsChoice:
-    """The smallest number of envs that comes near the best throughput of up to 32 per process.
+    """The smallest number of envs whose throughput is close to the best, up to 32 per process.
 
-    Tried are powers of two times ``n_slices`` that are ``allowed``; 8 where none is.
+    Tries those powers of two times ``n_slices`` that are ``allowed``; returns 8 if none is.
     """
     numbers = [n for n in (n_slices * 2**k for k in range(6)) if allowed(n)]
     if not numbers:
-        return NEnvsChoice(8, "n_envs=auto: the run is too short to find out")
+        return NEnvsChoice(8, "n_envs=auto: the run is too short to measure")
     step = _step_seconds(env, mask_key)
     rates = {}
     for n in numbers:
@@ -105,8 +107,8 @@ def choose_n_envs(
     best = max(rates.values())
     n_envs = min(n for n in numbers if rates[n] >= _ENOUGH * best)
     reason = (
-        f"n_envs=auto: about {rates[n_envs]:,.0f} env steps/s expected, "
-        f"{best:,.0f} at most with up to {numbers[-1]} envs"
+        f"n_envs=auto: expects about {rates[n_envs]:,.0f} env steps/s, "
+        f"at most {best:,.0f} with up to {numbers[-1]} envs"
     )
     return NEnvsChoice(n_envs, reason)
 
@@ -114,7 +116,7 @@ def choose_n_envs(
 def _step_seconds(
     env: gym.Env[Any, Any], mask_key: str, *, n_steps: int = 500, seconds: float = 0.1
 ) -> float:
-    """Mean seconds of a step with random actions, resets included, after a few to warm up."""
+    """Mean seconds of a step with random actions, resets included, after two warm-up steps."""
     env.action_space.seed(0)
     obs, info = env.reset(seed=0)
     durations: list[float] = []
@@ -149,7 +151,7 @@ def _turn_seconds(env: VectorEnv[Any, Any, Any], act: Act, *, seconds: float = 0
             start = time.perf_counter()
             obs, _, _, _, infos = env.step(act(obs, infos))
             durations.append(time.perf_counter() - start)
-        # The mean, because resets count; of the later half, because the first turns are cold.
+        # The mean, because resets count; of the second half, because the first turns are slow.
         return float(np.mean(durations[len(durations) // 2 :]))
     finally:
         env.close()

@@ -1,4 +1,4 @@
-"""EpisodeStats: raw return and length of each episode, as the env gave them."""
+"""EpisodeStats: undiscounted return and length of each episode, from the env's own rewards."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ml_pipeline.protocols import Episode, StateDict
 
 
 class EpisodeStats:
-    """Adds up what a vector env gives; all arrays are [n_envs].
+    """Adds up the rewards of a vector env; all arrays are [n_envs].
 
-    ``from_infos``: an env counts its own episodes by Gymnasium's ``RecordEpisodeStatistics``,
-    below wrappers that change rewards or end episodes early; only what it tells is counted.
+    ``from_infos``: take episodes from the infos of Gymnasium's ``RecordEpisodeStatistics``
+    instead. It is below wrappers that change rewards or end episodes early.
     """
 
     def __init__(self, n_envs: int, *, from_infos: bool = False) -> None:
@@ -27,14 +27,14 @@ class EpisodeStats:
     def step(
         self, reward: NDArray[Any], done: NDArray[np.bool_], infos: Mapping[str, Any]
     ) -> list[Episode]:
-        """Take in one step; gives the episodes that ended with it, in order of the envs."""
+        """Add one step; returns the episodes that ended with it, in the order of the envs."""
         self._return += reward
         self._length += 1
         if not done.any():
             return []
         ended = np.flatnonzero(done)
         if self._from_infos:
-            episodes = _told_episodes(infos, ended)
+            episodes = _episodes_in(infos, ended)
         else:
             episodes = [Episode(float(self._return[i]), int(self._length[i])) for i in ended]
         self._return[ended] = 0.0
@@ -42,7 +42,7 @@ class EpisodeStats:
         return episodes
 
     def resize(self, n_envs: int) -> None:
-        """Envs that stay keep what they have added up; new ones begin."""
+        """Envs that stay keep their sums; new ones start at 0."""
         kept = min(n_envs, len(self._return))
         self._return = np.concatenate([self._return[:kept], np.zeros(n_envs - kept)])
         lengths = np.zeros(n_envs - kept, dtype=np.int64)
@@ -56,18 +56,18 @@ class EpisodeStats:
         self._length = np.array(state["length"], dtype=np.int64)
 
 
-def _told_episodes(infos: Mapping[str, Any], ended: NDArray[np.int64]) -> list[Episode]:
+def _episodes_in(infos: Mapping[str, Any], ended: NDArray[np.int64]) -> list[Episode]:
     final = infos.get("final_info", {})
     if "episode" not in final:
         return []
-    told, there = final["episode"], final["_episode"]
-    return [Episode(float(told["r"][i]), int(told["l"][i])) for i in ended if there[i]]
+    episode, has_episode = final["episode"], final["_episode"]
+    return [Episode(float(episode["r"][i]), int(episode["l"][i])) for i in ended if has_episode[i]]
 
 
 def counts_episodes(env: gym.Env[Any, Any]) -> bool:
-    """Whether a wrapper says, by ``counts_own_episodes = True``, that the infos tell of episodes.
+    """Whether a wrapper of ``env`` has ``counts_own_episodes = True``: infos report its episodes.
 
-    It is for wrappers whose episodes are parts of a whole, such as lives of a game.
+    For wrappers that end an episode before the game is over, such as one episode per life.
     """
     while isinstance(env, gym.Wrapper):
         if getattr(type(env), "counts_own_episodes", False):

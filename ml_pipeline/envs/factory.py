@@ -1,6 +1,6 @@
-"""EnvFactory: what makes one env, small enough to be sent to a worker.
+"""EnvFactory: makes one env; small enough to be sent to a worker.
 
-Calling it gives the env by id or dotted path with its wrappers around it, the first innermost.
+Calling it makes the env from an id or a dotted path and applies the wrappers, the first innermost.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ml_pipeline.targets import (
     import_module,
 )
 
-# Who registers the envs of a namespace, once it is imported.
+# The package that registers the envs of a namespace when it is imported.
 _NAMESPACES = {"ALE": "ale_py"}
 
 
 class EnvError(UserError):
-    """The env that was asked for cannot be made."""
+    """The env of the config cannot be made."""
 
 
 @dataclass(frozen=True)
 class EnvFactory:
-    """A picklable ``() -> gym.Env``; ``target``, a dotted path, wins over ``id``."""
+    """A picklable ``() -> gym.Env``; ``target``, a dotted path, overrides ``id``."""
 
     id: str | None
     target: str | None = None
@@ -51,68 +51,68 @@ class EnvFactory:
             key = f"env.wrappers.{name}"
             wrapper, arguments = import_entry(entry, key=key)
             check_arguments(wrapper, arguments, key=key, given=1)
-            with _blamed_on(f"{key} cannot be made"):
+            with _named(f"{key} cannot be made"):
                 env = wrapper(env, **arguments)
         return env
 
     def rendering(self, render_mode: str) -> EnvFactory:
-        """The same, for envs that are looked at."""
+        """The same factory, for envs with this render mode."""
         return replace(self, kwargs={**self.kwargs, "render_mode": render_mode})
 
     def _make_target(self) -> gym.Env[Any, Any]:
         maker = import_dotted(str(self.target), key="env.target")
         if not callable(maker):
-            raise TargetError(f"env.target={self.target} is no class or function that makes an env")
-        # A batch of envs that are tensors: a single one of them is made apart.
+            raise TargetError(f"env.target={self.target} is not callable; name a class or function")
+        # A TorchVectorEnv is a batch; it has its own way to make a single env.
         maker = getattr(maker, "single_env", maker)
         check_arguments(maker, self.kwargs, key="env.kwargs")
-        with _blamed_on(f"env.target={self.target} cannot be made"):
+        with _named(f"env.target={self.target} cannot be made"):
             env = maker(**self.kwargs)
         if not isinstance(env, gym.Env):
             raise TargetError(
-                f"env.target={self.target} made {type(env).__name__}, no gymnasium.Env"
+                f"env.target={self.target} returned {type(env).__name__}, not a gymnasium.Env"
             )
         return env
 
     def _make_id(self) -> gym.Env[Any, Any]:
         check_env_id(str(self.id))
         given = f" with env.kwargs {dict(self.kwargs)}" if self.kwargs else ""
-        with _blamed_on(f"env.id={self.id}{given} cannot be made"):
+        with _named(f"env.id={self.id}{given} cannot be made"):
             return gym.make(str(self.id), **self.kwargs)
 
 
 @contextmanager
-def _blamed_on(what: str) -> Iterator[None]:
-    """Tell a failure by what the config says, not by where it happened."""
+def _named(what: str) -> Iterator[None]:
+    """Raise errors of foreign code as our own, with the config key that led to them."""
     try:
         yield
     except (gym.error.DependencyNotInstalled, ImportError) as error:
         raise missing_extra(what.removesuffix(" cannot be made"), error) from error
-    except (Exception, SystemExit) as error:  # envs raise what they like
+    except (Exception, SystemExit) as error:  # envs may raise anything
         raise EnvError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def try_env(
     env: gym.Env[Any, Any], name: str, *, mask_key: str = "action_mask"
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """One reset and one step, so that an env of another API is found out.
+    """Do one reset and one step, to find an env with another API before training starts.
 
-    What reset gave, and the info of the step.
+    Returns the observation and info of the reset, and the info of the step.
     """
-    with _blamed_on(f"env {name} cannot be reset with a seed and stepped as Gymnasium 1.x asks"):
+    with _named(f"env {name} cannot be reset with a seed and stepped as in Gymnasium 1.x"):
         obs, info = deepcopy(env.reset(seed=0))
         env.action_space.seed(0)
         _, _, _, _, step_info = env.step(allowed_action(env, obs, info, mask_key))
         for each in (info, step_info):
             if not isinstance(each, dict):
-                raise TypeError(f"info is {each!r}, no dict")
+                raise TypeError(f"info must be a dict, got {each!r}")
     return obs, info, step_info
 
 
 def allowed_action(
     env: gym.Env[Any, Any], obs: Any, info: Mapping[str, Any], mask_key: str = "action_mask"
 ) -> Any:
-    """A random action; where the env gives a mask with it, one that the mask allows."""
+    """A random action; one that the mask allows if obs or info has a mask."""
     mask = info.get(mask_key)
     if mask is None and isinstance(obs, dict):
         mask = obs.get(mask_key)
@@ -128,7 +128,7 @@ def allowed_action(
     sizes = _numbers_of_choices(space)
     if sizes is None:
         return space.sample()
-    # Gymnasium has no masks of this form: as the agent takes them, choice by choice.
+    # Gymnasium does not know this mask format, which agents accept: one flat part per choice.
     flat = mask if not isinstance(mask, tuple) else np.concatenate([np.ravel(p) for p in mask])
     parts = np.split(np.asarray(flat).ravel() != 0, sizes.cumsum()[:-1])
     start = space.start.ravel() if isinstance(space, spaces.MultiDiscrete) else np.zeros_like(sizes)
@@ -137,7 +137,7 @@ def allowed_action(
 
 
 def _numbers_of_choices(space: gym.Space[Any]) -> np.ndarray[Any, Any] | None:
-    """How many values each number of an action can have; None where they cannot be counted."""
+    """How many values each number of an action can have; None if the space is not discrete."""
     if isinstance(space, spaces.MultiDiscrete):
         return space.nvec.ravel()
     if isinstance(space, spaces.MultiBinary):
@@ -146,16 +146,16 @@ def _numbers_of_choices(space: gym.Space[Any]) -> np.ndarray[Any, Any] | None:
 
 
 def close_env(env: gym.Env[Any, Any]) -> None:
-    """Close an env; what it raises is told, but does not spoil a run that is over."""
+    """Close an env; if it raises, warn: the run is over anyway."""
     try:
         env.close()
-    except Exception as error:  # envs raise what they like
-        message = f"an env raised as it was closed: {type(error).__name__}: {error}"
+    except Exception as error:  # envs may raise anything
+        message = f"an env raised while it was closed: {type(error).__name__}: {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def check_env_id(env_id: str) -> None:
-    """Refuse an id that Gymnasium does not know, with the ids that look like it.
+    """Refuse an id that Gymnasium does not know, and suggest similar ids.
 
     As in ``gym.make``, ``my_module:MyEnv-v0`` imports the module that registers the env.
     """
@@ -168,7 +168,7 @@ def check_env_id(env_id: str) -> None:
     try:
         gym.spec(registered)
     except gym.error.NamespaceNotFound as error:
-        # A namespace is brought by a package of its own: ALE/Pong-v5 by ale_py.
+        # A separate package registers each namespace: ale_py registers ALE/Pong-v5.
         raise missing_extra(f"env.id={env_id}", error) from error
     except (gym.error.Error, ImportError) as error:
         near = difflib.get_close_matches(env_id, list(gym.registry), n=3, cutoff=0.5)

@@ -1,12 +1,11 @@
-"""Snapshots: a running env as bytes, from which its episode goes on in another process.
+"""Snapshots: a running env as bytes, so that its episode can continue in another process.
 
-Taken of the env as a whole, wrappers and random generators included, by pickling it where it
-runs. What cannot be pickled is asked for its state: an env of the user's by ``get_state()`` and
-``set_state(state)``, MuJoCo and the Arcade Learning Environment by their own calls. Some envs can
-be pickled, but come back fresh (Gymnasium's ``EzPickle``), so nothing is believed before
-``why_no_snapshot`` has tried it.
+A snapshot is a pickle of the whole env with its wrappers and random generators. An env that cannot
+be pickled can give its state instead: a user's env by ``get_state()`` and ``set_state(state)``,
+MuJoCo and the Arcade Learning Environment by their own functions. Some envs can be pickled, but are
+unpickled as new envs (Gymnasium's ``EzPickle``); ``why_no_snapshot`` finds them by a trial.
 
-A snapshot is a pickle: loading one runs what it says. Workers import this module: no torch here.
+Loading a pickle runs its code. Workers import this module: keep torch out of it.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from ml_pipeline.envs.factory import allowed_action, close_env
 from ml_pipeline.errors import first_line
 from ml_pipeline.targets import moved
 
-_BASE = "the env below all wrappers"  # stands for it in a pickle that leaves it out
-_TRIED_STEPS = 24
+_BASE = "the env below all wrappers"  # its name in a pickle that leaves it out; a file format
+_TRIAL_STEPS = 24
 
 
 def take_snapshot(env: gym.Env[Any, Any], obs: Any) -> bytes:
-    """The state of an env between two steps, and the observation that it stands at."""
+    """The env between two steps, together with its last observation."""
     base = env.unwrapped
     state = _state_of(base)
     file = io.BytesIO()
@@ -39,11 +38,11 @@ def take_snapshot(env: gym.Env[Any, Any], obs: Any) -> bytes:
 
 
 def restore_snapshot(env: gym.Env[Any, Any], snapshot: bytes) -> tuple[gym.Env[Any, Any], Any]:
-    """An env as it was, and its observation; made from ``env``, a fresh one of the same build."""
+    """The saved env and its observation; ``env`` must be a new one from the same factory."""
     base = env.unwrapped
     restored, state, obs = _Unpickler(io.BytesIO(snapshot), base).load()
     if state is None:
-        close_env(env)  # it is replaced as a whole
+        close_env(env)  # the unpickled env replaces it
     else:
         _set_state(base, state)
     return restored, obs
@@ -55,13 +54,13 @@ def why_no_snapshot(
     *,
     mask_key: str = "action_mask",
 ) -> str | None:
-    """Why an episode of ``env`` cannot go on elsewhere; None if it was seen to do so.
+    """Why an episode of ``env`` cannot continue in another process; None if it can.
 
-    A few steps are played in ``env`` and from there on side by side in it and in a restored one.
+    Plays a few steps in ``env``, restores a copy, and compares both for some more steps.
     """
     setter = getattr(type(env.unwrapped), "__setstate__", None)
     if setter is EzPickle.__setstate__ and _state_of(env.unwrapped) is None:
-        return f"{type(env.unwrapped).__name__} is an EzPickle, which is unpickled as a fresh env"
+        return f"{type(env.unwrapped).__name__} is an EzPickle, which is unpickled as a new env"
     other: gym.Env[Any, Any] | None = None
     try:
         other = make_env()
@@ -70,13 +69,13 @@ def why_no_snapshot(
         for _ in range(3):
             obs, info = _play(env, allowed_action(env, obs, info, mask_key))[1:3]
         other, _ = restore_snapshot(other, take_snapshot(env, obs))
-        for _ in range(_TRIED_STEPS):
+        for _ in range(_TRIAL_STEPS):
             action = allowed_action(env, obs, info, mask_key)
             ours, theirs = _play(env, action), _play(other, action)
             if not (_equal(ours[0], theirs[0]) and _equal(ours[1], theirs[1])):
-                return "a restored env takes another course"
+                return "a restored env behaves differently"
             obs, info = ours[1:]
-    except Exception as error:  # envs raise what they like, and so do their pickles
+    except Exception as error:  # envs and their pickles may raise anything
         return f"{type(error).__name__}: {first_line(error)}"
     finally:
         if other is not None:
@@ -85,12 +84,12 @@ def why_no_snapshot(
 
 
 def _play(env: gym.Env[Any, Any], action: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """What a step gave, and the observation and info to go on from."""
+    """The result of a step, and the observation and info to continue with."""
     obs, reward, terminated, truncated, info = env.step(action)
-    outcome = obs, reward, terminated, truncated
+    result = obs, reward, terminated, truncated
     if terminated or truncated:
         obs, info = env.reset()
-    return outcome, obs, info
+    return result, obs, info
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
@@ -100,18 +99,18 @@ def _equal(ours: Any, theirs: Any) -> bool:
         same = len(ours) == len(theirs)
         return same and all(_equal(a, b) for a, b in zip(ours, theirs, strict=True))
     ours, theirs = np.asarray(ours), np.asarray(theirs)
-    # Not a number is the same as not a number, where there are numbers at all.
+    # NaN equals NaN here; equal_nan fails for dtypes that are not numbers.
     return np.array_equal(ours, theirs, equal_nan=ours.dtype.kind == theirs.dtype.kind == "f")
 
 
-def _state_of(base: gym.Env[Any, Any]) -> dict[str, Any] | None:
-    """What the env gives of itself; None: it is to be pickled."""
+def _state_of(base: Any) -> dict[str, Any] | None:
+    """The state that the env gives; None if the env has to be pickled."""
     if callable(getattr(base, "get_state", None)) and callable(getattr(base, "set_state", None)):
         generator = getattr(base, "_np_random", None)
         rest = {"_np_random": generator, "_np_random_seed": getattr(base, "_np_random_seed", None)}
-        return {"own": base.get_state(), "rest": rest}  # type: ignore[attr-defined]
+        return {"own": base.get_state(), "rest": rest}
     if type(getattr(base, "data", None)).__name__ == "MjData" and hasattr(base, "model"):
-        return {"mujoco": base.data, "rest": _rest(base, ("data", "model", "mujoco_renderer"))}  # type: ignore[attr-defined]
+        return {"mujoco": base.data, "rest": _rest(base, ("data", "model", "mujoco_renderer"))}
     if hasattr(base, "clone_state") and hasattr(base, "restore_state"):
         return {"ale": base.clone_state(include_rng=True), "rest": _rest(base, ("ale",))}
     return None
@@ -130,20 +129,20 @@ def _set_state(base: Any, state: dict[str, Any]) -> None:
 
 
 def _rest(base: gym.Env[Any, Any], left_out: tuple[str, ...]) -> dict[str, Any]:
-    """What an env has set on itself beside its simulator, as far as it can be pickled."""
+    """The attributes of an env except its simulator, if they can be pickled."""
     rest = {}
     for name, value in vars(base).items():
         if name not in (*left_out, "observation_space", "action_space", "spec"):
             try:
                 cloudpickle.dumps(value)
-            except Exception:  # pickles raise what they like; the trial tells if it is missed
+            except Exception:  # may raise anything; the trial shows whether the value is needed
                 continue
             rest[name] = value
     return rest
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves out one object, to be found again by name."""
+    """Leaves out one object and writes a name in its place."""
 
     def __init__(self, file: io.BytesIO, left_out: Any) -> None:
         super().__init__(file)

@@ -1,11 +1,12 @@
-"""TorchVectorEnv: a batch of envs as tensors that never leave the device.
+"""TorchVectorEnv: a batch of envs whose data are tensors and stay on the device.
 
-A task writes three pure functions on tensors (``begin``, ``advance``, ``observe``); this file makes
-a Gymnasium VectorEnv of them, and ``transition``, one step of all envs as a pure function, for
-whoever compiles a rollout or captures it in a CUDA graph. Nothing here waits for the host.
+A task defines three pure functions on tensors: ``begin``, ``advance`` and ``observe``. The base
+class turns them into a Gymnasium VectorEnv. It also offers ``transition``, one step of all envs as
+a pure function, for rollouts that are compiled or captured in a CUDA graph. It never synchronises
+with the device.
 
-Env i of seed s draws its episodes by (s + i, number of the episode), so it plays the same on every
-device and among any number of envs. Workers must not import this file: it brings torch.
+Env i of seed s draws its episodes from (s + i, number of the episode). So it plays the same on
+every device and in a batch of any size. Workers must not import this module: it imports torch.
 """
 
 from __future__ import annotations
@@ -33,39 +34,39 @@ _MAX_SEED = 2**62  # seed + i must stay an int64
 
 
 class Position(NamedTuple):
-    """Where all envs stand: everything that goes on from here."""
+    """The current step of all envs: everything needed to continue from it."""
 
-    state: EnvState  # the task's own, [n_envs, ...] each
-    n_steps: Tensor  # [n_envs] int64, of the episode so far
-    episode_return: Tensor  # [n_envs] float32, so far
-    n_episodes: Tensor  # [n_envs] int64, begun since the seed: the next beginning is drawn by it
+    state: EnvState  # defined by the task, [n_envs, ...] each
+    n_steps: Tensor  # [n_envs] int64, in the current episode
+    episode_return: Tensor  # [n_envs] float32, of the current episode so far
+    n_episodes: Tensor  # [n_envs] int64, started since the seed; determines the next start
 
 
 class StepResult(NamedTuple):
-    """What one step of all envs has brought."""
+    """The result of one step of all envs."""
 
     obs: Tensor  # [n_envs, *obs] after the autoreset
     reward: Tensor  # [n_envs] float32
     terminated: Tensor  # [n_envs] bool
-    truncated: Tensor  # [n_envs] bool; as in Gymnasium, both may hold on the last step
-    final_obs: Tensor  # [n_envs, *obs] before the autoreset: differs where the episode ended
+    truncated: Tensor  # [n_envs] bool; as in Gymnasium, both can be true
+    final_obs: Tensor  # [n_envs, *obs] before the autoreset; differs if the episode ended
     episode_return: Tensor  # [n_envs] float32 of the episode, this step included
-    episode_length: Tensor  # [n_envs] int64, likewise
+    episode_length: Tensor  # [n_envs] int64, this step included
 
 
 class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     """A Gymnasium VectorEnv whose arrays are tensors on ``device``, with same-step autoreset.
 
-    ``step`` and ``reset`` keep ``position``; ``transition`` leaves it alone. The values of actions
-    are not checked, since that would wait for the device: only their shape, dtype and device are.
+    ``step`` and ``reset`` update ``position``; ``transition`` does not. Shape, dtype and device of
+    actions are checked, but not their values: that would wait for the device.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 - as in Gymnasium
 
-    # What a task says of itself, beside its three functions and its two single spaces.
-    n_draws: ClassVar[int]  # random numbers that a beginning takes
-    twin: ClassVar[str | None] = None  # the id of the Gymnasium env that it equals
-    max_episode_steps: int | None = None  # None: episodes have no time limit
+    # A task also defines single_observation_space and single_action_space.
+    n_draws: ClassVar[int]  # random numbers that the start of an episode needs
+    gymnasium_id: ClassVar[str | None] = None  # the Gymnasium env with the same dynamics
+    max_episode_steps: int | None = None  # None: no time limit
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         seed: int | None = None,
         max_episode_steps: int | None = None,
     ) -> None:
-        """``max_episode_steps=None`` is the task's own limit; ``seed=None`` draws one."""
+        """``max_episode_steps=None``: the task's own limit. ``seed=None``: a random seed."""
         if num_envs < 1:
             raise ValueError(f"num_envs must be at least 1, got {num_envs}")
         if max_episode_steps is not None:
@@ -83,43 +84,43 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
                 raise ValueError(f"max_episode_steps must be at least 1, got {max_episode_steps}")
             self.max_episode_steps = max_episode_steps
         self.num_envs = num_envs
-        # Spaces own a generator, which instances must not share.
+        # A space has a random generator, which instances must not share.
         self.single_observation_space = copy.deepcopy(self.single_observation_space)
         self.single_action_space = copy.deepcopy(self.single_action_space)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.seeds = torch.zeros(num_envs, dtype=torch.int64, device=device)  # [n_envs]
-        self.device = self.seeds.device  # with its index: "cuda" has none, tensors have
+        self.device = self.seeds.device  # "cuda:0", not "cuda": tensors report the index
         self._set_seed(int.from_bytes(os.urandom(6), "big") if seed is None else seed)
-        # Until the first reset a beginning of the right shapes, which no episode has begun with.
+        # Placeholders with the right shapes until the first reset.
         n_episodes = torch.zeros_like(self.seeds)
-        self.position = self._begun(n_episodes)._replace(n_episodes=n_episodes)
+        self.position = self._start(n_episodes)._replace(n_episodes=n_episodes)
         self._needs_reset = True
 
     @abstractmethod
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
-        """The first state of an episode per env; ``n_draws`` tensors [N], uniform in [0, 1)."""
+        """The first state of an episode; ``draws``: ``n_draws`` tensors [N], uniform in [0, 1)."""
 
     @abstractmethod
     def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         """One step of every env: the next state, reward [N] float32, terminated [N] bool.
 
-        Like ``begin`` and ``observe`` it is pure: nothing in place, nothing read by the host, no
-        float64 (MPS has none). It may be traced once and replayed.
+        Like ``begin`` and ``observe`` it must be pure: no operation in place, no value read by
+        Python, no float64 (MPS has none). It may be traced once and replayed.
         """
 
     @abstractmethod
     def observe(self, state: EnvState) -> Tensor:
-        """[N, *obs], of the dtype of the observation space."""
+        """Observations [N, *obs], with the dtype of the observation space."""
 
     def transition(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
-        """One step of all envs; those whose episode ends begin the next one in the same step."""
-        return self._begin_anew(*self._move(position, action))
+        """One step of all envs; an ended episode is followed by the next in the same step."""
+        return self._autoreset(*self._advance_all(position, action))
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Begins an episode in every env: the first one of ``seed``, or the next of this seed."""
+        """Start an episode in every env: the first of ``seed``, or the next of the current seed."""
         if options:
             raise ValueError(f"{type(self).__name__} takes no options for reset, got {options}")
         super().reset(seed=seed)
@@ -128,32 +129,32 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             self._set_seed(seed)
             n_episodes = torch.zeros_like(n_episodes)
         with torch.no_grad():
-            self.position = self._begun(n_episodes)
+            self.position = self._start(n_episodes)
             self._needs_reset = False
             return self.observe(self.position.state), {}
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """``infos``: final_obs and episode (r, l) of every env, and masks of those that ended."""
+        """``infos``: final_obs and episode (r, l) of every env, with masks of ended episodes."""
         if self._needs_reset:
             raise ResetNeeded("step was called before the first reset; call reset first")
         self._check_action(actions)
         with torch.no_grad():
-            position, outcome = self._move(self.position, actions)
-            done = outcome.terminated | outcome.truncated
-            # On the CPU a look costs nothing and saves the drawing; elsewhere it would wait.
+            position, result = self._advance_all(self.position, actions)
+            done = result.terminated | result.truncated
+            # On the CPU this check is free and saves the random draws; a GPU would synchronise.
             if self.device.type != "cpu" or bool(done.any()):
-                position, outcome = self._begin_anew(position, outcome)
+                position, result = self._autoreset(position, result)
             self.position = position
         infos = {
-            "final_obs": outcome.final_obs,
+            "final_obs": result.final_obs,
             "_final_obs": done,
-            "episode": {"r": outcome.episode_return, "l": outcome.episode_length},
+            "episode": {"r": result.episode_return, "l": result.episode_length},
             "_episode": done,
         }
-        return outcome.obs, outcome.reward, outcome.terminated, outcome.truncated, infos
+        return result.obs, result.reward, result.terminated, result.truncated, infos
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors on the CPU; an env that loads them goes on exactly from here."""
+        """Tensors on the CPU; an env that loads them continues exactly from here."""
         return {
             "seeds": _saved(self.seeds),
             "state": [_saved(part) for part in self.position.state],
@@ -166,17 +167,17 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         n_saved = len(saved["seeds"])
         if n_saved != self.num_envs:
             raise ValueError(
-                f"the state of {n_saved} envs cannot be loaded into {self.num_envs}; "
+                f"num_envs={self.num_envs}: the saved state has {n_saved} envs; "
                 f"use num_envs={n_saved}"
             )
         wanted = [tuple(part.shape) for part in self.position.state]
         found = [tuple(part.shape) for part in saved["state"]]
         if found != wanted:
             raise ValueError(
-                f"{type(self).__name__} has a state of shapes {wanted}, the saved one has {found}; "
+                f"{type(self).__name__} has state shapes {wanted}, but the saved ones are {found}; "
                 "load it into the task that saved it"
             )
-        # In place, like every change of the seeds: a captured graph reads them where they are.
+        # In place: a captured CUDA graph reads the seeds at this address.
         self.seeds.copy_(saved["seeds"])
         self.position = Position(
             state=tuple(self._loaded(part) for part in saved["state"]),
@@ -190,14 +191,14 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     def single_env(cls, **kwargs: Any) -> gym.Env[Any, Any]:
         """One env of this task as a plain Gymnasium env, for evaluation, video, export and play.
 
-        The twin where there is one, so that what is reported was played in Gymnasium's own env.
+        This is Gymnasium's own env if the task has a ``gymnasium_id``.
         """
-        if cls.twin is not None:
-            return gym.make(cls.twin, **kwargs)
+        if cls.gymnasium_id is not None:
+            return gym.make(cls.gymnasium_id, **kwargs)
         return SingleTorchEnv(cls, **kwargs)
 
-    def _move(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
-        """One step without the autoreset: ended episodes stand at their end."""
+    def _advance_all(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
+        """One step without autoreset."""
         state, reward, terminated = self.advance(position.state, action)
         n_steps = position.n_steps + 1
         episode_return = position.episode_return + reward
@@ -206,12 +207,12 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         else:
             truncated = n_steps >= self.max_episode_steps
         obs = self.observe(state)
-        outcome = StepResult(obs, reward, terminated, truncated, obs, episode_return, n_steps)
-        return Position(state, n_steps, episode_return, position.n_episodes), outcome
+        result = StepResult(obs, reward, terminated, truncated, obs, episode_return, n_steps)
+        return Position(state, n_steps, episode_return, position.n_episodes), result
 
-    def _begin_anew(self, position: Position, outcome: StepResult) -> tuple[Position, StepResult]:
-        """The autoreset, by masks; where no episode has ended it changes nothing."""
-        done = outcome.terminated | outcome.truncated
+    def _autoreset(self, position: Position, result: StepResult) -> tuple[Position, StepResult]:
+        """Start the next episode of every env whose episode ended; works by masks."""
+        done = result.terminated | result.truncated
         fresh = self.begin(self._draws(position.n_episodes))
         pairs = zip(fresh, position.state, strict=True)
         state = tuple(_choose(done, new, old) for new, old in pairs)
@@ -221,10 +222,10 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             episode_return=position.episode_return.masked_fill(done, 0.0),
             n_episodes=position.n_episodes + done,
         )
-        return position, outcome._replace(obs=self.observe(state))
+        return position, result._replace(obs=self.observe(state))
 
-    def _begun(self, n_episodes: Tensor) -> Position:
-        """Every env at the beginning of the episode of this number."""
+    def _start(self, n_episodes: Tensor) -> Position:
+        """Every env at the start of its episode number ``n_episodes``."""
         state = self.begin(self._draws(n_episodes))
         episode_return = torch.zeros(self.num_envs, dtype=torch.float32, device=self.device)
         return Position(state, torch.zeros_like(n_episodes), episode_return, n_episodes + 1)
@@ -234,8 +235,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
 
     def _set_seed(self, seed: int) -> None:
         if not 0 <= seed < _MAX_SEED:
-            raise ValueError(f"a seed must be between 0 and 2^62 - 1, got {seed}")
-        # In place: a captured graph reads the seeds where they are.
+            raise ValueError(f"seed must be between 0 and 2^62 - 1, got {seed}")
+        # In place: a captured CUDA graph reads the seeds at this address.
         self.seeds.copy_(torch.arange(self.num_envs, device=self.device) + seed)
 
     def _check_action(self, action: Any) -> None:
@@ -262,10 +263,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
 
 
 class SingleTorchEnv(gym.Env[Any, Any]):
-    """One env of a TorchVectorEnv as a plain Gymnasium env: NumPy at its border, on the CPU.
+    """One env of a TorchVectorEnv as a plain Gymnasium env with NumPy arrays, on the CPU.
 
-    An ended episode stays at its end until ``reset``. Seeded alike, its episodes begin as those
-    of env 0 of the batch do.
+    It does not autoreset. With the same seed, its episodes start like those of env 0 of the batch.
     """
 
     metadata = {"render_modes": []}  # noqa: RUF012 - as in Gymnasium
@@ -275,8 +275,8 @@ class SingleTorchEnv(gym.Env[Any, Any]):
     ) -> None:
         if render_mode is not None:
             raise ValueError(
-                f"{task.__name__} cannot be drawn, got render_mode={render_mode!r}; "
-                "give the task a twin in Gymnasium that can"
+                f"render_mode={render_mode!r}: {task.__name__} cannot be rendered; "
+                "give the task a gymnasium_id of an env that can"
             )
         self._env = task(1, device="cpu", **kwargs)
         self.observation_space = self._env.single_observation_space
@@ -291,18 +291,18 @@ class SingleTorchEnv(gym.Env[Any, Any]):
     ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         obs, _ = self._env.reset(seed=seed, options=options)
-        return _row(obs), {}
+        return _first(obs), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         batch = torch.as_tensor(np.asarray(action), dtype=self._action_dtype)
         if batch.numel() != math.prod(self._shape or ()):
-            raise ValueError(f"action must be of {self.action_space}, got shape {batch.shape}")
+            raise ValueError(f"action must be in {self.action_space}, got shape {batch.shape}")
         with torch.no_grad():
-            self._env.position, outcome = self._env._move(
+            self._env.position, result = self._env._advance_all(
                 self._env.position, batch.reshape(self._shape or ())
             )
-        terminated, truncated = bool(outcome.terminated), bool(outcome.truncated)
-        return _row(outcome.final_obs), float(outcome.reward), terminated, truncated, {}
+        terminated, truncated = bool(result.terminated), bool(result.truncated)
+        return _first(result.final_obs), float(result.reward), terminated, truncated, {}
 
 
 def _choose(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
@@ -313,5 +313,5 @@ def _saved(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _row(batch: Tensor) -> Any:
+def _first(batch: Tensor) -> Any:
     return batch[0].numpy().copy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ml_pipeline.envs.workers.worker import WorkerError
+from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.errors import last_line
 from ml_pipeline.protocols import StateDict
 from ml_pipeline.runs.checkpoint import (

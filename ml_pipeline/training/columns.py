@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ml_pipeline.agents.masks import Mask
 from ml_pipeline.envs.episode_stats import EpisodeStats
-from ml_pipeline.envs.vec_env import ParallelEnv
+from ml_pipeline.envs.vec_env import Resizable
 from ml_pipeline.protocols import Episode, PolicyInput, StateDict
 from ml_pipeline.training.contracts import Actor
 from ml_pipeline.training.gpu.acting import GpuActing
@@ -90,8 +90,8 @@ class Columns:
 
     def resize(self, n_envs: int, agent: Actor) -> None:
         """Between two rollouts; envs that stay keep their episodes."""
-        if not isinstance(self.env, ParallelEnv):
-            raise TypeError("only a ParallelEnv can change its number of envs")
+        if not isinstance(self.env, Resizable):
+            raise TypeError(f"{type(self.env).__name__} cannot change its number of envs")
         n_old = self.env.num_envs
         obs, infos = self.env.resize(n_envs)
         n_new = max(n_envs - n_old, 0)

@@ -1,4 +1,4 @@
-"""Channel: messages of any size, plain ones by a word in memory, and none taken twice."""
+"""Channel: messages of any size, plain ones through shared memory, and none received twice."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import pytest
 from ml_pipeline.envs.workers import channel
 from ml_pipeline.envs.workers.channel import LONG_SPIN, NO_SPIN, Channel, Spin
 
-PLAIN = (b"s", b"d")
-
 
 def two_ends(*, hints: bool) -> tuple[Channel, Channel]:
     ours, theirs = socket.socketpair()
-    parent, worker = Channel(ours, "parent", plain=PLAIN), Channel(theirs, "worker", plain=PLAIN)
+    parent, worker = Channel(ours, "parent"), Channel(theirs, "worker")
     if hints:
         words = np.zeros((1, 8), dtype=np.int64)
         parent.use_hints(words, 0)
@@ -26,7 +24,7 @@ def two_ends(*, hints: bool) -> tuple[Channel, Channel]:
 
 
 @pytest.mark.parametrize("hints", [False, True])
-def test_messages_of_any_size_arrive_whole_and_in_order(hints: bool) -> None:
+def test_messages_of_any_size_arrive_complete_and_in_order(hints: bool) -> None:
     parent, worker = two_ends(hints=hints)
     sizes = [0, 1, 5_000_000, 0, 300]
 
@@ -42,7 +40,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order(hints: bool) -> None:
     assert received == [(b"r", i, bytes(size)) for i, size in enumerate(sizes, start=1)]
 
 
-def test_a_plain_message_to_one_who_is_awake_is_only_a_word() -> None:
+def test_a_plain_message_to_a_waiting_side_is_only_a_word_in_memory() -> None:
     parent, worker = two_ends(hints=True)
     parent.send(b"s", 1)
 
@@ -53,20 +51,20 @@ def test_a_plain_message_to_one_who_is_awake_is_only_a_word() -> None:
     assert parent.receive() == (b"d", 1, b"")
 
 
-def test_one_who_sleeps_is_woken_by_a_message_and_hears_it_once() -> None:
+def test_a_message_wakes_a_sleeping_side_and_is_received_once() -> None:
     parent, worker = two_ends(hints=True)
-    heard: list[object] = []
-    listener = threading.Thread(target=lambda: heard.append(worker.next(Spin(NO_SPIN))))
+    received: list[object] = []
+    listener = threading.Thread(target=lambda: received.append(worker.next(Spin(NO_SPIN))))
     listener.start()
     parent.send(b"s", 1)
     listener.join(5)
 
-    assert heard == [(b"s", 1, b"")]
+    assert received == [(b"s", 1, b"")]
     parent.send(b"c", 2, b"more")
-    assert worker.next(Spin(LONG_SPIN)) == (b"c", 2, b"more"), "no echo of the first"
+    assert worker.next(Spin(LONG_SPIN)) == (b"c", 2, b"more"), "the first is not repeated"
 
 
-def test_what_does_not_come_or_go_in_time_is_a_timeout() -> None:
+def test_a_message_that_is_not_sent_or_received_in_time_is_a_timeout() -> None:
     parent, worker = two_ends(hints=False)
     with pytest.raises(TimeoutError):
         parent.receive(0.01)
@@ -75,7 +73,7 @@ def test_what_does_not_come_or_go_in_time_is_a_timeout() -> None:
     worker.sock.close()
 
 
-def test_the_end_of_the_other_side_is_an_end() -> None:
+def test_a_closed_connection_is_an_eof_error() -> None:
     parent, worker = two_ends(hints=True)
     worker.sock.close()
 
@@ -83,33 +81,35 @@ def test_the_end_of_the_other_side_is_an_end() -> None:
         parent.receive(1.0)
 
 
-def test_a_spin_is_bounded_and_gives_up_after_waits_in_vain() -> None:
-    asked = [0]
+def test_a_spin_is_bounded_and_stops_after_several_failures() -> None:
+    n_checks = 0
 
     def never() -> bool:
-        asked[0] += 1
+        nonlocal n_checks
+        n_checks += 1
         return False
 
     spin = Spin(LONG_SPIN)
     counts = []
     for _ in range(8):
-        asked[0] = 0
+        n_checks = 0
         assert not spin.until(never)
-        counts.append(asked[0])
+        counts.append(n_checks)
 
     assert sum(counts[:4]) > 4
     assert counts[4:] == [1] * 4
     assert spin.until(lambda: True)
-    asked[0] = 0
+    n_checks = 0
     Spin(NO_SPIN).until(never)
-    assert asked[0] <= 2
+    assert n_checks <= 2
 
 
-def test_a_spin_rests_where_others_want_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    yields = [0]
+def test_a_spin_pauses_while_another_program_uses_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_yields = 0
 
     def yield_to_another() -> None:
-        yields[0] += 1
+        nonlocal n_yields
+        n_yields += 1
         time.sleep(2e-3)
 
     monkeypatch.setattr(channel, "yield_core", yield_to_another)
@@ -118,4 +118,4 @@ def test_a_spin_rests_where_others_want_the_core(monkeypatch: pytest.MonkeyPatch
     for _ in range(3):
         assert not spin.until(lambda: False)
 
-    assert yields[0] == 1
+    assert n_yields == 1

@@ -1,4 +1,4 @@
-"""EnvFactory: ids, dotted paths, wrappers in order, and clear words when one of them is wrong."""
+"""EnvFactory: ids, dotted paths, wrappers in order, and clear errors if one is wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ml_pipeline.extras import MissingExtraError, import_extra, missing_extra
 from ml_pipeline.targets import TargetError
 
 
-def test_a_target_wins_over_the_id_and_takes_its_kwargs() -> None:
+def test_a_target_overrides_the_id_and_gets_the_kwargs() -> None:
     env = EnvFactory("CartPole-v1", "tiny_envs.CountingEnv", {"length": 9})()
 
     assert env.get_wrapper_attr("length") == 9
@@ -33,7 +33,7 @@ def test_wrappers_are_applied_in_order_the_first_innermost() -> None:
     assert env.step(0)[1] == 10.0 * 2.0 + 1.0
 
 
-def test_a_factory_survives_the_way_to_a_worker() -> None:
+def test_a_factory_can_be_pickled() -> None:
     factory = EnvFactory("CartPole-v1", kwargs={"render_mode": None})
 
     assert cloudpickle.loads(cloudpickle.dumps(factory)) == factory
@@ -55,9 +55,7 @@ def test_a_factory_survives_the_way_to_a_worker() -> None:
         ),
     ],
 )
-def test_an_id_or_argument_that_gymnasium_does_not_know_is_named(
-    factory: EnvFactory, words: str
-) -> None:
+def test_an_unknown_id_or_argument_is_named(factory: EnvFactory, words: str) -> None:
     with pytest.raises(EnvError, match=words):
         factory()
 
@@ -71,10 +69,10 @@ def test_an_id_or_argument_that_gymnasium_does_not_know_is_named(
         ("tiny_envs.STARTED", {}, "module tiny_envs has no 'STARTED'"),
         ("tiny_envs.CountingEnv", {"size": 3}, "env.kwargs.size is unknown; CountingEnv takes"),
         ("tiny_envs.FaultyEnv", {}, "FaultyEnv cannot be called: missing a required argument"),
-        ("pathlib.Path", {}, "made PosixPath, no gymnasium.Env"),
+        ("pathlib.Path", {}, "returned PosixPath, not a gymnasium.Env"),
     ],
 )
-def test_a_target_that_leads_nowhere_is_named(
+def test_a_target_that_does_not_exist_or_fit_is_named(
     target: str, kwargs: dict[str, int], words: str
 ) -> None:
     with pytest.raises(TargetError, match=words):
@@ -91,7 +89,7 @@ def test_a_target_that_leads_nowhere_is_named(
         (spaces.MultiBinary(2), [0, 1, 1, 0], [1, 0]),
     ],
 )
-def test_an_action_to_try_out_keeps_to_the_mask(space: Any, mask: Any, wanted: Any) -> None:
+def test_an_allowed_action_respects_the_mask(space: Any, mask: Any, wanted: Any) -> None:
     env: Any = SimpleNamespace(action_space=space)
 
     action = allowed_action(env, None, {"action_mask": mask})
@@ -100,23 +98,20 @@ def test_an_action_to_try_out_keeps_to_the_mask(space: Any, mask: Any, wanted: A
     assert action in space
 
 
-def test_a_wrapper_with_an_unknown_argument_is_named_by_its_key() -> None:
-    wrappers = {"scale": {"_target_": "tiny_envs.scale_reward", "by": 2.0}}
-
-    with pytest.raises(TargetError, match=r"env.wrappers.scale.by is unknown"):
-        EnvFactory(None, "tiny_envs.CountingEnv", {}, wrappers)()
-
-
-def test_a_wrapper_that_lacks_an_argument_is_named_by_its_key() -> None:
-    wrappers = {"limit": {"_target_": "gymnasium.wrappers.TimeLimit"}}
-
-    with pytest.raises(TargetError, match=r"env.wrappers.limit: .*'max_episode_steps'"):
-        EnvFactory("CartPole-v1", wrappers=wrappers)()
-
-
-def test_a_wrapper_without_a_target_is_named_by_its_key() -> None:
-    with pytest.raises(TargetError, match=r"env.wrappers.scale needs a _target_"):
-        EnvFactory("CartPole-v1", wrappers={"scale": {"factor": 2.0}})()
+@pytest.mark.parametrize(
+    ("wrapper", "words"),
+    [
+        ({"_target_": "tiny_envs.scale_reward", "by": 2.0}, r"env.wrappers.mine.by is unknown"),
+        (
+            {"_target_": "gymnasium.wrappers.TimeLimit"},
+            r"env.wrappers.mine: .*'max_episode_steps'",
+        ),
+        ({"factor": 2.0}, r"env.wrappers.mine needs a _target_"),
+    ],
+)
+def test_a_wrong_wrapper_is_named_by_its_key(wrapper: dict[str, Any], words: str) -> None:
+    with pytest.raises(TargetError, match=words):
+        EnvFactory("CartPole-v1", wrappers={"mine": wrapper})()
 
 
 @pytest.mark.parametrize(
@@ -136,12 +131,12 @@ def test_a_wrapper_without_a_target_is_named_by_its_key() -> None:
         ("pygame is not installed", r'pip install "gymnasium\[classic-control\]"'),
     ],
 )
-def test_a_missing_extra_comes_with_the_line_that_installs_it(message: str, command: str) -> None:
+def test_a_missing_extra_comes_with_its_install_command(message: str, command: str) -> None:
     error = missing_extra("env.id=X", ImportError(message))
 
     assert re.search(f"env.id=X needs .* which is not installed: {command}", str(error))
 
 
-def test_a_missing_package_that_only_sounds_alike_gets_no_wrong_line() -> None:
+def test_a_missing_package_with_a_similar_name_gets_no_command() -> None:
     with pytest.raises(MissingExtraError, match=r"needs a package .*: No module named 'scalene_x'"):
         import_extra("scalene_x", needed_by="plots")

@@ -1,4 +1,4 @@
-"""Snapshots: a restored env takes the course of the first, or says that it cannot."""
+"""Snapshots: a restored env behaves like the original, or the trial says why not."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from tiny_envs import CountingEnv, ForbiddingEnv, LivesEnv, MixedEnv, NoisyEnv
+from tiny_envs import CountingEnv, ForbiddingEnv, LivesEnv, MixedEnv, NoisyEnv, Unpicklable
+from vec_envs import WAYS
 
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot, why_no_snapshot
-from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
+from ml_pipeline.envs.vec_env import SerialEnv, WorkerError
 
 
 class OwnState(NoisyEnv):
-    """Cannot be pickled, but gives its state; the generator is saved for it."""
+    """Cannot be pickled, but has get_state and set_state, without its random generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +35,8 @@ class OwnState(NoisyEnv):
         return obs, reward + self.count, *rest
 
 
-class ComesBackFresh(CountingEnv, gym.utils.EzPickle):
-    """As many of Gymnasium's own: a pickle of it is made from its arguments."""
+class UnpickledAsNew(CountingEnv, gym.utils.EzPickle):
+    """Like many envs of Gymnasium: its pickle contains only its arguments."""
 
     def __init__(self) -> None:
         CountingEnv.__init__(self, length=50)
@@ -50,15 +51,9 @@ class ForgetsItsStep(CountingEnv):
         return {**vars(self), "_step": 0}
 
 
-class Unknowing(CountingEnv):
+class ObservesNan(CountingEnv):
     def _observe(self) -> Any:
         return np.full(2, np.nan, dtype=np.float32)
-
-
-class Unpicklable(CountingEnv):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stream = (i for i in ())
 
 
 @pytest.mark.parametrize(
@@ -74,26 +69,26 @@ class Unpicklable(CountingEnv):
         partial(ForbiddingEnv, "info"),
         partial(ForbiddingEnv, "obs"),
         partial(LivesEnv.wrapped, lives=3),
-        Unknowing,
+        ObservesNan,
     ],
 )
-def test_these_envs_go_on_in_mid_episode(make_env: Any) -> None:
+def test_these_envs_can_continue_an_episode(make_env: Any) -> None:
     assert why_no_snapshot(make_env(), make_env) is None
 
 
 @pytest.mark.parametrize(
     ("make_env", "words"),
     [
-        (ComesBackFresh, "ComesBackFresh is an EzPickle, which is unpickled as a fresh env"),
-        (ForgetsItsStep, "a restored env takes another course"),
+        (UnpickledAsNew, "UnpickledAsNew is an EzPickle, which is unpickled as a new env"),
+        (ForgetsItsStep, "a restored env behaves differently"),
         (Unpicklable, "TypeError: cannot pickle 'generator' object"),
     ],
 )
-def test_an_env_that_cannot_go_on_is_found_out(make_env: Any, words: str) -> None:
+def test_an_env_that_cannot_continue_is_detected(make_env: Any, words: str) -> None:
     assert words in str(why_no_snapshot(make_env(), make_env))
 
 
-def test_wrappers_keep_what_they_have_counted_around_an_env_that_gives_its_state() -> None:
+def test_wrappers_keep_their_state_around_an_env_with_get_state() -> None:
     def make() -> gym.Env[Any, Any]:
         return gym.wrappers.TimeLimit(OwnState(), 5)
 
@@ -102,10 +97,9 @@ def test_wrappers_keep_what_they_have_counted_around_an_env_that_gives_its_state
     for _ in range(3):
         env.step(np.zeros(2))
 
-    restored, obs = restore_snapshot(make(), take_snapshot(env, "what was seen last"))
+    restored, obs = restore_snapshot(make(), take_snapshot(env, "last observation"))
 
-    assert obs == "what was seen last"
-
+    assert obs == "last observation"
     assert restored.get_wrapper_attr("_elapsed_steps") == 3
     assert restored.unwrapped.count == 3
 
@@ -120,17 +114,9 @@ def play(env: Any, n_steps: int) -> list[Any]:
     return played
 
 
-def vec_env(kind: str) -> Any:
-    if kind == "serial":
-        return SerialEnv([OwnState] * 3, seed=1)
-    return ParallelEnv(
-        [OwnState] * 3, seed=1, n_workers=2, start_method="fork", main_slice=kind == "shared"
-    )
-
-
 @pytest.mark.parametrize(("first", "second"), [("serial", "parallel"), ("shared", "serial")])
-def test_a_vector_env_goes_on_in_another_whatever_the_workers(first: str, second: str) -> None:
-    ours, theirs = vec_env(first), vec_env(second)
+def test_a_vector_env_continues_in_another_one(first: str, second: str) -> None:
+    ours, theirs = (WAYS[way]([OwnState] * 3, seed=1) for way in (first, second))
     ours.reset()
     play(ours, 7)
 
@@ -141,7 +127,7 @@ def test_a_vector_env_goes_on_in_another_whatever_the_workers(first: str, second
     theirs.close()
 
 
-def test_an_env_that_cannot_be_saved_or_loaded_is_named() -> None:
+def test_an_error_names_the_env_that_cannot_be_saved_or_restored() -> None:
     env = SerialEnv([CountingEnv, Unpicklable], seed=3)
     env.reset()
 
@@ -154,14 +140,14 @@ def test_an_env_that_cannot_be_saved_or_loaded_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["HalfCheetah-v5", "Hopper-v5"])
-def test_mujoco_goes_on_in_mid_episode(name: str) -> None:
+def test_mujoco_can_continue_an_episode(name: str) -> None:
     pytest.importorskip("mujoco", reason="needs make mujoco")
     make_env = partial(gym.make, name)
 
     assert why_no_snapshot(make_env(), make_env) is None
 
 
-def test_box2d_says_that_it_cannot_go_on() -> None:
+def test_box2d_cannot_continue_an_episode() -> None:
     pytest.importorskip("Box2D", reason="needs make box2d")
     make_env = partial(gym.make, "LunarLander-v3")
 

@@ -1,4 +1,4 @@
-"""The envs we ship: what their numbers promise."""
+"""The tasks and wrappers of this package: their rewards, masks and observations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ml_pipeline.envs.wrappers.hide_velocity import HideVelocity
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("make", [CrowdedKeys, CameraAndFlag])
-def test_gymnasiums_own_checker_is_content(make: Any) -> None:
+def test_gymnasiums_env_checker_accepts_the_task(make: Any) -> None:
     check_env(make(), skip_render_check=True)
 
 
-def test_the_nearest_working_key_is_worth_one_and_a_dead_one_ends_the_episode() -> None:
+def test_the_nearest_working_key_gives_one_and_a_broken_key_ends_the_episode() -> None:
     env = CrowdedKeys(n_keys=8, n_working=2)
     tone, info = env.reset(seed=1)
     working = np.flatnonzero(info["action_mask"])
@@ -34,11 +34,11 @@ def test_the_nearest_working_key_is_worth_one_and_a_dead_one_ends_the_episode() 
     assert other == 1.0 - (distances.max() - distances.min()) / 8
 
     env.reset(seed=1)
-    dead = np.flatnonzero(info["action_mask"] == 0)[0]
-    assert env.step(dead)[1:3] == (0.0, True)
+    broken = np.flatnonzero(info["action_mask"] == 0)[0]
+    assert env.step(broken)[1:3] == (0.0, True)
 
 
-def test_the_flag_decides_what_the_camera_means() -> None:
+def test_the_flag_decides_which_quarter_is_right() -> None:
     env = CameraAndFlag(size=4, length=1000)
     obs, _ = env.reset(seed=1)
     flags = set()
@@ -51,18 +51,18 @@ def test_the_flag_decides_what_the_camera_means() -> None:
     assert flags == {-1.0, 1.0}
 
 
-def test_hidden_numbers_are_left_out_of_observation_and_space() -> None:
+def test_hidden_numbers_are_removed_from_observation_and_space() -> None:
     env = HideVelocity(gym.make("CartPole-v1"))
     obs, _ = env.reset(seed=1)
     whole, _ = gym.make("CartPole-v1").reset(seed=1)
 
     assert obs.tolist() == whole[[0, 2]].tolist()
     assert env.observation_space.shape == (2,)
-    with pytest.raises(ValueError, match="must be those of a vector"):
+    with pytest.raises(ValueError, match="needs a vector observation"):
         HideVelocity(CameraAndFlag())
 
 
 @pytest.mark.parametrize("make", [lambda: CrowdedKeys(4, 9), lambda: CameraAndFlag(5)])
-def test_sizes_that_make_no_sense_are_refused(make: Any) -> None:
+def test_impossible_sizes_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="must be"):
         make()

@@ -1,4 +1,4 @@
-"""TorchVectorEnv: the autoreset, the seeds, resuming, and one env of it alone."""
+"""TorchVectorEnv: autoreset, seeds, saved states, and a single env of a task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
 
 
 class Walk(TorchVectorEnv):
-    """From a drawn start in [0, 1) by -1 or +1 a step; the reward is the place, 3 is the end."""
+    """Starts in [0, 1) and moves by -1 or +1; the reward is the place; terminates at 3."""
 
     single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     single_action_space = spaces.Discrete(2)
@@ -27,7 +27,7 @@ class Walk(TorchVectorEnv):
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         (draw,) = draws
-        return draw, draw[:, None, None].expand(-1, 2, 3).clone()  # a part with more dimensions
+        return draw, draw[:, None, None].expand(-1, 2, 3).clone()  # a state with more dimensions
 
     def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         place = state[0] + 2.0 * action - 1.0
@@ -45,7 +45,7 @@ def actions(env: TorchVectorEnv, number: int) -> Tensor:
 
 
 def play(env: TorchVectorEnv, n_steps: int, seed: int = 0) -> list[Tensor]:
-    """What each step has brought, as one row per env, under actions that env i alone decides."""
+    """The results of each step, one row per env; the actions of env i depend only on i."""
     rows = []
     for t in range(n_steps):
         draws = [np.random.default_rng([seed, t, i]).integers(2) for i in range(env.num_envs)]
@@ -55,7 +55,7 @@ def play(env: TorchVectorEnv, n_steps: int, seed: int = 0) -> list[Tensor]:
     return rows
 
 
-def test_it_keeps_the_contract_of_a_gymnasium_vector_env() -> None:
+def test_it_is_a_gymnasium_vector_env() -> None:
     env = Walk(3, seed=1)
     obs, infos = env.reset()
 
@@ -71,7 +71,7 @@ def test_it_keeps_the_contract_of_a_gymnasium_vector_env() -> None:
     assert env.closed
 
 
-def test_the_end_of_an_episode_is_in_final_obs_and_a_new_beginning_in_obs() -> None:
+def test_final_obs_is_the_end_of_an_episode_and_obs_the_start_of_the_next() -> None:
     env = Walk(2, seed=1)
     first, _ = env.reset()
     start = first[:, 0]
@@ -88,7 +88,7 @@ def test_the_end_of_an_episode_is_in_final_obs_and_a_new_beginning_in_obs() -> N
     assert torch.equal(infos["final_obs"][:, 0], start + 1 + 1 + 1)
     assert torch.equal(reward, infos["final_obs"][:, 0])
     assert ((obs[:, 0] >= 0) & (obs[:, 0] < 1) & (obs[:, 0] != start)).all()
-    assert torch.equal(obs[:, 0], obs[:, 1])  # every part of the state has begun anew
+    assert torch.equal(obs[:, 0], obs[:, 1])  # every part of the state is new
     assert infos["_final_obs"].all()
     assert infos["_episode"].all()
     assert infos["episode"]["l"].tolist() == [3, 3]
@@ -98,7 +98,7 @@ def test_the_end_of_an_episode_is_in_final_obs_and_a_new_beginning_in_obs() -> N
     assert env.position.n_episodes.tolist() == [2, 2]
 
 
-def test_only_the_envs_that_ended_begin_anew() -> None:
+def test_only_envs_whose_episode_ended_are_reset() -> None:
     env = Walk(3, seed=1)
     start, _ = env.reset()
     up_down_up = torch.tensor([UP, DOWN, UP])
@@ -112,7 +112,7 @@ def test_only_the_envs_that_ended_begin_anew() -> None:
     assert env.position.n_steps.tolist() == [0, 3, 0]
 
 
-def test_the_time_limit_truncates_and_is_told_apart_from_an_end() -> None:
+def test_the_time_limit_truncates_and_does_not_terminate() -> None:
     env = Walk(2, seed=1, max_episode_steps=3)
     env.reset()
     for _ in range(2):
@@ -121,11 +121,11 @@ def test_the_time_limit_truncates_and_is_told_apart_from_an_end() -> None:
     _, _, terminated, truncated, infos = env.step(torch.tensor([UP, DOWN]))
 
     assert terminated.tolist() == [True, False]
-    assert truncated.tolist() == [True, True]  # as Gymnasium's TimeLimit, whatever terminated says
+    assert truncated.tolist() == [True, True]  # like Gymnasium's TimeLimit, also if it terminated
     assert infos["_final_obs"].tolist() == [True, True]
 
 
-def test_without_a_limit_episodes_go_on() -> None:
+def test_without_a_time_limit_episodes_are_not_truncated() -> None:
     env = Walk(1, seed=1)
     env.reset()
 
@@ -133,7 +133,7 @@ def test_without_a_limit_episodes_go_on() -> None:
         assert not env.step(actions(env, DOWN))[3].any()
 
 
-def test_env_i_plays_the_same_among_three_and_among_eight() -> None:
+def test_env_i_plays_the_same_in_a_batch_of_any_size() -> None:
     few, many = Walk(3, max_episode_steps=9), Walk(8, max_episode_steps=9)
     few.reset(seed=4)
     many.reset(seed=4)
@@ -150,7 +150,7 @@ def test_env_i_has_seed_plus_i() -> None:
     assert len(set(first[:, 0].tolist())) == 3
 
 
-def test_a_seed_begins_again_and_no_seed_goes_on() -> None:
+def test_a_reset_with_a_seed_repeats_and_without_one_continues() -> None:
     env = Walk(2, seed=7)
     first, _ = env.reset()
     next_one, _ = env.reset()
@@ -163,12 +163,12 @@ def test_a_seed_begins_again_and_no_seed_goes_on() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 2**62])
-def test_a_seed_that_is_no_int64_is_refused(seed: int) -> None:
+def test_a_seed_outside_the_range_is_refused(seed: int) -> None:
     with pytest.raises(ValueError, match=f"between 0 and 2\\^62 - 1, got {seed}"):
         Walk(2, seed=seed)
 
 
-def test_a_loaded_state_goes_on_bit_for_bit(tmp_path: Any) -> None:
+def test_a_loaded_state_continues_bit_for_bit(tmp_path: Any) -> None:
     env = TorchCartPole(5, seed=3, max_episode_steps=30)
     env.reset()
     play(env, 45)
@@ -181,7 +181,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(tmp_path: Any) -> None:
     assert all(map(torch.equal, play(other, 60, seed=1), wanted))
 
 
-def test_a_saved_state_does_not_change_behind_its_owner() -> None:
+def test_a_saved_state_does_not_change_with_the_env() -> None:
     env = Walk(2, seed=3)
     env.reset()
     saved = env.state_dict()
@@ -193,8 +193,8 @@ def test_a_saved_state_does_not_change_behind_its_owner() -> None:
     assert torch.equal(saved["state"][0], place)
 
 
-def test_a_state_of_other_sizes_is_refused() -> None:
-    with pytest.raises(ValueError, match="state of 3 envs cannot be loaded into 2; use num_envs=3"):
+def test_a_state_of_another_size_or_task_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_envs=2: the saved state has 3 envs; use num_envs=3"):
         Walk(2).load_state_dict(Walk(3).state_dict())
     with pytest.raises(ValueError, match="load it into the task that saved it"):
         Walk(3).load_state_dict(TorchCartPole(3).state_dict())
@@ -210,7 +210,7 @@ def test_a_state_of_other_sizes_is_refused() -> None:
         (np.zeros(2, dtype=np.int64), "got ndarray; use torch.as_tensor"),
     ],
 )
-def test_an_action_that_does_not_fit_is_refused(action: Any, message: str) -> None:
+def test_an_action_of_wrong_shape_dtype_or_device_is_refused(action: Any, message: str) -> None:
     env = Walk(2, seed=1)
     env.reset()
 
@@ -233,26 +233,26 @@ def test_step_and_transition_agree() -> None:
     env = Walk(4, seed=2, max_episode_steps=7)
     env.reset()
     position = env.position
-    for t in range(30):  # on most steps nothing ends, and step saves the drawing
+    for t in range(30):  # in most steps no episode ends, and step skips the autoreset
         action = actions(env, t % 3 % 2)
         before = [part.clone() for part in (*position.state, *position[1:])]
-        next_position, outcome = env.transition(position, action)
+        next_position, result = env.transition(position, action)
         assert all(map(torch.equal, before, (*position.state, *position[1:])))
         obs, reward, _, truncated, infos = env.step(action)
 
         position = next_position
-        assert torch.equal(obs, outcome.obs)
-        assert torch.equal(reward, outcome.reward)
-        assert torch.equal(truncated, outcome.truncated)
-        assert torch.equal(infos["final_obs"], outcome.final_obs)
-        assert torch.equal(infos["episode"]["r"], outcome.episode_return)
+        assert torch.equal(obs, result.obs)
+        assert torch.equal(reward, result.reward)
+        assert torch.equal(truncated, result.truncated)
+        assert torch.equal(infos["final_obs"], result.final_obs)
+        assert torch.equal(infos["episode"]["r"], result.episode_return)
         assert all(map(torch.equal, position.state, env.position.state))
         assert torch.equal(position.n_episodes, env.position.n_episodes)
 
 
-def test_reset_and_load_keep_the_seeds_where_they_are() -> None:
+def test_reset_and_load_keep_the_address_of_the_seeds() -> None:
     env = Walk(2, seed=1)
-    address = env.seeds.data_ptr()  # a captured CUDA graph has it
+    address = env.seeds.data_ptr()  # a captured CUDA graph reads from it
     env.reset(seed=5)
     assert env.seeds.tolist() == [5, 6]
     env.load_state_dict(Walk(2, seed=8).state_dict())
@@ -262,11 +262,11 @@ def test_reset_and_load_keep_the_seeds_where_they_are() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_one_env_alone_is_a_plain_gymnasium_env() -> None:
+def test_a_single_env_is_a_plain_gymnasium_env() -> None:
     check_env(SingleTorchEnv(Walk, max_episode_steps=20), skip_render_check=True)
 
 
-def test_one_env_alone_stays_at_its_end_and_begins_as_env_0_of_the_batch() -> None:
+def test_a_single_env_does_not_autoreset_and_plays_like_env_0_of_the_batch() -> None:
     single, batch = SingleTorchEnv(Walk), Walk(2)
     obs, _ = single.reset(seed=6)
     start, _ = batch.reset(seed=6)
@@ -282,12 +282,12 @@ def test_one_env_alone_stays_at_its_end_and_begins_as_env_0_of_the_batch() -> No
     assert single.reset()[0].tolist() == next_start[0].tolist()
 
 
-def test_a_task_with_a_twin_is_evaluated_in_gymnasiums_own_env() -> None:
-    twin = TorchCartPole.single_env(max_episode_steps=7)
+def test_the_single_env_of_a_task_with_a_gymnasium_id_is_gymnasiums_own() -> None:
+    single = TorchCartPole.single_env(max_episode_steps=7)
 
-    assert type(twin.unwrapped) is type(gym.make("CartPole-v1").unwrapped)
-    assert twin.spec is not None
-    assert twin.spec.max_episode_steps == 7
+    assert type(single.unwrapped) is type(gym.make("CartPole-v1").unwrapped)
+    assert single.spec is not None
+    assert single.spec.max_episode_steps == 7
     assert isinstance(Walk.single_env(max_episode_steps=7), SingleTorchEnv)
-    with pytest.raises(ValueError, match="Walk cannot be drawn"):
+    with pytest.raises(ValueError, match="Walk cannot be rendered"):
         Walk.single_env(render_mode="rgb_array")

@@ -1,15 +1,9 @@
-"""ParallelEnv and SerialEnv: the contract of a VectorEnv, and what happens when envs misbehave."""
+"""SerialEnv and ParallelEnv: the contract of a VectorEnv, for every way to run envs."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import multiprocessing
-import os
 import pickle
-import subprocess
-import sys
-import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -18,114 +12,103 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from faulty_envs import BulkyEnv, OddError, RaisingEnv, RegularEnv
 from gymnasium.error import (
     AlreadyPendingCallError,
     ClosedEnvironmentError,
     NoAsyncCallError,
 )
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from tiny_envs import (
-    BulkyEnv,
-    CountingEnv,
-    FaultyEnv,
-    InterruptingEnv,
-    NoisyEnv,
-    RegularEnv,
-    UncloseableEnv,
-    WorkerModules,
-)
+from tiny_envs import CountingEnv, FaultyEnv, NoisyEnv
+from vec_envs import WAYS, each_way, flat, forked, zeros
 
 from ml_pipeline.envs.factory import EnvFactory
-from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
-
-STARTS = [("spawn", 2), ("fork", 1), ("fork", 2), ("fork", 4)]
-
-
-def flat(value: Any) -> list[Any]:
-    """All leaves of an observation or info, as bytes or plain values, in a fixed order."""
-    if isinstance(value, dict):
-        return [leaf for key in sorted(value) for leaf in [key, *flat(value[key])]]
-    if isinstance(value, (tuple, list)):
-        return [leaf for part in value for leaf in flat(part)]
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return [leaf for part in value for leaf in flat(part)]
-    if isinstance(value, str) or value is None:
-        return [value]
-    array = np.asarray(value)  # a Discrete observation may be an int or a NumPy one
-    return [array.dtype.str, array.shape, array.tobytes()]
+from ml_pipeline.envs.vec_env import (
+    HasWorkers,
+    ParallelEnv,
+    Resizable,
+    Restorable,
+    SerialEnv,
+    WorkerError,
+)
 
 
-def trajectory(env: Any, n_steps: int = 60, seed: int = 5) -> str:
-    """A hash of everything that a vector env hands out."""
-    digest = hashlib.sha256()
+def trajectory(env: Any) -> list[Any]:
+    """Everything that a vector env returns in 60 steps."""
     random = np.random.default_rng(0)
-    digest.update(repr(flat(list(env.reset(seed=seed, options={"level": 1})))).encode())
-    for _ in range(n_steps):
+    seen = flat(list(env.reset(seed=5, options={"level": 1})))
+    for _ in range(60):
         action = random.uniform(-1, 1, size=(env.num_envs, 2)).astype(np.float32)
-        digest.update(repr(flat(list(env.step(action)))).encode())
+        seen += flat(list(env.step(action)))
     env.close()
-    return digest.hexdigest()
+    return seen
 
 
 @pytest.mark.parametrize("kind", [NoisyEnv, RegularEnv])
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
-def test_everything_handed_out_equals_gymnasiums_sync_vector_env(
+def test_every_way_returns_exactly_what_gymnasiums_sync_vector_env_returns(
     mode: AutoresetMode, kind: Any
 ) -> None:
-    env_fns = [kind] * 5
-    expected = trajectory(SyncVectorEnv(env_fns, autoreset_mode=mode))
+    expected = trajectory(SyncVectorEnv([kind] * 5, autoreset_mode=mode))
 
-    assert trajectory(SerialEnv(env_fns, autoreset_mode=mode)) == expected
-    for start_method, n_workers in STARTS:
-        env = ParallelEnv(
-            env_fns, n_workers=n_workers, start_method=start_method, autoreset_mode=mode
-        )
-        assert trajectory(env) == expected
+    more = [partial(forked, n_workers=n) for n in (1, 4)]
+    if kind is NoisyEnv:  # spawned workers start slowly
+        more.append(partial(ParallelEnv, n_workers=2))
+    for make in (*WAYS.values(), *more):
+        assert trajectory(make([kind] * 5, autoreset_mode=mode)) == expected
 
 
-def test_autoreset_disabled_wants_a_reset_by_mask() -> None:
-    env = SerialEnv([partial(CountingEnv, 1), CountingEnv], autoreset_mode=AutoresetMode.DISABLED)
+@each_way
+def test_autoreset_disabled_requires_a_reset_by_mask(make: Any) -> None:
+    env = make([partial(CountingEnv, 1), CountingEnv], autoreset_mode=AutoresetMode.DISABLED)
     env.reset(seed=1)
-    obs, _, terminated, _, _ = env.step(np.zeros(2, dtype=np.int64))
-    assert terminated.tolist() == [True, False]
-    with pytest.raises(WorkerError, match="autoreset is off"):
-        env.step(np.zeros(2, dtype=np.int64))
+    assert env.step(zeros(env))[2].tolist() == [True, False]
+    with pytest.raises(WorkerError, match="autoreset_mode=DISABLED: the episode has ended"):
+        env.step(zeros(env))
 
     obs, _ = env.reset(options={"reset_mask": np.array([True, False])})
-    assert obs[:, 0].tolist() == [0.0, 1.0]
+
+    assert obs[0, 0] == 0.0
+    assert obs[1, 0] > 0.0, "env 1 is not reset"
     env.close()
 
 
-def test_env_i_is_seeded_with_seed_plus_i_whatever_worker_it_lives_in() -> None:
+@pytest.mark.parametrize("make", [*WAYS.values(), partial(forked, n_workers=4)])
+def test_env_i_is_seeded_with_seed_plus_i(make: Any) -> None:
     expected = [gym.make("CartPole-v1").reset(seed=7 + i)[0].tolist() for i in range(5)]
+    env = make([EnvFactory("CartPole-v1")] * 5, seed=7)
 
-    for n_workers in (1, 2, 4):
-        env = ParallelEnv(
-            [EnvFactory("CartPole-v1")] * 5, seed=7, n_workers=n_workers, start_method="fork"
-        )
-        obs, _ = env.reset()
-        assert obs.tolist() == expected
-        again, _ = env.reset()
-        assert again.tolist() != expected, "a reset without a seed must not replay"
-        env.close()
+    assert env.reset()[0].tolist() == expected
+    assert env.reset()[0].tolist() != expected, "a reset without a seed must not repeat the episode"
+    env.close()
 
 
-def test_the_seed_of_the_constructor_waits_for_the_first_reset_of_each_env() -> None:
+@each_way
+def test_the_first_reset_of_each_env_uses_the_seed_of_the_constructor(make: Any) -> None:
     expected = SerialEnv([NoisyEnv] * 2, seed=7).reset()[0]["vector"].tolist()
-    for make in (SerialEnv, partial(ParallelEnv, start_method="fork")):
-        env = make([NoisyEnv] * 2, seed=np.int64(7))
-        with pytest.raises(TypeError, match="reset_mask"):
-            env.reset(options={"reset_mask": [True, False]})
-        first, _ = env.reset(options={"reset_mask": np.array([True, False])})
-        second, _ = env.reset()
+    env = make([NoisyEnv] * 2, seed=np.int64(7))
+    with pytest.raises(TypeError, match="reset_mask"):
+        env.reset(options={"reset_mask": [True, False]})
 
-        assert first["vector"][0].tolist() == expected[0]
-        assert second["vector"][1].tolist() == expected[1]
-        assert second["vector"][0].tolist() != expected[0]
-        env.close()
+    first, _ = env.reset(options={"reset_mask": np.array([True, False])})
+    second, _ = env.reset()
+
+    assert first["vector"][0].tolist() == expected[0]
+    assert second["vector"][1].tolist() == expected[1]
+    assert second["vector"][0].tolist() != expected[0]
+    env.close()
 
 
-def test_envs_may_reuse_their_infos_and_change_the_options() -> None:
+def test_seeds_may_be_numpy_integers() -> None:
+    env = SerialEnv([NoisyEnv] * 2)
+    expected = env.reset(seed=[3, 4])[0]["vector"].tolist()
+
+    assert env.reset(seed=np.array([3, 4]))[0]["vector"].tolist() == expected
+    assert env.reset(seed=[np.int64(3), 4])[0]["vector"].tolist() == expected
+
+
+@each_way
+def test_envs_may_reuse_their_infos_and_change_the_options(make: Any) -> None:
     shared: dict[str, Any] = {}
 
     class ReusingEnv(CountingEnv):
@@ -139,59 +122,25 @@ def test_envs_may_reuse_their_infos_and_change_the_options() -> None:
             shared["level"] = self._step
             return obs, reward, terminated, truncated, shared
 
-    parallel = [
-        ParallelEnv([ReusingEnv] * 2, n_workers=n_workers, start_method="fork")
-        for n_workers in (1, 2)
-    ]
-    for env in (SerialEnv([ReusingEnv] * 2), *parallel):
-        _, infos = env.reset(seed=1, options={"level": 5})
-        assert infos["level"].tolist() == [5, 5]
-        for step in (1, 2):
-            infos = env.step(np.zeros(2, dtype=np.int64))[4]
-            assert infos["level"].tolist() == [step, step]
-        infos = env.step(np.zeros(2, dtype=np.int64))[4]
-        assert infos["final_info"]["level"].tolist() == [3, 3]
-        assert infos["level"].tolist() == [-1, -1]
-        env.close()
+    env = make([ReusingEnv] * 2)
+    _, infos = env.reset(seed=1, options={"level": 5})
+    assert infos["level"].tolist() == [5, 5]
+    for step in (1, 2):
+        assert env.step(zeros(env))[4]["level"].tolist() == [step, step]
 
+    infos = env.step(zeros(env))[4]
 
-def test_actions_of_a_class_of_the_main_script_arrive_as_that_class() -> None:
-    class Move:
-        pass
-
-    class MoveSpace(gym.spaces.Space[Any]):
-        def sample(self, mask: Any = None, probability: Any = None) -> Any:
-            return Move()
-
-        def contains(self, x: Any) -> bool:
-            return isinstance(x, Move)
-
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, MoveSpace)
-
-    class MovingEnv(CountingEnv):
-        def __init__(self) -> None:
-            super().__init__()
-            self.action_space = MoveSpace()
-
-        def step(self, action: Any) -> Any:
-            obs, _, *rest = super().step(action)
-            return obs, float(isinstance(action, Move)), *rest
-
-    env = ParallelEnv([MovingEnv] * 2, n_workers=2, seed=1)
-    env.reset()
-
-    assert env.step((Move(), Move()))[1].tolist() == [1.0, 1.0]
+    assert infos["final_info"]["level"].tolist() == [3, 3]
+    assert infos["level"].tolist() == [-1, -1]
     env.close()
-    with pytest.raises(ClosedEnvironmentError):
-        env.worker_loads()
 
 
-def test_final_obs_is_right_although_the_env_reuses_its_buffer() -> None:
-    env = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2)
+@each_way
+def test_final_obs_is_correct_although_the_env_reuses_its_buffer(make: Any) -> None:
+    env = make([CountingEnv] * 2)
     env.reset(seed=1)
     for _ in range(3):
-        obs, reward, terminated, _, infos = env.step(np.zeros(2, dtype=np.int64))
+        obs, reward, terminated, _, infos = env.step(zeros(env))
 
     assert terminated.all()
     assert obs.tolist() == [[0.0, 0.0]] * 2
@@ -201,256 +150,204 @@ def test_final_obs_is_right_although_the_env_reuses_its_buffer() -> None:
     env.close()
 
 
-def test_what_a_step_handed_out_never_changes_later() -> None:
-    env = ParallelEnv([CountingEnv], start_method="fork")
-    env.reset(seed=1)
-    kept = [env.step(np.zeros(1, dtype=np.int64)) for _ in range(2)]
+@each_way
+def test_results_are_copies_unless_copy_is_false(make: Any) -> None:
+    env, viewing = make([CountingEnv] * 2), make([CountingEnv] * 2, copy=False)
+    for each in (env, viewing):
+        each.reset(seed=1)
+
+    kept = [env.step(zeros(env)) for _ in range(2)]
 
     assert [step[0][0, 0] for step in kept] == [1.0, 2.0]
     assert [step[1][0] for step in kept] == [10.0, 20.0]
+    assert viewing.step(zeros(viewing))[0] is viewing.step(zeros(viewing))[0]
     env.close()
+    viewing.close()
 
 
-def test_without_copy_the_observations_are_views() -> None:
-    env = ParallelEnv([CountingEnv], start_method="fork", copy=False)
-    first, _ = env.reset(seed=1)
-    second = env.step(np.zeros(1, dtype=np.int64))[0]
-
-    assert first is second
-    env.close()
-
-
-def test_serial_and_parallel_name_a_fault_alike() -> None:
-    for fault, words in [
-        ("key error", r"env 1 \(seed 8\) raised:[\s\S]*KeyError: 'puck'"),
-        ("wrong shape", r"env 1 \(seed 8\) raised:[\s\S]*shape \(1,\)[\s\S]*\(2,\)"),
-        ("no reward", r"env 1 \(seed 8\) raised:[\s\S]*NoneType"),
-        ("odd exception", r"env 1 \(seed 8\) raised:[\s\S]*OddError"),
-    ]:
-        env_fns = [partial(FaultyEnv, fault, 8)] * 2
-        for env in (SerialEnv(env_fns, seed=7), ParallelEnv(env_fns, seed=7, start_method="fork")):
-            with pytest.raises(WorkerError, match=words):
-                play_two_steps(env)
-            env.close()
-
-
-def play_two_steps(env: Any) -> None:
+@each_way
+def test_infos_final_sends_only_the_infos_of_ended_episodes(make: Any) -> None:
+    env = make([CountingEnv] * 2, infos="final", seed=1)
     env.reset()
-    for _ in range(2):
-        env.step(np.zeros(env.num_envs, dtype=np.int64))
+
+    infos = [env.step(zeros(env))[4] for _ in range(3)]
+
+    assert infos[:2] == [{}, {}]
+    assert infos[2]["final_info"]["step"].tolist() == [3, 3]
+    env.close()
+    with pytest.raises(ValueError, match="infos='none': must be 'all' or 'final'"):
+        make([CountingEnv], infos="none")
 
 
-def test_a_fault_does_not_shift_later_replies() -> None:
-    env_fns = [partial(FaultyEnv, "raise", 7)] * 4
-    env = ParallelEnv(env_fns, seed=7, start_method="fork", n_workers=4)
+@each_way
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("key error", r"KeyError: 'puck'"),
+        ("wrong shape", r"shape \(1,\)[\s\S]*\(2,\)"),
+        ("no reward", "reward=None of NoneType, which is not a number"),
+        ("no flag", "terminated=None, which is not a bool"),
+    ],
+)
+def test_an_error_names_the_env_and_its_seed(make: Any, fault: str, words: str) -> None:
+    env = make([partial(FaultyEnv, fault, 8)] * 2, seed=7)
     env.reset()
-    env.step(np.zeros(4, dtype=np.int64))
-    with pytest.raises(WorkerError):
-        env.step(np.zeros(4, dtype=np.int64))
+    env.step(zeros(env))
 
-    obs = env.step(np.zeros(4, dtype=np.int64))[0]
-
-    assert obs[:, 0].tolist() == [3.0] * 4
+    with pytest.raises(WorkerError, match=rf"env 1 \(seed 8\) raised:[\s\S]*{words}"):
+        env.step(zeros(env))
     env.close()
 
 
-def test_a_factory_that_cannot_be_pickled_is_named() -> None:
-    lock = threading.Lock()
+@each_way
+def test_an_exception_that_cannot_be_unpickled_is_still_reported(make: Any) -> None:
+    env = make([CountingEnv, partial(RaisingEnv, OddError, ("a", "b"))], seed=7)
+    env.reset()
 
-    with pytest.raises(WorkerError, match=r"env 0 cannot be sent to a worker: .*lock"):
-        ParallelEnv([lambda: CountingEnv(length=id(lock))])
-
-
-def test_envs_with_different_spaces_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(WorkerError, match="env 1 has observation_space"):
-        ParallelEnv([CountingEnv, NoisyEnv], start_method="fork", n_workers=2)
-
-    assert capfd.readouterr().err == "", "the workers must end without a word"
+    with pytest.raises(WorkerError, match=r"env 1 \(seed 8\) raised:[\s\S]*OddError"):
+        env.step(zeros(env))
+    env.close()
 
 
-def test_a_worker_that_dies_before_it_takes_a_large_factory_is_an_error(tmp_path: Path) -> None:
-    # Without the guard for __main__ a spawned worker starts workers itself, and dies of it.
-    script = tmp_path / "unguarded.py"
-    script.write_text(
-        f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from functools import partial
-from tiny_envs import CountingEnv
-from ml_pipeline.envs.vec_env import ParallelEnv
-class Heavy(CountingEnv):
-    ballast = bytes(8_000_000)
-ParallelEnv([Heavy])
-"""
+@each_way
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("nan", "an observation that is not finite"),
+        ("infinite reward", "reward=inf, which is not finite"),
+    ],
+)
+def test_check_finite_finds_nan_and_infinity(make: Any, fault: str, words: str) -> None:
+    checked, unchecked = (
+        make([partial(FaultyEnv, fault, 8)] * 2, seed=7, check_finite=check)
+        for check in (True, False)
     )
+    for env in (checked, unchecked):
+        env.reset()
+        env.step(zeros(env))
 
-    result = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=60, check=False
-    )
-
-    assert result.returncode == 1
-    assert "WorkerError: the worker of env 0 ended with exit code 1" in result.stderr
-
-
-def test_after_an_interrupted_step_nothing_stale_is_handed_out_and_a_reset_goes_on() -> None:
-    env = ParallelEnv([InterruptingEnv, CountingEnv], start_method="fork", n_workers=2)
-    env.reset(seed=1)
-    with pytest.raises(KeyboardInterrupt):
-        env.step(np.zeros(2, dtype=np.int64))
-
-    assert env.get_attr("length") == (3, 3)
-    with pytest.raises(WorkerError, match="was interrupted"):
-        env.step(np.zeros(2, dtype=np.int64))
-    obs, _ = env.reset()
-    assert obs[:, 0].tolist() == [0.0, 0.0]
-    assert env.step(np.zeros(2, dtype=np.int64))[0][:, 0].tolist() == [1.0, 1.0]
-    pids = env.worker_pids
-    env.close()
-    assert not [process for process in multiprocessing.active_children() if process.pid in pids]
+    unchecked.step(zeros(unchecked))
+    with pytest.raises(WorkerError, match=words):
+        checked.step(zeros(checked))
+    checked.close()
+    unchecked.close()
 
 
-def test_close_lets_an_env_close_although_a_large_reply_is_pending(tmp_path: Path) -> None:
-    env = ParallelEnv([partial(BulkyEnv, tmp_path / "closed")], start_method="fork")
-    env.reset(seed=1)
-    env.step_async(np.zeros(1, dtype=np.int64))
+@each_way
+def test_check_finite_refuses_actions_that_are_nan(make: Any) -> None:
+    env = make([NoisyEnv] * 2, seed=1, check_finite=True)
+    env.reset()
 
-    env.close(timeout=60)
-
-    assert (tmp_path / "closed").exists()
-
-
-@pytest.mark.parametrize("make", [SerialEnv, partial(ParallelEnv, start_method="fork")])
-def test_an_env_that_raises_in_close_does_not_make_close_raise(make: Any) -> None:
-    env = make([UncloseableEnv])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        env.close()
-
-    if make is SerialEnv:  # a worker's warning goes to its own stderr
-        assert any("the door is stuck" in str(each.message) for each in caught)
-
-
-def test_an_env_that_is_never_closed_leaves_no_process() -> None:
-    env = ParallelEnv([CountingEnv] * 2, start_method="fork")
-    pids = env.worker_pids
-
-    del env
-
-    assert not [process for process in multiprocessing.active_children() if process.pid in pids]
-
-
-def test_a_spawned_worker_has_no_torch_and_stays_small() -> None:
-    env_fns = [EnvFactory("CartPole-v1"), EnvFactory(None, target="tiny_envs.WorkerModules")]
-    cartpole = ParallelEnv(env_fns[:1] * 4, n_workers=4)
-    cartpole.reset(seed=1)
-    modules = ParallelEnv(env_fns[1:])
-
-    assert modules.call("has_module", "torch") == (False,)
-    if Path("/proc").exists():
-        for pid in cartpole.worker_pids:
-            status = Path(f"/proc/{pid}/status").read_text()
-            kilobytes = int(status.partition("VmRSS:")[2].split()[0])
-            assert kilobytes < 55_000
-    cartpole.close()
-    modules.close()
-
-
-def test_several_envs_share_a_worker_in_contiguous_slices() -> None:
-    env = ParallelEnv([WorkerModules] * 5, start_method="fork", n_workers=2)
-
-    pids = env.call("pid")
-
-    assert list(pids) == [env.worker_pids[0]] * 2 + [env.worker_pids[1]] * 3
+    with pytest.raises(ValueError, match="actions are not finite"):
+        env.step(np.array([[np.nan, 0.0], [0.0, 0.0]], dtype=np.float32))
     env.close()
 
 
-def test_attributes_are_got_set_and_called_per_env() -> None:
-    for env in (SerialEnv([CountingEnv] * 3), ParallelEnv([CountingEnv] * 3, start_method="fork")):
-        env.set_attr("length", [4, 5, 6])
-        assert env.get_attr("length") == (4, 5, 6)
-        env.set_attr("length", 7)
-        assert env.call("length") == (7, 7, 7)
-        with pytest.raises(ValueError, match="2 values given for 3 envs"):
-            env.set_attr("length", [1, 2])
-        env.close()
+@each_way
+def test_attributes_are_read_set_and_called_per_env(make: Any) -> None:
+    env = make([CountingEnv] * 3)
+    env.set_attr("length", [4, 5, 6])
+    assert env.get_attr("length") == (4, 5, 6)
+    env.set_attr("length", 7)
+    assert env.call("length") == (7, 7, 7)
+
+    with pytest.raises(ValueError, match="2 values given for 3 envs"):
+        env.set_attr("length", [1, 2])
+    with pytest.raises(ValueError, match=r"use its own step\(\)"):
+        env.call("step")
+    env.close()
 
 
-def test_render_gives_a_frame_per_env() -> None:
-    pytest.importorskip("pygame", reason="Gymnasium's CartPole draws with pygame")
-    make = EnvFactory("CartPole-v1", kwargs={"render_mode": "rgb_array"})
-    env = ParallelEnv([make] * 2, start_method="fork")
+@each_way
+def test_render_returns_a_frame_per_env(make: Any) -> None:
+    pytest.importorskip("pygame", reason="Gymnasium's CartPole renders with pygame")
+    env = make([EnvFactory("CartPole-v1", kwargs={"render_mode": "rgb_array"})] * 2)
     env.reset(seed=1)
 
     frames = env.render()
 
-    assert len(frames) == 2
-    assert frames[0].shape == (400, 600, 3)
+    assert [frame.shape for frame in frames] == [(400, 600, 3)] * 2
     env.close()
 
 
-def test_a_vector_env_has_one_owner() -> None:
-    env = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2, seed=1)
-    env.reset()
-    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="a ParallelEnv cannot be copied or pickled"):
-            duplicate(env)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            env.step(np.zeros(2, dtype=np.int64))
-        except WorkerError as error:
-            os._exit(0 if "forked copy" in str(error) else 2)
-        os._exit(1)
-    _, status = os.waitpid(pid, 0)
-
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert env.step(np.zeros(2, dtype=np.int64))[0][:, 0].tolist() == [1.0, 1.0]
-    env.close()
-
-
-def test_seeds_may_be_numpys_one_by_one_too() -> None:
-    env = SerialEnv([NoisyEnv] * 2)
-    expected = env.reset(seed=[3, 4])[0]["vector"].tolist()
-
-    assert env.reset(seed=np.array([3, 4]))[0]["vector"].tolist() == expected
-    assert env.reset(seed=[np.int64(3), 4])[0]["vector"].tolist() == expected
-
-
-def test_steps_out_of_turn_are_refused() -> None:
-    env = ParallelEnv([CountingEnv], start_method="fork")
+@each_way
+def test_calls_in_the_wrong_order_are_refused(make: Any) -> None:
+    env = make([CountingEnv] * 2)
     env.reset(seed=1)
     with pytest.raises(NoAsyncCallError):
         env.step_wait()
-    env.step_async(np.zeros(1, dtype=np.int64))
-    for call in (env.reset, lambda: env.step_async(np.zeros(1, dtype=np.int64))):
+    env.step_async(zeros(env))
+    for call in (env.reset, lambda: env.step_async(zeros(env))):
         with pytest.raises(AlreadyPendingCallError):
             call()
 
-    assert env.step_wait()[0].tolist() == [[1.0, 1.0]]
+    assert env.step_wait()[0].tolist() == [[1.0, 1.0]] * 2
+    env.close()
+    for call in (env.reset, lambda: env.step(zeros(env)), lambda: env.get_attr("length")):
+        with pytest.raises(ClosedEnvironmentError):
+            call()
+
+
+@each_way
+def test_a_vector_env_cannot_be_copied_or_pickled(make: Any) -> None:
+    env = make([CountingEnv] * 2)
+
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            duplicate(env)
     env.close()
 
 
-def test_two_parallel_envs_live_side_by_side() -> None:
-    first = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2)
-    second = ParallelEnv([CountingEnv] * 2, start_method="fork", n_workers=2)
-    for env in (first, second):
-        env.reset(seed=1)
-    first.step(np.zeros(2, dtype=np.int64))
-    first.close()
+@each_way
+def test_envs_with_different_spaces_are_refused(
+    make: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(WorkerError, match="env 1 has observation_space"):
+        make([CountingEnv, NoisyEnv])
 
-    assert second.step(np.zeros(2, dtype=np.int64))[0][:, 0].tolist() == [1.0, 1.0]
-    second.close()
+    assert capfd.readouterr().err == "", "the workers must end silently"
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="reads the worker's command in /proc")
-def test_a_default_start_method_left_behind_by_others_is_not_inherited() -> None:
-    before = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("fork", force=True)  # joblib's launcher leaves "loky"
-    try:
-        env = ParallelEnv([CountingEnv])
-        command = Path(f"/proc/{env.worker_pids[0]}/cmdline").read_text()
+@each_way
+def test_a_factory_must_return_an_env(make: Any) -> None:
+    with pytest.raises(WorkerError, match=r"the factory returned PosixPath, not a gymnasium\.Env"):
+        make([partial(Path, ".")] * 2)
+
+
+@each_way
+@pytest.mark.parametrize(("fault", "words"), [("raise", "puck left"), ("sys.exit", "SystemExit")])
+def test_close_warns_about_an_env_that_raises_and_closes_the_others(
+    make: Any, fault: str, words: str, tmp_path: Path
+) -> None:
+    faulty = partial(FaultyEnv, fault, 7, "close")  # env 0: only in "parallel" it is in a worker
+    env = make([faulty, faulty, partial(BulkyEnv, tmp_path / "closed")], seed=7)
+    env.reset()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         env.close()
-    finally:
-        multiprocessing.set_start_method(before, force=True)
 
-    assert "spawn_main" in command
+    assert env.closed
+    assert (tmp_path / "closed").exists()
+    if make is not forked:  # a worker prints its warnings to its own stderr
+        assert words in str(caught[0].message)
+
+
+@pytest.mark.filterwarnings("error")
+def test_close_does_not_raise_even_if_warnings_are_errors() -> None:
+    env = SerialEnv([partial(FaultyEnv, "raise", 7, "close")] * 2, seed=7)
+    env.reset()
+
+    env.close()
+
+    assert env.closed
+
+
+def test_protocols_say_what_a_vector_env_can_do() -> None:
+    serial, parallel = SerialEnv([CountingEnv]), forked([CountingEnv])
+
+    assert isinstance(serial, Restorable)
+    assert not isinstance(serial, (Resizable, HasWorkers))
+    for protocol in (Restorable, Resizable, HasWorkers):
+        assert isinstance(parallel, protocol)
+    parallel.close()

@@ -1,4 +1,4 @@
-"""What vec_env=auto and n_envs=auto choose; the modes are those of the config."""
+"""What vec_env=auto and n_envs=auto choose, and how many cores they count."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tiny_envs import CountingEnv
 
 from ml_pipeline.build import train
 from ml_pipeline.door.compose import plain_config
-from ml_pipeline.envs import choice as vec_env_choice
+from ml_pipeline.envs import choice
 from ml_pipeline.envs.choice import choose_mode, choose_n_envs
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerStartError
 from ml_pipeline.envs.workers.cores import available_cores, cgroup_cores
 
 
 class Clock:
-    """Only what is said to take time takes time, whatever else the machine does."""
+    """A clock that only tests advance, so that a busy machine has no effect."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,12 +31,12 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     time = SimpleNamespace(perf_counter=lambda: clock.now)
-    monkeypatch.setattr(vec_env_choice, "time", time)
+    monkeypatch.setattr(choice, "time", time)
     return clock
 
 
 class TimedEnv(CountingEnv):
-    """A step takes ``seconds`` by the clock."""
+    """A step takes ``seconds`` on the clock."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         super().__init__()
@@ -48,77 +48,77 @@ class TimedEnv(CountingEnv):
         return super().step(action)
 
 
-CHEAP, DEAR = 1e-6, 2e-3  # seconds of a step
+FAST, SLOW = 1e-6, 2e-3  # seconds of a step
 
 
 def act(obs: Any, infos: Any) -> Any:
     return np.zeros(len(obs), dtype=np.int64)
 
 
-def test_cheap_envs_run_here_and_nothing_is_started_for_them(clock: Clock) -> None:
+def test_fast_envs_run_in_this_process_and_no_worker_is_started(clock: Clock) -> None:
     def start_nothing(mode: str) -> ParallelEnv:
         raise AssertionError(f"{mode} was started")
 
-    cheap, dear = TimedEnv(clock, CHEAP), TimedEnv(clock, DEAR)
-    choice = choose_mode(start_nothing, cheap, act, n_envs=8, n_slices=2)
+    fast, slow = TimedEnv(clock, FAST), TimedEnv(clock, SLOW)
+    chosen = choose_mode(start_nothing, fast, act, n_envs=8, n_slices=2)
 
-    assert choice == ("serial", "a turn takes 0.01 ms here, 0.03 ms at best with workers")
-    assert choose_mode(start_nothing, dear, act, n_envs=1, n_slices=2).mode == "serial"
-    assert choose_mode(start_nothing, dear, act, n_envs=8, n_slices=1).mode == "serial"
+    assert chosen == ("serial", "a turn takes 0.01 ms here, at best 0.03 ms with workers")
+    assert choose_mode(start_nothing, slow, act, n_envs=1, n_slices=2).mode == "serial"
+    assert choose_mode(start_nothing, slow, act, n_envs=8, n_slices=1).mode == "serial"
 
 
 @pytest.mark.parametrize(
     ("parallel", "shared", "mode"),
     [(20e-3, 20e-3, "parallel"), (40e-3, 15e-3, "shared"), (0.2, 0.2, "serial")],
 )
-def test_what_is_measured_decides_and_isolation_wins_a_draw(
+def test_the_fastest_mode_is_chosen_and_parallel_wins_a_tie_with_shared(
     clock: Clock, parallel: float, shared: float, mode: str
 ) -> None:
     seconds = {"parallel": parallel, "shared": shared}
-    choice = choose_mode(
+    chosen = choose_mode(
         lambda each: SerialEnv([partial(TimedEnv, clock, seconds[each])]),
-        TimedEnv(clock, DEAR),
+        TimedEnv(clock, SLOW),
         act,
         n_envs=32,
         n_slices=4,
     )
 
-    assert choice.mode == mode
-    assert "a turn took: serial" in choice.reason
-    assert "shared" in choice.reason
+    assert chosen.mode == mode
+    assert "a turn took: serial" in chosen.reason
+    assert "shared" in chosen.reason
 
 
-def test_where_no_worker_can_start_the_envs_run_here_and_the_reason_is_told(clock: Clock) -> None:
+def test_serial_is_chosen_with_the_reason_if_no_worker_can_start(clock: Clock) -> None:
     def refuse(mode: str) -> ParallelEnv:
         raise WorkerStartError("no process left")
 
-    choice = choose_mode(refuse, TimedEnv(clock, DEAR), act, n_envs=8, n_slices=2)
+    chosen = choose_mode(refuse, TimedEnv(clock, SLOW), act, n_envs=8, n_slices=2)
 
-    assert choice == ("serial", "no process left")
+    assert chosen == ("serial", "no process left")
 
 
-def test_n_envs_grows_with_what_the_policy_costs(clock: Clock) -> None:
+def test_a_slow_policy_gets_more_envs(clock: Clock) -> None:
     def slow_act(obs: Any, infos: Any) -> Any:
         clock.now += 2e-3
         return act(obs, infos)
 
-    cheap, dear = TimedEnv(clock, CHEAP), TimedEnv(clock, DEAR)
-    few = choose_n_envs(dear, act, n_slices=2, allowed=lambda n: True)
-    many = choose_n_envs(cheap, slow_act, n_slices=2, allowed=lambda n: True)
+    fast, slow = TimedEnv(clock, FAST), TimedEnv(clock, SLOW)
+    few = choose_n_envs(slow, act, n_slices=2, allowed=lambda n: True)
+    many = choose_n_envs(fast, slow_act, n_slices=2, allowed=lambda n: True)
 
     assert few.n_envs <= 4
     assert many.n_envs == 64
-    assert "n_envs=auto: about" in many.reason
-    assert choose_n_envs(cheap, act, n_slices=2, allowed=lambda n: n == 16).n_envs == 16
+    assert "n_envs=auto: expects about" in many.reason
+    assert choose_n_envs(fast, act, n_slices=2, allowed=lambda n: n == 16).n_envs == 16
 
 
-def test_n_envs_auto_is_resolved_in_the_record(here: Path) -> None:
+def test_the_run_records_the_number_that_n_envs_auto_chose(here: Path) -> None:
     train([*small(), "n_envs=auto", "total_steps=4096"])
 
     assert plain_config(only_run(here))["n_envs"] in (2, 4, 8, 16, 32, 64, 128)
 
 
-def test_every_mode_of_the_config_trains_alike(here: Path) -> None:
+def test_serial_and_shared_train_to_the_same_result(here: Path) -> None:
     results = [train([*small(n_envs=4), f"vec_env={mode}"]) for mode in ("serial", "shared")]
 
     assert results[0].mean_reward == results[1].mean_reward
@@ -141,10 +141,10 @@ def test_every_mode_of_the_config_trains_alike(here: Path) -> None:
             "1:cpu:/",
             float("inf"),
         ),
-        ({"cpu.max": "what is this"}, "0::/", float("inf")),
+        ({"cpu.max": "unknown format"}, "0::/", float("inf")),
     ],
 )
-def test_the_quota_of_a_container_counts(
+def test_the_cpu_quota_of_a_container_limits_the_cores(
     files: dict[str, str], own: str, cores: float, tmp_path: Path
 ) -> None:
     for name, text in files.items():

@@ -1,4 +1,4 @@
-"""ParallelEnv.resize: more or fewer envs, and the ones that stay go on as if nothing happened."""
+"""ParallelEnv.resize: more or fewer envs; those that stay continue as if nothing happened."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ import signal
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from conftest import read_rows, small
+from faulty_envs import WorkerModules, faulty_factory
 from gymnasium import spaces
-from tiny_envs import CountingEnv, NoisyEnv, SpaceEnv, WorkerModules, faulty_factory
+from tiny_envs import CountingEnv, NoisyEnv, SpaceEnv
+from vec_envs import forked, zeros
 
 from ml_pipeline.build import train
-from ml_pipeline.envs.vec_env import ParallelEnv, WorkerError
-
-
-def zeros(env: Any) -> Any:
-    return np.zeros(env.num_envs, dtype=np.int64)
+from ml_pipeline.envs.vec_env import WorkerError
 
 
 @pytest.mark.parametrize("main_slice", [False, True])
-def test_the_envs_that_stay_are_bit_for_bit_where_they_would_be(main_slice: bool) -> None:
-    options: dict[str, Any] = {"start_method": "fork", "n_workers": 2, "main_slice": main_slice}
-    resized, plain = (ParallelEnv([NoisyEnv] * 4, seed=3, **options) for _ in range(2))
+def test_envs_that_stay_continue_bit_for_bit(main_slice: bool) -> None:
+    resized, plain = (forked([NoisyEnv] * 4, seed=3, main_slice=main_slice) for _ in range(2))
     for env in (resized, plain):
         env.reset()
     random = np.random.default_rng(1)
@@ -43,8 +39,8 @@ def test_the_envs_that_stay_are_bit_for_bit_where_they_would_be(main_slice: bool
     plain.close()
 
 
-def test_new_envs_are_seeded_reset_and_dealt_to_the_workers() -> None:
-    env = ParallelEnv([WorkerModules] * 2, seed=3, start_method="fork", n_workers=4)
+def test_new_envs_are_seeded_reset_and_spread_over_the_workers() -> None:
+    env = forked([WorkerModules] * 2, seed=3, n_workers=4)
     env.reset()
     env.step(zeros(env))
     assert env.n_workers == 2
@@ -64,9 +60,9 @@ def test_new_envs_are_seeded_reset_and_dealt_to_the_workers() -> None:
     env.close()
 
 
-def test_objects_of_envs_that_stay_are_kept() -> None:
+def test_envs_that_stay_keep_observations_that_are_objects() -> None:
     env_fns = [partial(SpaceEnv, spaces.Text(6), spaces.Discrete(2))] * 2
-    env = ParallelEnv(env_fns, seed=1, start_method="fork", n_workers=2)
+    env = forked(env_fns, seed=1)
     before, _ = env.reset()
 
     obs, _ = env.resize(3)
@@ -76,13 +72,19 @@ def test_objects_of_envs_that_stay_are_kept() -> None:
     env.close()
 
 
-def test_an_env_that_cannot_be_made_leaves_everything_as_it_was() -> None:
-    env = ParallelEnv([CountingEnv] * 2, seed=1, start_method="fork", n_workers=2)
+@pytest.mark.parametrize(
+    ("fault", "n_workers", "words"),
+    [("raise", 2, "env 3"), ("exit", 4, "env 3 ended with exit code 7")],
+)
+def test_an_env_that_cannot_be_built_changes_nothing(
+    fault: str, n_workers: int, words: str
+) -> None:
+    env = forked([CountingEnv] * 2, seed=1, n_workers=n_workers)
     env.reset()
     env.step(zeros(env))
-    env.env_fns = [CountingEnv, partial(faulty_factory, "raise", True)]
+    env.env_fns = [CountingEnv, partial(faulty_factory, fault, True)]
 
-    with pytest.raises(WorkerError, match="env 3"):
+    with pytest.raises(WorkerError, match=words):
         env.resize(4)
 
     assert env.num_envs == 2
@@ -94,15 +96,10 @@ def test_an_env_that_cannot_be_made_leaves_everything_as_it_was() -> None:
 
 @pytest.mark.parametrize("n_envs", [1, 6])
 @pytest.mark.parametrize("main_slice", [False, True])
-def test_with_a_lost_worker_nothing_changes(n_envs: int, main_slice: bool) -> None:
-    env = ParallelEnv(
-        [CountingEnv] * 4,
-        seed=1,
-        start_method="fork",
-        n_workers=2,
-        main_slice=main_slice,
-        on_worker_death="restart",
-    )
+def test_a_worker_that_is_already_lost_is_an_error_and_changes_nothing(
+    n_envs: int, main_slice: bool
+) -> None:
+    env = forked([CountingEnv] * 4, seed=1, main_slice=main_slice, on_worker_death="restart")
     env.reset()
     env.step(zeros(env))
     os.kill(env.worker_pids[-1], signal.SIGKILL)
@@ -118,20 +115,7 @@ def test_with_a_lost_worker_nothing_changes(n_envs: int, main_slice: bool) -> No
     env.close()
 
 
-def test_a_new_worker_that_dies_as_it_builds_leaves_everything_as_it_was() -> None:
-    env = ParallelEnv([CountingEnv] * 2, seed=1, start_method="fork", n_workers=3)
-    env.reset()
-    env.step(zeros(env))
-    env.env_fns = [partial(faulty_factory, "exit", True), CountingEnv]
-    with pytest.raises(WorkerError, match="env 2 ended with exit code 7"):
-        env.resize(3)
-
-    assert env.num_envs == 2
-    assert env.step(zeros(env))[0][:, 0].tolist() == [2.0, 2.0]
-    env.close()
-
-
-def test_training_follows_the_free_cores(
+def test_training_follows_the_number_of_free_cores(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loads = chain([0.0, 0.0, 100.0, 100.0], repeat(0.0))
@@ -154,6 +138,6 @@ def test_training_follows_the_free_cores(
     assert "0.0 of 2 cores are free: changed from 8 to 2 envs" in capsys.readouterr().out
 
 
-def test_scaling_asks_for_envs_in_workers(here: Path) -> None:
+def test_scaling_requires_workers(here: Path) -> None:
     with pytest.raises(Exception, match="needs envs in workers"):
         train([*small(), "callbacks=scaling", "vec_env=serial"])

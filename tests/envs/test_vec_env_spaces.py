@@ -1,4 +1,4 @@
-"""ParallelEnv in the place of Gymnasium's own: every space, every autoreset mode."""
+"""Observations and actions of every space, compared with Gymnasium's own vector envs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from faulty_envs import Colour, GivenEnv
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from test_vec_env import flat
-from tiny_envs import Colour, CountingEnv, GivenEnv, SpaceEnv
+from tiny_envs import SpaceEnv
+from vec_envs import each_way, flat, forked, zeros
 
 from ml_pipeline.envs.factory import EnvFactory
-from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
+from ml_pipeline.envs.vec_env import ParallelEnv, WorkerError
 
-SPACES = {
+SPACES: dict[str, Any] = {
     "box": spaces.Box(-1, 1, (3,), np.float32),
     "box float64": spaces.Box(-1, 1, (2, 2), np.float64),
     "box float16": spaces.Box(-1, 1, (3,), np.float16),
@@ -41,72 +42,77 @@ SPACES = {
         }
     ),
     "tuple": spaces.Tuple((spaces.Discrete(3), spaces.Tuple((spaces.MultiBinary(2), Colour())))),
-    "own": Colour(),
+    "custom": Colour(),
 }
-MODES = list(AutoresetMode)
+SPACES["all"] = spaces.Dict(copy.deepcopy(SPACES))
 Make = Callable[..., gym.vector.VectorEnv[Any, Any, Any]]
 
 
 def trajectory(make: Make, observation: str, action: str, mode: AutoresetMode) -> list[Any]:
-    """Everything that a vector env of ``SpaceEnv``s hands out in a while."""
+    """Everything that a vector env of ``SpaceEnv``s returns in 25 steps."""
     env_fns = [
         partial(SpaceEnv, copy.deepcopy(SPACES[observation]), copy.deepcopy(SPACES[action]))
         for _ in range(3)
     ]
     env = make(env_fns, autoreset_mode=mode)
     env.action_space.seed(3)
-    told = [*flat(list(env.reset(seed=[4, 5, 6], options={"level": 1})))]
+    seen = flat(list(env.reset(seed=[4, 5, 6], options={"level": 1})))
     for _ in range(25):
         step = env.step(env.action_space.sample())
-        told += flat(list(step))
+        seen += flat(list(step))
         done = step[2] | step[3]
         if mode is AutoresetMode.DISABLED and done.any():
-            told += flat(list(env.reset(options={"reset_mask": done, "level": 2})))
+            seen += flat(list(env.reset(options={"reset_mask": done, "level": 2})))
     env.close()
-    return told
+    return seen
 
 
-@pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
-@pytest.mark.parametrize("space", SPACES)
-def test_observations_of_every_space_are_those_of_sync_vector_env(
-    space: str, mode: AutoresetMode
+@each_way
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_dict_of_every_space_equals_sync_vector_env_in_every_mode(
+    make: Make, mode: AutoresetMode
 ) -> None:
-    expected = trajectory(SyncVectorEnv, space, "discrete", mode)
+    expected = trajectory(SyncVectorEnv, "all", "discrete", mode)
 
-    assert trajectory(SerialEnv, space, "discrete", mode) == expected
-    for slices in ({}, {"main_slice": True}):
-        make = partial(ParallelEnv, n_workers=2, start_method="fork", **slices)
-        assert trajectory(make, space, "discrete", mode) == expected
+    assert trajectory(make, "all", "discrete", mode) == expected
 
 
+@each_way
 @pytest.mark.parametrize("space", SPACES)
-def test_actions_of_every_space_arrive_as_from_sync_vector_env(space: str) -> None:
-    expected = trajectory(SyncVectorEnv, "box", space, AutoresetMode.SAME_STEP)
+def test_observations_and_actions_of_every_space_equal_sync_vector_env(
+    make: Make, space: str
+) -> None:
+    expected = trajectory(SyncVectorEnv, space, space, AutoresetMode.SAME_STEP)
 
-    assert trajectory(SerialEnv, "box", space, AutoresetMode.SAME_STEP) == expected
-    make = partial(ParallelEnv, n_workers=2, start_method="fork")
-    assert trajectory(make, "box", space, AutoresetMode.SAME_STEP) == expected
+    assert trajectory(make, space, space, AutoresetMode.SAME_STEP) == expected
 
 
-@pytest.mark.parametrize("space", ["dict", "graph", "own", "tuple"])
-def test_spawned_workers_take_every_space(space: str) -> None:
+def test_spawned_workers_take_every_space() -> None:
     mode = AutoresetMode.SAME_STEP
-    expected = trajectory(SyncVectorEnv, space, space, mode)
+    expected = trajectory(SyncVectorEnv, "all", "all", mode)
 
-    assert trajectory(partial(ParallelEnv, n_workers=2), space, space, mode) == expected
+    assert trajectory(partial(ParallelEnv, n_workers=2), "all", "all", mode) == expected
 
 
-def test_what_was_handed_out_of_any_space_never_changes_later() -> None:
-    for space in SPACES.values():
-        env_fns = [partial(SpaceEnv, space, spaces.Discrete(2))] * 2
-        env = ParallelEnv(env_fns, n_workers=2, start_method="fork", seed=1)
-        kept = [env.reset()[0], *(env.step(np.zeros(2, dtype=np.int64))[0] for _ in range(3))]
-        before = flat(kept)
-        for _ in range(20):
-            env.step(np.zeros(2, dtype=np.int64))
+@each_way
+def test_observations_never_change_after_they_are_returned(make: Make) -> None:
+    env = make([partial(SpaceEnv, SPACES["all"], spaces.Discrete(2))] * 2, seed=1)
+    kept = [env.reset()[0], *(env.step(zeros(env))[0] for _ in range(3))]
+    before = flat(kept)
+    for _ in range(20):
+        env.step(zeros(env))
 
-        assert flat(kept) == before
-        env.close()
+    assert flat(kept) == before
+    env.close()
+
+
+@pytest.mark.parametrize("side", [64, 133, 134, 180])  # around the size of a socket buffer
+def test_spaces_of_any_size_reach_the_workers(side: int) -> None:
+    space = spaces.Box(0, 255, (side, side, 3), np.uint8)
+    env = forked([partial(SpaceEnv, space, spaces.Discrete(2))] * 4, n_workers=4, seed=1)
+
+    assert env.reset()[0].shape == (4, side, side, 3)
+    env.close()
 
 
 BAD_OBSERVATIONS = [
@@ -116,7 +122,7 @@ BAD_OBSERVATIONS = [
     (spaces.Box(0, 255, (2,), np.uint8), np.zeros(2, np.float32), "float32.*uint8"),
     (spaces.Box(0, 255, (2,), np.uint8), np.array([0, 300]), "int64.*uint8.*300"),
     (spaces.Box(-9, 9, (2,), np.float32), np.array([1j, 2j]), "complex128"),
-    (spaces.Box(-9, 9, (1,), np.float32), np.array(["a"]), "no number"),
+    (spaces.Box(-9, 9, (1,), np.float32), np.array(["a"]), "not a number"),
     (spaces.Box(-9, 9, (2,), np.float32), None, "shape"),
     (spaces.Discrete(3), 1.5, "float64.*int64"),
     (spaces.Box(-1e9, 1e9, (1,), np.float32), np.array([2**24 + 1]), "cannot hold"),
@@ -126,31 +132,24 @@ BAD_OBSERVATIONS = [
 ]
 
 
+@each_way
 @pytest.mark.parametrize(("space", "obs", "words"), BAD_OBSERVATIONS)
 def test_an_observation_that_does_not_fit_its_space_is_an_error(
-    space: Any, obs: Any, words: str
+    make: Make, space: Any, obs: Any, words: str
 ) -> None:
-    env_fns = [partial(GivenEnv, space, obs)] * 2
-    parallel = ParallelEnv(env_fns, seed=7, start_method="fork", n_workers=1)
-    for env in (SerialEnv(env_fns, seed=7), parallel):
-        with pytest.raises(WorkerError, match=rf"env 0 \(seed 7\)[\s\S]*{words}"):
-            env.reset()
-        env.close()
+    env = make([partial(GivenEnv, space, obs)] * 2, seed=7)
+
+    with pytest.raises(WorkerError, match=rf"env [01] \(seed [78]\)[\s\S]*{words}"):
+        env.reset()
+    env.close()
 
 
-def play(env: Any, n_steps: int) -> Any:
-    """The last observations of a while with action 0."""
-    obs, _ = env.reset()
-    for _ in range(n_steps):
-        obs = env.step(np.zeros(env.num_envs, dtype=np.int64))[0]
-    return obs
+@each_way
+def test_a_cast_of_precision_is_done_and_warned_about_once(make: Make) -> None:
+    box = spaces.Box(-1, 1, (2,), np.float32)
+    env = make([partial(GivenEnv, box, np.array([0.5, 0.25]))] * 4, seed=7)
 
-
-def test_a_safe_cast_is_done_and_said_once() -> None:
-    env_fns = [partial(GivenEnv, spaces.Box(-1, 1, (2,), np.float32), np.array([0.5, 0.25]))] * 4
-    env = ParallelEnv(env_fns, seed=7, start_method="fork", n_workers=2)
-
-    with pytest.warns(UserWarning, match="float64.*float32") as caught:
+    with pytest.warns(UserWarning, match="dtype float64.*dtype float32") as caught:
         obs = play(env, 3)
 
     assert obs.dtype == np.float32
@@ -159,43 +158,41 @@ def test_a_safe_cast_is_done_and_said_once() -> None:
     env.close()
 
 
+def play(env: Any, n_steps: int) -> Any:
+    """The observations after ``n_steps`` steps with action 0."""
+    obs, _ = env.reset()
+    for _ in range(n_steps):
+        obs = env.step(zeros(env))[0]
+    return obs
+
+
+@each_way
 @pytest.mark.parametrize(
     ("space", "actions", "words"),
     [
         (spaces.Discrete(3), np.array([0, 3]), r"action 3 of env 1 is not in Discrete\(3\)"),
         (spaces.Discrete(3, start=1), np.array([0, 1]), "action 0 of env 0"),
-        (spaces.Discrete(3), np.array([0.0, 1.0]), "whole numbers"),
-        (spaces.Discrete(3), np.array([0, 1, 2]), r"shape \(3,\) given, \(2,\) expected"),
+        (spaces.Discrete(3), np.array([0.0, 1.0]), "must be integers"),
+        (spaces.Discrete(3), np.array([0, 1, 2]), r"must have shape \(2,\), got \(3,\)"),
         (spaces.MultiDiscrete([2, 3]), np.array([[0, 0], [1, 3]]), "of env 1"),
         (spaces.MultiBinary(2), np.array([[0, 1], [2, 0]]), "of env 1"),
         (spaces.Box(-1, 1, (2,), np.float32), np.zeros((2, 3)), "shape"),
-        (spaces.Box(-9, 9, (1,), np.int8), np.array([[300], [0]]), "int8, which cannot hold"),
-        (spaces.Text(4), ["a"], "actions for 1 envs"),
+        (spaces.Box(-9, 9, (1,), np.int8), np.array([[300], [0]]), "dtype int8, which cannot hold"),
+        (spaces.Text(4), ["a"], "actions for 2 envs, got 1"),
     ],
 )
 def test_a_bad_action_is_refused_before_anything_is_sent(
-    space: Any, actions: Any, words: str
+    make: Make, space: Any, actions: Any, words: str
 ) -> None:
-    env_fns = [partial(SpaceEnv, spaces.Discrete(3), space)] * 2
-    for env in (SerialEnv(env_fns, seed=7), ParallelEnv(env_fns, seed=7, start_method="fork")):
-        env.reset()
-        with pytest.raises((ValueError, TypeError), match=words):
-            env.step(actions)
+    env = make([partial(SpaceEnv, spaces.Discrete(3), space)] * 2, seed=7)
+    env.reset()
 
-        env.action_space.seed(1)
-        env.step(env.action_space.sample())  # nothing is pending
-        env.close()
+    with pytest.raises((ValueError, TypeError), match=words):
+        env.step(actions)
 
-
-def test_only_final_infos_are_sent_where_asked_for() -> None:
-    for make in (SerialEnv, partial(ParallelEnv, start_method="fork")):
-        env = make([CountingEnv] * 2, infos="final", seed=1)
-        env.reset()
-        infos = [env.step(np.zeros(2, dtype=np.int64))[4] for _ in range(3)]
-
-        assert infos[:2] == [{}, {}]
-        assert infos[2]["final_info"]["step"].tolist() == [3, 3]
-        env.close()
+    env.action_space.seed(1)
+    env.step(env.action_space.sample())  # nothing is pending
+    env.close()
 
 
 WRAPPERS = [
@@ -212,24 +209,22 @@ WRAPPERS = [
 
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_vector_wrappers_do_what_they_do_on_async_vector_env(
-    wrapper: Any, mode: AutoresetMode
-) -> None:
+def test_vector_wrappers_behave_as_on_async_vector_env(wrapper: Any, mode: AutoresetMode) -> None:
     def play(make: Make) -> list[Any] | str:
         env = make([EnvFactory("MountainCar-v0", kwargs={"max_episode_steps": 10})] * 2)
         try:
             wrapped = wrapper(env)
-            told = flat(list(wrapped.reset(seed=3)))
+            seen = flat(list(wrapped.reset(seed=3)))
             for _ in range(25):
                 obs, reward, terminated, truncated, infos = wrapped.step(np.array([0, 2]))
                 if isinstance(infos, dict):
-                    infos.pop("episode", None)  # holds the time that went by
-                told += flat([obs, reward, terminated, truncated, infos])
+                    infos.pop("episode", None)  # contains the elapsed time
+                seen += flat([obs, reward, terminated, truncated, infos])
         except Exception as error:
             return f"{type(error).__name__}: {error}".replace("ParallelEnv", "AsyncVectorEnv")
         finally:
             env.close()
-        return told
+        return seen
 
     expected = play(partial(AsyncVectorEnv, context="fork", autoreset_mode=mode))
 

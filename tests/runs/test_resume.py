@@ -18,7 +18,7 @@ import torch
 from conftest import REPOSITORY, TESTS, Door, door_command, only_run, read_rows, small, wait_until
 
 from ml_pipeline.build import load_agent, train
-from ml_pipeline.envs.workers.worker import WorkerError
+from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
 from ml_pipeline.runs.env_snapshots import (
     SnapshotError,

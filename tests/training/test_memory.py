@@ -17,7 +17,7 @@ from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.agents.recurrent import Recurrent
 from ml_pipeline.build import train
 from ml_pipeline.config.ppo import PPOConfig
-from ml_pipeline.envs.workers.worker import WorkerError
+from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.training.out_of_memory import (
     DeviceMemoryError,
     activation_bytes,

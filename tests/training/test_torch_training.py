@@ -133,7 +133,7 @@ def test_four_iterations_are_two_and_a_resume_and_two_more(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (["n_envs=2"], "the state of 4 envs cannot be loaded into 2"),
+        (["n_envs=2"], "num_envs=2: the saved state has 4 envs"),
         (["+env.kwargs.max_episode_steps=50"], "the env's settings have changed"),
         (["env=cartpole"], "the env's settings have changed"),
     ],
@@ -193,7 +193,7 @@ def test_a_run_can_be_evaluated_and_exported(
 OWN_MODULE = """
 from tiny_torch_envs import Drift
 class OwnDrift(Drift):
-    twin = None
+    gymnasium_id = None
 """
 
 

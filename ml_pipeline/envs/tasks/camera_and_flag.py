@@ -1,7 +1,7 @@
-"""CameraAndFlag: an image and a vector that mean something only together.
+"""CameraAndFlag: a task that needs both an image and a vector.
 
-The image shows a spot in one of four quarters; the vector says whether to point at it or at the
-opposite quarter. Either alone is worth half of the return at most.
+The image shows a spot in one of four quarters. The vector says whether to point at it or at the
+opposite quarter. A policy that uses only one of them gets at most half of the return.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 
 class CameraAndFlag(gym.Env[Any, Any]):
-    """Dict(camera, flag) observations; the best return is ``length``, chance a quarter of it."""
+    """Dict(camera, flag) observations; the best return is ``length``, a random one a quarter."""
 
     def __init__(self, size: int = 12, length: int = 32) -> None:
         if size < 4 or size % 2:

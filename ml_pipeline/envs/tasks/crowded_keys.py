@@ -1,7 +1,7 @@
-"""CrowdedKeys: many keys, few of which work at a time; only the action mask tells which.
+"""CrowdedKeys: many keys, few of which work at a time; only the action mask shows which.
 
-The observation is the tone that is wanted. The nearest key that works is worth most; a key that
-does not work ends the episode. So a policy without the mask fails, however long it learns.
+The observation is the wanted tone. The nearest working key gives the highest reward. A key that
+does not work ends the episode, so a policy without the mask fails, however long it learns.
 """
 
 from __future__ import annotations

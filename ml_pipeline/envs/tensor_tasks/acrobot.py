@@ -1,4 +1,4 @@
-"""TorchAcrobot: Gymnasium's Acrobot-v1, thousands at a time on the device."""
+"""TorchAcrobot: Gymnasium's Acrobot-v1 as a tensor env."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SECONDS_PER_STEP = 0.2
 
 
 class TorchAcrobot(TorchVectorEnv):
-    """State: the two angles (0 hangs down, the second is relative) and their speeds, [n_envs]."""
+    """State: both angles (0 hangs down, the second is relative) and speeds, [n_envs] each."""
 
     _high = np.array([1.0, 1.0, 1.0, 1.0, MAX_SPEED_1, MAX_SPEED_2], dtype=np.float32)
     single_observation_space = spaces.Box(-_high, _high, dtype=np.float32)
     single_action_space = spaces.Discrete(3)
     n_draws: ClassVar[int] = 4
     max_episode_steps = 500
-    twin: ClassVar[str | None] = "Acrobot-v1"
+    gymnasium_id: ClassVar[str | None] = "Acrobot-v1"
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         return tuple(draw * 0.2 - 0.1 for draw in draws)
@@ -50,7 +50,7 @@ class TorchAcrobot(TorchVectorEnv):
 
 
 def _runge_kutta(state: EnvState, torque: Tensor) -> EnvState:
-    """One step of the classical fourth order."""
+    """One step of the classical fourth-order method."""
     half = SECONDS_PER_STEP / 2
     slope_1 = _slope(state, torque)
     slope_2 = _slope(_moved(state, slope_1, half), torque)
@@ -71,7 +71,7 @@ def _slope(state: EnvState, torque: Tensor) -> EnvState:
     sin_2, cos_2 = torch.sin(angle_2), torch.cos(angle_2)
     d_1 = MIDDLE**2 + (1.0 + MIDDLE**2 + 2 * MIDDLE * cos_2) + 2 * INERTIA
     d_2 = MIDDLE**2 + MIDDLE * cos_2 + INERTIA
-    # The sine of an angle is the cosine of the angle less a quarter turn, as the book writes it.
+    # The book writes cos(angle - pi / 2), which is sin(angle).
     phi_2 = MIDDLE * GRAVITY * torch.sin(angle_1 + angle_2)
     phi_1 = (
         -MIDDLE * speed_2**2 * sin_2
@@ -87,5 +87,5 @@ def _slope(state: EnvState, torque: Tensor) -> EnvState:
 
 
 def _wrapped(angle: Tensor) -> Tensor:
-    """Into [-pi, pi], by whole turns."""
+    """The same angle in [-pi, pi]."""
     return angle - 2 * math.pi * torch.round(angle / (2 * math.pi))

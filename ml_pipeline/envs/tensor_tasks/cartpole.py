@@ -1,4 +1,4 @@
-"""TorchCartPole: Gymnasium's CartPole-v1, thousands at a time on the device."""
+"""TorchCartPole: Gymnasium's CartPole-v1 as a tensor env."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MAX_ANGLE = math.radians(12)
 class TorchCartPole(TorchVectorEnv):
     """State: position and speed of the cart, angle and angular speed of the pole, [n_envs] each."""
 
-    # Twice the limits, so that the observation of a fall is still inside.
+    # Twice the limits, so that the last observation of an episode is inside.
     _high = np.array([2 * MAX_X, np.inf, 2 * MAX_ANGLE, np.inf], dtype=np.float32)
     single_observation_space = spaces.Box(-_high, _high, dtype=np.float32)
     single_action_space = spaces.Discrete(2)
     n_draws: ClassVar[int] = 4
     max_episode_steps = 500
-    twin: ClassVar[str | None] = "CartPole-v1"
+    gymnasium_id: ClassVar[str | None] = "CartPole-v1"
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         return tuple(draw * 0.1 - 0.05 for draw in draws)

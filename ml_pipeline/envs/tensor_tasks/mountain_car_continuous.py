@@ -1,4 +1,4 @@
-"""TorchMountainCarContinuous: Gymnasium's MountainCarContinuous-v0, thousands at a time."""
+"""TorchMountainCarContinuous: Gymnasium's MountainCarContinuous-v0 as a tensor env."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TorchMountainCarContinuous(TorchVectorEnv):
     single_action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
     n_draws: ClassVar[int] = 1
     max_episode_steps = 999
-    twin: ClassVar[str | None] = "MountainCarContinuous-v0"
+    gymnasium_id: ClassVar[str | None] = "MountainCarContinuous-v0"
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         position = draws[0] * 0.2 - 0.6
@@ -43,7 +43,7 @@ class TorchMountainCarContinuous(TorchVectorEnv):
         at_the_wall = position <= MIN_POSITION
         speed = torch.where(at_the_wall, speed.clamp(min=0.0), speed)
         terminated = (position >= GOAL) & (speed >= 0.0)
-        # The price is of the action that was asked for, not of the force that it came to.
+        # As in Gymnasium, the cost is that of the action before clipping.
         reward = 100.0 * terminated.to(torch.float32) - 0.1 * action[:, 0] ** 2
         return (position, speed), reward, terminated
 

@@ -1,4 +1,4 @@
-"""TorchPendulum: Gymnasium's Pendulum-v1, thousands at a time on the device."""
+"""TorchPendulum: Gymnasium's Pendulum-v1 as a tensor env."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SECONDS_PER_STEP = 0.05
 
 
 class TorchPendulum(TorchVectorEnv):
-    """State: angle (0 is upright; it counts the turns) and angular speed, [n_envs] each."""
+    """State: angle (0 is upright, not wrapped) and angular speed, [n_envs] each."""
 
     _high = np.array([1.0, 1.0, MAX_SPEED], dtype=np.float32)
     single_observation_space = spaces.Box(-_high, _high, dtype=np.float32)
     single_action_space = spaces.Box(-MAX_TORQUE, MAX_TORQUE, (1,), np.float32)
     n_draws: ClassVar[int] = 2
     max_episode_steps = 200
-    twin: ClassVar[str | None] = "Pendulum-v1"
+    gymnasium_id: ClassVar[str | None] = "Pendulum-v1"
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         angle, speed = (draw * 2.0 - 1.0 for draw in draws)

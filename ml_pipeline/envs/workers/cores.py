@@ -1,4 +1,4 @@
-"""How many cores this process may really use: what is allowed to it, and what is paid for."""
+"""available_cores: how many cores this process may use."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
-
-# Set for the jobs of a sweep that run side by side: their share.
+# The share of each job, set for jobs of a sweep that run at the same time.
 CORES_VARIABLE = "ML_PIPELINE_CORES"
 
 
 def available_cores() -> int:
-    """At least 1; what affinity, the quota of a container, and ML_PIPELINE_CORES all allow."""
+    """The least of CPU affinity, container quota and ML_PIPELINE_CORES; at least 1."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -26,7 +25,7 @@ def available_cores() -> int:
 
 
 def cgroup_cores(root: Path, own: Path) -> float:
-    """The CPU quota of this process's control groups, in cores; infinite where there is none."""
+    """The CPU quota of this process's control groups, in cores; infinite if there is none."""
     try:
         lines = own.read_text().splitlines()
     except OSError:  # not Linux
@@ -40,8 +39,8 @@ def cgroup_cores(root: Path, own: Path) -> float:
             folder = root / "cpu"
         else:
             continue
-        # A group is held to the quotas of all groups above it. Inside a container the path may
-        # not exist, and the container's own group is the root.
+        # The quotas of all parent groups apply, too. Inside a container the path may not exist;
+        # the container's own group is then the root.
         below = folder / path.lstrip("/")
         quotas += [_quota(each) for each in (below, *below.parents) if each.is_relative_to(folder)]
     return min(quotas)
@@ -55,5 +54,5 @@ def _quota(folder: Path) -> float:
             quota = (folder / "cpu.cfs_quota_us").read_text().strip()
             period = (folder / "cpu.cfs_period_us").read_text().strip()
         return math.inf if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # no such file, or none that we know
+    except (OSError, ValueError, ZeroDivisionError):  # no such file, or an unknown format
         return math.inf

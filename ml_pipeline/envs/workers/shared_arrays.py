@@ -1,9 +1,9 @@
-"""The arrays of a vector env, one row per env, in memory that several processes can see.
+"""EnvArrays: the arrays of a vector env, one row per env, in shared memory.
 
-The block is anonymous: no name in the file system leads to it, so nothing can be left behind
-when every process is killed. Observations and actions are a "tree": one array for a plain
-space, a dict or tuple of trees for ``Dict`` and ``Tuple`` spaces, and ``Objects`` for spaces
-whose values have no fixed shape (Text, Sequence, Graph, OneOf, a user's own): those are pickled.
+The memory is anonymous: it has no name in the file system, so nothing is left behind even if every
+process is killed. Observations and actions are a "tree": one array for a plain space, a dict or
+tuple of trees for ``Dict`` and ``Tuple`` spaces, and ``Objects`` for spaces whose values have no
+fixed shape (Text, Sequence, Graph, OneOf, custom spaces). Objects are pickled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-_CACHE_LINE = 64  # bytes; every field starts on one, so that no two writers share one
+_CACHE_LINE = 64  # bytes; each array starts a new one, so that no two writers share one
 HINT_WORDS = _CACHE_LINE // 8
 
 Tree = Any  # NDArray, Objects, dict[str, Tree] or tuple[Tree, ...]; each leaf is [n_envs, ...]
@@ -31,23 +31,23 @@ Allocate = Callable[[tuple[int, ...], "np.dtype[Any]"], "NDArray[Any]"]
 
 
 class Objects(list[Any]):
-    """One Python object per env; each process has its own list, so they are sent by hand."""
+    """One Python object per env; each process has its own list, so changes must be sent."""
 
 
 class EnvArrays(NamedTuple):
-    """What crosses between a vector env and the slices that step its envs; row i is env i."""
+    """The data that a vector env and its slices exchange; row i belongs to env i."""
 
     action: Tree
     obs: Tree
-    final_obs: Tree  # last observation of the episode that ended in this step, else stale
+    final_obs: Tree  # last observation of an episode that ended in this step; else outdated
     reward: NDArray[np.float64]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
-    hints: NDArray[np.int64]  # [n_workers, HINT_WORDS], a cache line each; see Channel
+    hints: NDArray[np.int64]  # [n_workers, HINT_WORDS], one cache line per worker; see Channel
 
 
 class Layout(NamedTuple):
-    """All that decides where each array lies; the same in every process."""
+    """Decides the address of each array; must be equal in every process."""
 
     observation_space: Space[Any]
     action_space: Space[Any]
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
     n_workers: int
 
     def arrays(self, allocate: Allocate = np.zeros) -> EnvArrays:
-        """``allocate`` is called in the same order by every process."""
+        """Calls ``allocate`` in a fixed order."""
         n_envs = self.n_envs
         return EnvArrays(
             action=_tree(self.action_space, n_envs, allocate),
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
         )
 
     def arrays_in(self, block: SharedBlock) -> EnvArrays:
-        """The arrays one behind the other in a shared block."""
+        """The arrays, one after the other in a shared block."""
         offset = 0
 
         def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -93,12 +93,13 @@ class Layout(NamedTuple):
 
 
 class SharedBlock:
-    """Anonymous shared memory; made by one process, sent to its workers over a socket."""
+    """Anonymous shared memory; one process creates it and sends it to its workers."""
 
     def __init__(self, memory: mmap.mmap, handle: int | str) -> None:
         self.memory = memory
-        self._handle = handle  # file descriptor; on Windows a name that dies with its last user
-        self.close = weakref.finalize(self, _drop_handle, handle)  # the arrays keep the memory
+        self._handle = handle  # file descriptor; on Windows a name that vanishes with its last user
+        # The memory lives on as long as there are arrays in it.
+        self.close = weakref.finalize(self, _drop_handle, handle)
 
     @classmethod
     def create(cls, size: int) -> SharedBlock:
@@ -118,13 +119,13 @@ class SharedBlock:
 
     @classmethod
     def open(cls, handle: int | str, size: int) -> SharedBlock:
-        if isinstance(handle, int):
-            return cls(mmap.mmap(handle, size), handle)
-        return cls(mmap.mmap(-1, size, tagname=handle), handle)  # type: ignore[call-arg]
+        if sys.platform == "win32":
+            return cls(mmap.mmap(-1, size, tagname=str(handle)), handle)
+        return cls(mmap.mmap(int(handle), size), handle)
 
     @property
     def name(self) -> str | None:
-        """What leads to the block on Windows; elsewhere the descriptor is sent."""
+        """The name of the block on Windows; elsewhere None, and the descriptor is sent."""
         return self._handle if isinstance(self._handle, str) else None
 
     def send_descriptor(self, sock: socket.socket) -> None:
@@ -144,77 +145,77 @@ def _drop_handle(handle: int | str) -> None:
         os.close(handle)
 
 
-def write_value(row: Tree, value: Any, casts: set[str]) -> None:
-    """Store one env's value in its ``row_of`` a tree; a wrong shape or kind is an error.
+def write_value(view: Tree, value: Any, casts: set[str]) -> None:
+    """Store one env's value through its ``view_of_row``; a wrong shape or kind is an error.
 
-    A cast that changes the precision only (float64 to float32) is done and added to ``casts``.
+    A cast that only changes the precision (float64 to float32) is done and added to ``casts``.
     """
-    if type(row) is memoryview:
+    if type(view) is memoryview:
         try:
-            row[:] = value  # refuses whatever differs in length or kind, faster than we could
+            view[:] = value  # checks length and type faster than Python code could
         except (ValueError, TypeError):
-            array = np.asarray(row)
+            array = np.asarray(view)
             array[...] = _fitting(value, array, casts)
-    elif type(row) is np.ndarray:
-        row[...] = _fitting(value, row, casts)
-    elif isinstance(row, dict):
-        if not isinstance(value, Mapping) or not row.keys() <= value.keys():
-            raise ValueError(f"an observation with the keys {list(row)} expected, got {value!r}")
-        for name, branch in row.items():
+    elif type(view) is np.ndarray:
+        view[...] = _fitting(value, view, casts)
+    elif isinstance(view, dict):
+        if not isinstance(value, Mapping) or not view.keys() <= value.keys():
+            raise ValueError(f"expected an observation with the keys {list(view)}, got {value!r}")
+        for name, branch in view.items():
             write_value(branch, value[name], casts)
-    elif isinstance(row, tuple):
-        if not isinstance(value, (tuple, list)) or len(value) != len(row):
-            raise ValueError(f"an observation of {len(row)} parts expected, got {value!r}")
-        for branch, part in zip(row, value, strict=True):
+    elif isinstance(view, tuple):
+        if not isinstance(value, (tuple, list)) or len(value) != len(view):
+            raise ValueError(f"expected an observation of {len(view)} parts, got {value!r}")
+        for branch, part in zip(view, value, strict=True):
             write_value(branch, part, casts)
     else:
-        # Copied: an env may go on to change what it has handed out.
-        row.objects[row.index] = deepcopy(value)
+        # A copy: an env may change an object after it has returned it.
+        view.objects[view.row] = deepcopy(value)
 
 
-class _ObjectRow:
-    """Where one env's object goes; no tuple, which would be a tree of its own."""
+class _ObjectView:
+    """Where one env's object is stored; not a tuple, which would be a tree."""
 
-    def __init__(self, objects: Objects, index: int) -> None:
+    def __init__(self, objects: Objects, row: int) -> None:
         self.objects = objects
-        self.index = index
+        self.row = row
 
 
-def row_of(tree: Tree, index: int) -> Tree:
-    """Where ``write_value`` stores one env's value: views of row ``index``."""
+def view_of_row(tree: Tree, row: int) -> Tree:
+    """Views through which ``write_value`` stores one env's value."""
     if isinstance(tree, dict):
-        return {name: row_of(branch, index) for name, branch in tree.items()}
+        return {name: view_of_row(branch, row) for name, branch in tree.items()}
     if isinstance(tree, tuple):
-        return tuple(row_of(branch, index) for branch in tree)
+        return tuple(view_of_row(branch, row) for branch in tree)
     if isinstance(tree, Objects):
-        return _ObjectRow(tree, index)
-    row = tree[index, ...]  # the dots make it a view, of a scalar too
-    return memoryview(row) if row.ndim == 1 else row
+        return _ObjectView(tree, row)
+    view = tree[row, ...]  # the dots make it a view even of a scalar
+    return memoryview(view) if view.ndim == 1 else view
 
 
-def read_row(tree: Tree, index: int) -> Any:
-    """One env's value, in memory of its own."""
+def read_row(tree: Tree, row: int) -> Any:
+    """A copy of one env's value."""
     if isinstance(tree, dict):
-        return {name: read_row(branch, index) for name, branch in tree.items()}
+        return {name: read_row(branch, row) for name, branch in tree.items()}
     if isinstance(tree, tuple):
-        return tuple(read_row(branch, index) for branch in tree)
-    value = tree[index]
+        return tuple(read_row(branch, row) for branch in tree)
+    value = tree[row]
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def hand_out(tree: Tree, *, copy: bool) -> Tree:
-    """All rows as Gymnasium batches them; in memory of their own if ``copy``."""
+def as_batch(tree: Tree, *, copy: bool) -> Tree:
+    """The values of all envs, batched as Gymnasium does; views unless ``copy``."""
     if isinstance(tree, np.ndarray):
         return tree.copy() if copy else tree
     if isinstance(tree, dict):
-        return {name: hand_out(branch, copy=copy) for name, branch in tree.items()}
+        return {name: as_batch(branch, copy=copy) for name, branch in tree.items()}
     if isinstance(tree, Objects):
         return tuple(deepcopy(tree) if copy else tree)
-    return tuple(hand_out(branch, copy=copy) for branch in tree)
+    return tuple(as_batch(branch, copy=copy) for branch in tree)
 
 
 class Choices(NamedTuple):
-    """The whole numbers that one leaf of a space has, both ends included."""
+    """The range of integers of one leaf of a space, both ends included."""
 
     low: Any  # int, or an array for a MultiDiscrete space
     high: Any
@@ -222,7 +223,7 @@ class Choices(NamedTuple):
 
 
 def choices_of(space: Space[Any]) -> Tree:
-    """A tree for ``write_all``: ``Choices`` where a space is discrete, None elsewhere."""
+    """A tree for ``write_all``: ``Choices`` for each discrete leaf, None for others."""
     if isinstance(space, spaces.Dict):
         return {name: choices_of(part) for name, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -235,14 +236,14 @@ def choices_of(space: Space[Any]) -> Tree:
 
 
 def write_all(tree: Tree, values: Any, choices: Tree) -> None:
-    """Store a batch of actions; what does not fit is an error, nothing is broadcast."""
+    """Store a batch of actions; a wrong shape, type or choice is an error."""
     if type(tree) is np.ndarray:
         array = values if type(values) is np.ndarray else np.asarray(values)
         if array.shape != tree.shape:
-            raise ValueError(f"actions of shape {array.shape} given, {tree.shape} expected")
+            raise ValueError(f"actions must have shape {tree.shape}, got {array.shape}")
         if choices is not None:
             _check_choices(array, choices)
-        if array.dtype != tree.dtype:  # by value: one that came from a worker is another object
+        if array.dtype != tree.dtype:
             _check_cast(array, tree.dtype, "actions")
         tree[...] = array
     elif isinstance(tree, dict):
@@ -254,17 +255,17 @@ def write_all(tree: Tree, values: Any, choices: Tree) -> None:
     else:
         values = list(values)
         if len(values) != len(tree):
-            raise ValueError(f"actions for {len(values)} envs given, {len(tree)} expected")
+            raise ValueError(f"expected actions for {len(tree)} envs, got {len(values)}")
         tree[:] = values
 
 
 def _check_choices(actions: NDArray[Any], choices: Choices) -> None:
-    """Refuse a choice that the space does not have: what an env makes of it is anyone's guess."""
+    """Refuse actions outside the space: many envs do not check them."""
     low, high, space = choices
     if actions.dtype.kind not in "iub":
-        raise TypeError(f"actions in {space} are whole numbers, got dtype {actions.dtype}")
+        raise TypeError(f"actions in {space} must be integers, got dtype {actions.dtype}")
     if actions.ndim == 1:
-        numbers = actions.tolist()  # for a few numbers faster than NumPy's reductions
+        numbers = actions.tolist()  # faster than NumPy for a few numbers
         if low <= min(numbers) and max(numbers) <= high:
             return
     wrong = (actions < low) | (actions > high)
@@ -274,7 +275,7 @@ def _check_choices(actions: NDArray[Any], choices: Choices) -> None:
 
 
 def scalars_of(tree: Tree, rows: Sequence[int]) -> NDArray[Any] | None:
-    """The rows as one view, where each is a single number and they lie side by side."""
+    """The rows as one view if each is a single number and they are adjacent, else None."""
     if not isinstance(tree, np.ndarray) or tree.ndim > 1 or not rows:
         return None
     view = tree[rows[0] : rows[-1] + 1]
@@ -282,7 +283,7 @@ def scalars_of(tree: Tree, rows: Sequence[int]) -> NDArray[Any] | None:
 
 
 def objects_of(tree: Tree) -> Iterator[Objects]:
-    """Every leaf that must be sent by hand, in a fixed order."""
+    """Every ``Objects`` leaf, in a fixed order."""
     if isinstance(tree, dict):
         tree = tuple(tree.values())
     if isinstance(tree, Objects):
@@ -293,7 +294,7 @@ def objects_of(tree: Tree) -> Iterator[Objects]:
 
 
 def take_objects(tree: Tree, rows: Sequence[int]) -> list[list[Any]]:
-    """What ``put_objects`` takes in another process; empty where all is in shared memory."""
+    """The objects to send to ``put_objects`` in another process; empty if the tree has none."""
     return [[leaf[row] for row in rows] for leaf in objects_of(tree)]
 
 
@@ -304,7 +305,7 @@ def put_objects(tree: Tree, rows: Sequence[int], taken: list[list[Any]]) -> None
 
 
 def copy_rows(source: Tree, target: Tree, rows: Sequence[int]) -> None:
-    """Copy some rows of a tree into a tree of the same spaces."""
+    """Copy some rows into another tree of the same space."""
     if isinstance(source, dict):
         source, target = tuple(source.values()), tuple(target.values())
     if isinstance(source, tuple):
@@ -317,34 +318,32 @@ def copy_rows(source: Tree, target: Tree, rows: Sequence[int]) -> None:
         target[rows] = source[rows]
 
 
-def is_finite(row: Tree) -> bool:
-    """Whether all numbers of a tree or a row are; objects count as finite."""
-    if isinstance(row, dict):
-        return all(is_finite(branch) for branch in row.values())
-    if isinstance(row, memoryview):
-        row = np.asarray(row)
-    if isinstance(row, np.ndarray):
-        return row.dtype.kind not in "fc" or bool(np.isfinite(row).all())
-    return isinstance(row, (_ObjectRow, Objects)) or all(is_finite(branch) for branch in row)
+def is_finite(tree: Tree) -> bool:
+    """Whether all numbers of a tree or of a view are finite; objects count as finite."""
+    if isinstance(tree, dict):
+        return all(is_finite(branch) for branch in tree.values())
+    if isinstance(tree, memoryview):
+        tree = np.asarray(tree)
+    if isinstance(tree, np.ndarray):
+        return tree.dtype.kind not in "fc" or bool(np.isfinite(tree).all())
+    return isinstance(tree, (_ObjectView, Objects)) or all(is_finite(branch) for branch in tree)
 
 
-def _fitting(value: Any, row: NDArray[Any], casts: set[str]) -> NDArray[Any]:
-    """``value`` as an array that can be stored in ``row`` without a change of meaning."""
+def _fitting(value: Any, view: NDArray[Any], casts: set[str]) -> NDArray[Any]:
+    """``value`` as an array that can be stored in ``view`` without changing its meaning."""
     array = np.asarray(value)
-    if array.shape != row.shape:
+    if array.shape != view.shape:
         raise ValueError(
-            f"the env gave an observation of shape {array.shape}, "
-            f"but its observation space says {row.shape}"
+            f"the env returned an observation of shape {array.shape}, "
+            f"but its observation space has shape {view.shape}"
         )
-    if array.dtype != row.dtype:
-        _check_cast(array, row.dtype, "an observation")
-        if (
-            isinstance(value, (np.ndarray, np.generic))
-            and array.dtype.kind == row.dtype.kind == "f"
-        ):
+    if array.dtype != view.dtype:
+        _check_cast(array, view.dtype, "an observation")
+        is_array = isinstance(value, (np.ndarray, np.generic))
+        if is_array and array.dtype.kind == view.dtype.kind == "f":
             casts.add(
-                f"an env gave an observation of dtype {array.dtype}, its space says {row.dtype}: "
-                "cast; make the two agree to save the time and this warning"
+                f"an env returned an observation of dtype {array.dtype}, but its space has dtype "
+                f"{view.dtype}: cast it in the env to save time and avoid this warning"
             )
     return array
 
@@ -352,9 +351,9 @@ def _fitting(value: Any, row: NDArray[Any], casts: set[str]) -> NDArray[Any]:
 def _check_cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> None:
     """Refuse a cast that changes more than the precision of floats."""
     kinds = array.dtype.kind, dtype.kind
-    fact = f"{what} of dtype {array.dtype} given, where the space says {dtype}"
+    fact = f"got {what} of dtype {array.dtype}, but the space has dtype {dtype}"
     if kinds[0] not in "biufc":
-        raise TypeError(f"{what} of dtype {array.dtype} given, which is no number: {array}")
+        raise TypeError(f"got {what} of dtype {array.dtype}, which is not a number: {array}")
     if kinds[0] not in "biu" and not np.can_cast(array.dtype, dtype, casting="same_kind"):
         raise TypeError(fact)
     with np.errstate(over="ignore"):

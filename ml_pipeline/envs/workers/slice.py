@@ -1,440 +1,350 @@
-"""SliceVectorEnv: what SerialEnv and ParallelEnv share, Gymnasium's side of a vector env.
+"""EnvSlice: some envs of a vector env, stepped one after the other in one process.
 
-It knows seeds, arrays and infos, and that the envs are in slices: one in this process, the others
-in the workers of a pool; either may be absent.
+A worker runs one slice. ``SerialEnv`` and ``main_slice`` run one in the main process. All share
+this code, so they behave alike. Spawned workers import this module: keep torch out of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from operator import itemgetter
-from typing import Any
+from copy import deepcopy
+from typing import Any, Literal, NamedTuple, NoReturn
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
-from numpy.typing import NDArray
+from gymnasium.vector import AutoresetMode
 
-from ml_pipeline.envs.workers.pool import CLOSE_SECONDS, AnswerPendingError, Worker, WorkerPool
+from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot
+from ml_pipeline.envs.workers.errors import WorkerError, error_from
 from ml_pipeline.envs.workers.shared_arrays import (
     EnvArrays,
-    Layout,
-    SharedBlock,
-    choices_of,
-    copy_rows,
-    hand_out,
     is_finite,
     objects_of,
     put_objects,
     read_row,
+    scalars_of,
     take_objects,
-    write_all,
-)
-from ml_pipeline.envs.workers.worker import (
-    STEP,
-    Description,
-    EnvFn,
-    EnvSlice,
-    InfoMode,
-    SliceOptions,
-    SliceReport,
-    StepInfo,
-    WorkerError,
+    view_of_row,
+    write_value,
 )
 
-Seeds = list[int | None]
-StepResult = tuple[
-    Any, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", dict[str, Any]
-]
-
-_ResetRequest = tuple[Seeds, "dict[str, Any] | None", list[bool]]  # seeds, options, mask
-
-_RESERVED = ("reset", "step", "close")  # not to be had by ``call``: the arrays would not know
+EnvFn = Callable[[], gym.Env[Any, Any]]
+InfoMode = Literal["all", "final"]
 
 
-class SliceVectorEnv(VectorEnv[Any, Any, Any]):
-    """The contract of a VectorEnv over a main slice and a pool of workers."""
+class SliceOptions(NamedTuple):
+    """How a slice treats its envs; the same for all slices of a vector env."""
 
-    def __init__(
-        self,
-        env_fns: Sequence[EnvFn],
-        seed: int | None,
-        options: SliceOptions,
-        *,
-        copy: bool,
-        pool: WorkerPool | None,
-    ) -> None:
-        self.env_fns = list(env_fns)
-        if not self.env_fns:
-            raise ValueError("env_fns is empty; give at least one env factory")
-        self.autoreset_mode = options.autoreset_mode
-        self.copy = copy
-        self._options = options
-        self._first_seed = None if seed is None else int(seed)  # of env 0; env i has this + i
-        self._seeds = spread_seed(seed, len(self.env_fns))  # what each env was last seeded with
-        self._unused_seeds = list(self._seeds)  # by a first reset that brings no seed of its own
-        self._main: EnvSlice | None = None
-        self._pool = pool
-        self._workers: list[Worker] = pool.workers if pool is not None else []
-        self._block: SharedBlock | None = None
-        self._arrays: EnvArrays
-        self._pending: str | None = None  # reset, step or call, between its async and its wait
-        self._main_result: list[Any] | None = None  # what the slice here has done of it
-        self._main_request: tuple[str, tuple[Any, ...]] = ("step", ())
-        self._cut_short = False
-        self._reset_request: _ResetRequest = (self._seeds, None, [True] * len(self._seeds))
-        self._casts_told: set[str] = set()
-        self._last_obs: Any = None  # where workers are restarted: what was last handed out
+    autoreset_mode: AutoresetMode
+    infos: InfoMode  # "final": only those of resets and ended episodes
+    check_finite: bool
 
-    def _adopt(self, descriptions: Sequence[Description]) -> None:
-        """Take over spaces and metadata; all envs must agree on the spaces."""
-        first = descriptions[0]
-        self.num_envs = len(descriptions)
-        self.single_observation_space = first.observation_space
-        self.single_action_space = first.action_space
-        for index, description in enumerate(descriptions):
-            self._check_spaces(description, index)
-        self.observation_space = batch_space(first.observation_space, self.num_envs)
-        self.action_space = batch_space(first.action_space, self.num_envs)
-        self._choices = choices_of(first.action_space)
-        self._sends_objects = any(objects_of(Layout(*self._spaces(), 1, 0).arrays().action))
-        self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
-        self.render_mode = first.render_mode
-        self.spec = first.spec
 
-    def _spaces(self) -> tuple[gym.Space[Any], gym.Space[Any]]:
-        return self.single_observation_space, self.single_action_space
+class Description(NamedTuple):
+    """The facts about an env that a vector env needs before the first reset."""
 
-    def _check_spaces(self, description: Description, index: int) -> None:
-        for name in ("observation_space", "action_space"):
-            theirs, ours = getattr(description, name), getattr(self, f"single_{name}")
-            if theirs != ours:
-                raise WorkerError(
-                    f"env {index} has {name} {theirs}, "
-                    f"but env 0 has {ours}; all envs must share one"
-                )
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    metadata: dict[str, Any]
+    render_mode: str | None
+    spec: Any  # gymnasium's EnvSpec, or None
+
+
+# Plain tuples, because they are pickled during a step.
+# StepInfo: index of the env, last info of an episode that ended in this step (else empty), info
+# that belongs to the observation.
+StepInfo = tuple[int, "dict[str, Any]", "dict[str, Any]"]
+# SliceReport: infos, objects of the observations, objects of the final observations (see
+# take_objects), and casts to warn about. A slice with nothing to report sends None.
+SliceReport = tuple[list[StepInfo], list[list[Any]], list[list[Any]], list[str]]
+
+
+class EnvSlice:
+    """Envs, and the rows of the shared arrays that they read and write."""
+
+    def __init__(self, options: SliceOptions, *, in_worker: bool = False) -> None:
+        self.options = options
+        self._in_worker = in_worker
+        self._same_step = options.autoreset_mode is AutoresetMode.SAME_STEP
+        self._all_infos = options.infos == "all"
+        self._check_finite = options.check_finite
+        self.rows: list[int] = []  # index of each env in the vector env
+        self.envs: list[gym.Env[Any, Any]] = []
+        self.seeds: list[int | None] = []  # the last seed of each env, for error messages
+        self._ended: list[bool] = []
+        self._casts: set[str] = set()
+        self._reported_casts: set[str] = set()
+        self._arrays: Any = None  # EnvArrays after the first bind
+        self._reward: memoryview[Any]
+        self._terminated: memoryview[Any]
+        self._truncated: memoryview[Any]
+        self._sends_objects = False
+        self._scalar_actions: Any = None
+        self._obs_views: list[Any] = []
+        self._final_obs_views: list[Any] = []
+
+    def build(
+        self, env_fns: Sequence[EnvFn], rows: Sequence[int], seeds: Sequence[int | None]
+    ) -> list[Description]:
+        """Add envs; call ``bind`` before the next step."""
+        descriptions: list[Description] = []
+        for env_fn, row, seed in zip(env_fns, rows, seeds, strict=True):
+            self.rows.append(row)
+            self.seeds.append(seed)
+            self._ended.append(False)
+            try:
+                env = env_fn()
+                if not isinstance(env, gym.Env):
+                    raise TypeError(
+                        f"the factory returned {type(env).__name__}, not a gymnasium.Env"
+                    )
+                self.envs.append(env)
+                spaces = env.observation_space, env.action_space
+                if descriptions and spaces == descriptions[0][:2]:
+                    spaces = descriptions[0][:2]  # pickle writes the same object only once
+                descriptions.append(Description(*spaces, env.metadata, env.render_mode, env.spec))
+            except BaseException as error:
+                self._raise_for_env(len(self.rows) - 1, error)
+        return descriptions
+
+    def drop(self, n_envs: int) -> None:
+        """Close the envs from row ``n_envs`` on."""
+        keep = sum(row < n_envs for row in self.rows)
+        for offset in range(keep, len(self.envs)):
+            self._close_env(offset)
+        for each in (self.envs, self.rows, self.seeds, self._ended):
+            del each[keep:]
+
+    def bind(self, arrays: EnvArrays) -> None:
+        """Use these arrays from now on; must be called again whenever the envs change."""
+        if self._arrays is not None:
+            # The main process copies the arrays; objects are in lists of this process.
+            kept = [row for row in self.rows if row < len(self._arrays.reward)]
+            put_objects(arrays.obs, kept, take_objects(self._arrays.obs, kept))
+        self._arrays = arrays
+        self._obs_views = [view_of_row(arrays.obs, row) for row in self.rows]
+        self._final_obs_views = [view_of_row(arrays.final_obs, row) for row in self.rows]
+        self._sends_objects = any(objects_of(arrays.obs))
+        self._scalar_actions = scalars_of(arrays.action, self.rows)
+        # To read or write one number, a memoryview is faster than an array.
+        self._reward = arrays.reward.data
+        self._terminated = arrays.terminated.data
+        self._truncated = arrays.truncated.data
 
     def reset(
         self,
-        *,
-        seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Reset all envs, or those in ``options["reset_mask"]``; an int seeds env i seed + i."""
+        seeds: Sequence[int | None],
+        options: dict[str, Any] | None,
+        mask: Sequence[bool],
+    ) -> SliceReport | None:
+        """Reset the envs whose ``mask`` is set; ``seeds`` and ``mask`` cover this slice only."""
+        infos: list[StepInfo] = []
+        offset = 0
         try:
-            self.reset_async(seed=seed, options=options)
-            return self.reset_wait()
+            for offset, seed in enumerate(seeds):
+                if mask[offset]:
+                    self.seeds[offset] = self.seeds[offset] if seed is None else seed
+                    self._reset_env(offset, infos, seed=seed, options=deepcopy(options))
         except BaseException as error:
-            self._abandon(error)
-            raise
+            self._raise_for_env(offset, error)
+        return self._report(infos)
 
-    def reset_async(
+    def put_actions(self, objects: list[list[Any]]) -> None:
+        """Store the action objects that no array can hold; call this before ``step``."""
+        put_objects(self._arrays.action, self.rows, objects)
+
+    def step(self) -> SliceReport | None:
+        """Step every env with its row of the actions."""
+        infos: list[StepInfo] = []
+        rows, ended, obs_views, reward_of = self.rows, self._ended, self._obs_views, self._reward
+        terminated_of, truncated_of = self._terminated, self._truncated
+        offset = 0
+        try:
+            for offset, action in enumerate(self._actions()):
+                if ended[offset]:
+                    self._start_next_episode(offset, infos)
+                    continue
+                obs, reward, terminated, truncated, info = self.envs[offset].step(action)
+                row = rows[offset]
+                reward_of[row] = reward if type(reward) is float else _number(reward)
+                if terminated is False and truncated is False:
+                    terminated_of[row] = truncated_of[row] = False
+                    if info and self._all_infos:
+                        infos.append((row, {}, dict(info)))
+                else:
+                    obs = self._handle_flags(offset, terminated, truncated, obs, info, infos)
+                write_value(obs_views[offset], obs, self._casts)
+                if self._check_finite:
+                    self._require_finite(offset)
+        except BaseException as error:
+            self._raise_for_env(offset, error)
+        return self._report(infos)
+
+    def _actions(self) -> list[Any]:
+        """One action per env, copied: an env may keep it."""
+        if self._scalar_actions is not None:
+            return list(self._scalar_actions)
+        return [read_row(self._arrays.action, row) for row in self.rows]
+
+    def _handle_flags(
         self,
-        seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> None:
-        self._check_idle("reset")
-        options = dict(options) if options is not None else None
-        mask = [True] * self.num_envs
-        if options is not None and "reset_mask" in options:
-            mask = _checked_mask(options.pop("reset_mask"), self.num_envs).tolist()
-        seeds = self._unused_seeds if seed is None else spread_seed(seed, self.num_envs)
-        seeds = [each if chosen else None for each, chosen in zip(seeds, mask, strict=True)]
-        self._begin(
-            "reset", "reset", lambda rows: (picked(seeds, rows), options, picked(mask, rows))
-        )
-        self._reset_request = (seeds, options, mask)
-        if isinstance(seed, (int, np.integer)) and all(mask):
-            self._first_seed = int(seed)
-        for index, new in enumerate(seeds):
-            self._seeds[index] = self._seeds[index] if new is None else new
-            self._unused_seeds[index] = None if mask[index] else self._unused_seeds[index]
-        self._cut_short = self._cut_short and not all(mask)
+        offset: int,
+        terminated: Any,
+        truncated: Any,
+        obs: Any,
+        info: dict[str, Any],
+        infos: list[StepInfo],
+    ) -> Any:
+        """Store the flags and autoreset an ended episode; returns the observation to show."""
+        row = self.rows[offset]
+        self._terminated[row] = _flag(terminated, "terminated")
+        self._truncated[row] = _flag(truncated, "truncated")
+        if not (self._terminated[row] or self._truncated[row]):
+            if info and self._all_infos:
+                infos.append((row, {}, dict(info)))
+        elif self._same_step:
+            # Copy before the reset: an env may reuse the buffers of observation and info.
+            write_value(self._final_obs_views[offset], obs, self._casts)
+            final_info = deepcopy(info) if info else {}
+            obs, info = self.envs[offset].reset()
+            if info or final_info:
+                infos.append((row, final_info, dict(info)))
+        else:
+            self._ended[offset] = True
+            if info:
+                infos.append((row, {}, dict(info)))
+        return obs
 
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        infos = self._merge(self._finish("reset", timeout), may_have_ended=False)
-        return self._hand_out(), infos
-
-    def step(self, actions: Any) -> StepResult:
-        try:
-            self.step_async(actions)
-            return self.step_wait()
-        except BaseException as error:
-            self._abandon(error)
-            raise
-
-    def step_async(self, actions: Any) -> None:
-        """Let the envs start on ``actions``; they are checked before anything is sent."""
-        self._check_idle("step_async")
-        if self._cut_short:
-            raise WorkerError(
-                "the last step was interrupted and what it brought is lost; reset all envs first"
+    def _start_next_episode(self, offset: int, infos: list[StepInfo]) -> None:
+        if self.options.autoreset_mode is AutoresetMode.DISABLED:
+            raise RuntimeError(
+                "autoreset_mode=DISABLED: the episode has ended; reset this env with "
+                "options={'reset_mask': mask} before the next step"
             )
-        if self._pool is not None:
-            self._pool.settle(self._workers)
-        action = self._arrays.action
-        write_all(action, actions, self._choices)
-        if self._options.check_finite and not is_finite(action):
-            raise ValueError(f"the actions are not finite: {actions}")
-        if self._pool is not None:
-            payloads = [b""] * len(self._workers)
-            if self._sends_objects:
-                objects = [take_objects(action, worker.rows) for worker in self._workers]
-                payloads = [cloudpickle.dumps(each) for each in objects]
-            self._cut_short = True  # by whatever comes before all are asked
-            number, seconds = self._pool.next_number(), self._pool.answer_seconds
-            for worker, payload in zip(self._workers, payloads, strict=True):
-                worker.send(STEP, number, payload, seconds)
-            self._cut_short = False
-        self._main_request = ("step", ())
-        self._pending = "step"
+        self._reset_env(offset, infos)
 
-    def step_wait(self, timeout: float | None = None) -> StepResult:
-        """``WorkerTimeoutError`` after ``timeout`` seconds; the step can still be waited for."""
-        outcomes = self._finish("step", timeout)
-        same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
-        infos = self._merge(outcomes, may_have_ended=same_step)
-        arrays = self._arrays
-        return (
-            self._hand_out(),
-            arrays.reward.copy(),
-            arrays.terminated.copy(),
-            arrays.truncated.copy(),
-            infos,
-        )
+    def _reset_env(self, offset: int, infos: list[StepInfo], **arguments: Any) -> None:
+        row = self.rows[offset]
+        obs, info = self.envs[offset].reset(**arguments)
+        write_value(self._obs_views[offset], obs, self._casts)
+        self._ended[offset] = False
+        self._reward[row] = 0.0
+        self._terminated[row] = self._truncated[row] = False
+        if self._check_finite:
+            self._require_finite(offset)
+        if info:
+            infos.append((row, {}, dict(info)))
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Each env's attribute ``name``, called with the arguments if it is a method."""
-        try:
-            self.call_async(name, *args, **kwargs)
-            return self.call_wait()
-        except BaseException as error:
-            self._abandon(error)
-            raise
+    def _require_finite(self, offset: int) -> None:
+        row = self.rows[offset]
+        if not math.isfinite(self._reward[row]):
+            raise ValueError(f"the env returned reward={self._reward[row]}, which is not finite")
+        seen = [(self._arrays.obs, self._obs_views)]
+        if self._same_step and (self._terminated[row] or self._truncated[row]):
+            seen.append((self._arrays.final_obs, self._final_obs_views))
+        for tree, views in seen:
+            if not is_finite(views[offset]):
+                obs = read_row(tree, row)
+                raise ValueError(f"the env returned an observation that is not finite: {obs}")
 
-    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        self._check_idle("call")
-        if name in _RESERVED:
-            raise ValueError(f"call({name!r}) would pass by the vector env; use its own {name}")
-        self._begin("call", "call", lambda rows: (name, args, kwargs))
+    def _report(self, infos: list[StepInfo]) -> SliceReport | None:
+        casts: list[str] = []
+        if self._casts:
+            casts = sorted(self._casts - self._reported_casts)
+            self._reported_casts |= self._casts
+            self._casts.clear()
+        if self._sends_objects:
+            arrays, rows = self._arrays, self.rows
+            objects = take_objects(arrays.obs, rows), take_objects(arrays.final_obs, rows)
+            return infos, *objects, casts
+        return (infos, [], [], casts) if infos or casts else None
 
-    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        return tuple(self._per_env(self._finish("call", timeout)))
+    def ping(self) -> None:
+        """Do nothing; the answer shows that the worker is alive."""
+
+    def end_episodes(self) -> None:
+        """Treat every episode as ended; the next step starts a new one."""
+        self._ended = [True] * len(self.envs)
 
     def snapshot(self) -> list[bytes]:
-        """Each env as bytes, between two steps: see ``ml_pipeline.envs.snapshots``."""
-        self._check_idle("snapshot")
-        self._begin("call", "snapshot", lambda rows: ())
-        return self._per_env(self._finish("call", None))
+        """The state of each env between two steps."""
+        taken = []
+        for offset, env in enumerate(self.envs):
+            try:
+                taken.append(take_snapshot(env, read_row(self._arrays.obs, self.rows[offset])))
+            except BaseException as error:
+                self._raise_for_env(offset, error)
+        return taken
 
     def restore(self, snapshots: Sequence[bytes]) -> None:
-        """Go on in the midst of episodes, instead of a reset; loading a snapshot runs its code."""
-        self._check_idle("restore")
-        if len(snapshots) != self.num_envs:
-            raise ValueError(f"{len(snapshots)} snapshots given for {self.num_envs} envs")
-        self._begin("call", "restore", lambda rows: (picked(snapshots, rows),))
-        self._finish("call", None)
-        if self._last_obs is not None:
-            copy_rows(self._arrays.obs, self._last_obs, range(self.num_envs))
-        self._unused_seeds = [None] * self.num_envs
+        """Continue from snapshots of envs that were made by the same factories."""
+        for offset, snapshot in enumerate(snapshots):
+            try:
+                self.envs[offset], obs = restore_snapshot(self.envs[offset], snapshot)
+                write_value(self._obs_views[offset], obs, self._casts)
+            except BaseException as error:
+                self._raise_for_env(offset, error)
+        self._ended = [False] * len(self.envs)
 
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        return self.call(name)
-
-    def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | Any) -> None:
-        """Set an attribute of every env; a list or tuple holds one value per env."""
-        self._check_idle("set_attr")
-        if not isinstance(values, (list, tuple)):
-            values = [values] * self.num_envs
-        if len(values) != self.num_envs:
-            raise ValueError(f"{len(values)} values given for {self.num_envs} envs")
-        self._begin("call", "set_attr", lambda rows: (name, [values[i] for i in rows]))
-        self._finish("call", None)
-
-    def render(self) -> tuple[Any, ...]:
-        return self.call("render")
-
-    @property  # type: ignore[misc]  # one per env and not to be set, as in Gymnasium's own
-    def np_random(self) -> Any:
-        return self.get_attr("np_random")
-
-    @property
-    def np_random_seed(self) -> Any:
-        return self.get_attr("np_random_seed")
-
-    def close_extras(self, *, timeout: float | None = None, terminate: bool = False) -> None:
-        """Close the envs; a worker that takes longer than ``timeout`` (2 s) is ended.
-
-        With ``terminate`` the workers are ended at once.
-        """
-        try:
-            if self._pool is not None:
-                seconds = CLOSE_SECONDS if timeout is None else timeout
-                self._pool.end(0.0 if terminate else seconds)
-        finally:
-            if self._main is not None:
-                self._main.close()
-            if self._block is not None:
-                self._block.close()
-
-    # How requests are run: by the workers, and meanwhile by the slice of this process.
-
-    def _begin(
-        self, pending: str, method: str, arguments_of: Callable[[list[int]], tuple[Any, ...]]
-    ) -> None:
-        """Ask every slice for ``method``, with the arguments for its rows."""
-        if self._pool is not None:
-            arguments = [arguments_of(worker.rows) for worker in self._workers]
-            self._pool.request(self._workers, method, arguments)
-        if self._main is not None:
-            self._main_request = (method, arguments_of(self._main.rows))
-        self._pending = pending
-
-    def _finish(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
-        """What the slices have brought, each with its rows."""
-        self._check_open()
-        if self._pending != pending:
-            raise NoAsyncCallError(f"{pending}_wait without a {pending}_async before it", pending)
-        try:
-            results: list[tuple[list[int], Any]] = []
-            if self._main is not None:
-                if self._main_result is None:
-                    method, arguments = self._main_request
-                    self._main_result = [getattr(self._main, method)(*arguments)]
-                results.append((self._main.rows, self._main_result[0]))
-            results += self._workers_results(pending, timeout)
-        except AnswerPendingError:
-            raise  # it can be waited for again
-        except BaseException as error:
-            self._pending = self._main_result = None
-            self._cut_short = not isinstance(error, WorkerError) and pending != "call"
-            raise
-        self._pending = self._main_result = None
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The attribute ``name`` of each env, called if it is callable."""
+        results = []
+        for offset, env in enumerate(self.envs):
+            try:
+                attribute = env.get_wrapper_attr(name)
+                results.append(attribute(*args, **kwargs) if callable(attribute) else attribute)
+            except BaseException as error:
+                self._raise_for_env(offset, error)
         return results
 
-    def _abandon(self, error: BaseException) -> None:
-        """Nobody will wait any more for what an interrupt has left pending."""
-        if not isinstance(error, Exception) and self._pending is not None:
-            self._cut_short = self._cut_short or self._pending != "call"
-            self._pending = self._main_result = None
+    def set_attributes(self, values: Sequence[dict[str, Any]]) -> None:
+        """Set the attributes of each env; ``values`` has one dict per env."""
+        for offset, (env, attributes) in enumerate(zip(self.envs, values, strict=True)):
+            try:
+                for name, value in attributes.items():
+                    env.set_wrapper_attr(name, value)
+            except BaseException as error:
+                self._raise_for_env(offset, error)
 
-    def _workers_results(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
-        if self._pool is None:
-            return []
-        results = self._pool.results(self._workers, patience=timeout)
-        return [
-            (worker.rows, result) for worker, result in zip(self._workers, results, strict=True)
-        ]
+    def close(self) -> None:
+        """Close every env; an env that raises causes a warning and does not stop the others."""
+        for offset in range(len(self.envs)):
+            self._close_env(offset)
 
-    def _per_env(self, results: list[tuple[list[int], Any]]) -> list[Any]:
-        """One item per env, in the order of the envs."""
-        found: list[Any] = [None] * sum(len(rows) for rows, _ in results)
-        for rows, items in results:
-            for row, item in zip(rows, items, strict=True):
-                found[row] = item
-        return found
+    def _close_env(self, offset: int) -> None:
+        try:
+            self.envs[offset].close()
+        except (Exception, SystemExit) as error:
+            with contextlib.suppress(RuntimeWarning):  # python -W error must not stop a close
+                message = str(self._error_of_env(offset, error))
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    def _merge(
-        self, outcomes: list[tuple[list[int], SliceReport | None]], *, may_have_ended: bool
-    ) -> dict[str, Any]:
-        """The infos of all envs as Gymnasium gives them."""
-        arrays = self._arrays
-        told: list[StepInfo] = []
-        for rows, outcome in outcomes:
-            if outcome is None:
-                continue
-            step_infos, obs_objects, final_obs_objects, casts = outcome
-            told += step_infos
-            if obs_objects:
-                put_objects(arrays.obs, rows, obs_objects)
-                put_objects(arrays.final_obs, rows, final_obs_objects)
-            for cast in set(casts) - self._casts_told:
-                self._casts_told.add(cast)
-                warnings.warn(cast, UserWarning, stacklevel=4)
-        told.sort(key=itemgetter(0))
-        infos: dict[str, Any] = {}
-        flags = arrays.terminated.tobytes() + arrays.truncated.tobytes()
-        if may_have_ended and b"\x01" in flags:
-            infos = self._final_infos({index: info for index, info, _ in told if info})
-        for index, _, info in told:
-            if info:
-                infos = self._add_info(infos, info, index)
-        return infos
+    def _raise_for_env(self, offset: int, error: BaseException) -> NoReturn:
+        """Raise a ``WorkerError`` that names the env; in the main process interrupts pass."""
+        if not (self._in_worker or isinstance(error, (Exception, SystemExit))):
+            raise error
+        raise self._error_of_env(offset, error) from error
 
-    def _final_infos(self, told: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        """What ``_add_info`` makes of final_obs and final_info, in one go: it is often needed."""
-        mask = self._arrays.terminated | self._arrays.truncated
-        final_obs = np.empty(self.num_envs, dtype=object)  # of None
-        final_info: dict[str, Any] = {}
-        for index in np.flatnonzero(mask).tolist():
-            final_obs[index] = read_row(self._arrays.final_obs, index)
-            if index in told:
-                final_info = self._add_info(final_info, told[index], index)
-        return {
-            "final_obs": final_obs,
-            "_final_obs": mask,
-            "final_info": final_info,
-            "_final_info": mask.copy(),
-        }
-
-    def _hand_out(self) -> Any:
-        if self._last_obs is not None:
-            copy_rows(self._arrays.obs, self._last_obs, range(self.num_envs))
-        return hand_out(self._arrays.obs, copy=self.copy)
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ClosedEnvironmentError(f"{type(self).__name__} is closed; make a new one")
-        if self._pool is not None and not self._pool.is_own():
-            raise WorkerError(
-                "this process is a forked copy of the one that made the env, and its workers "
-                "answer to that one only; make an env here"
-            )
-
-    def __reduce__(self) -> Any:
-        """Copying and pickling would share running envs between two owners."""
-        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; make a new one")
-
-    def _check_idle(self, name: str) -> None:
-        self._check_open()
-        if self._pending is not None:
-            raise AlreadyPendingCallError(
-                f"{name} while a {self._pending} is pending; {self._pending}_wait first",
-                self._pending,
-            )
+    def _error_of_env(self, offset: int, error: BaseException) -> WorkerError:
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        env = f"env {self.rows[offset]} (seed {self.seeds[offset]})"
+        return error_from(error, f"{env} raised:\n{trace}")
 
 
-def picked(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
-    return [items[index] for index in indices]
+def _flag(value: Any, name: str) -> bool:
+    if value is True or value is False:
+        return value
+    if isinstance(value, (bool, np.bool_)) or (np.ndim(value) == 0 and value in (0, 1)):
+        return bool(value)
+    raise TypeError(f"the env returned {name}={value!r}, which is not a bool")
 
 
-def slice_options(
-    autoreset_mode: AutoresetMode | str, infos: InfoMode, check_finite: bool
-) -> SliceOptions:
-    if infos not in ("all", "final"):
-        raise ValueError(f"infos is all or final, got {infos!r}")
-    return SliceOptions(AutoresetMode(autoreset_mode), infos, check_finite)
-
-
-def spread_seed(seed: int | Sequence[int | None] | None, n_envs: int) -> Seeds:
-    if seed is None:
-        return [None] * n_envs
-    if isinstance(seed, (int, np.integer)):
-        return [int(seed) + i for i in range(n_envs)]
-    if len(seed) != n_envs:
-        raise ValueError(f"{len(seed)} seeds given for {n_envs} envs")
-    return [None if each is None else int(each) for each in seed]
-
-
-def _checked_mask(mask: Any, n_envs: int) -> NDArray[np.bool_]:
-    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-        raise TypeError(f"options['reset_mask'] must be a numpy array of bool, got {mask!r}")
-    if mask.shape != (n_envs,) or not mask.any():
-        raise ValueError(
-            f"options['reset_mask'] must have shape ({n_envs},) and one True at least, got {mask}"
-        )
-    return mask
+def _number(value: Any) -> float:
+    if value is None or isinstance(value, str) or np.ndim(value) > 1 or np.size(value) != 1:
+        kind = type(value).__name__
+        raise TypeError(f"the env returned reward={value!r} of {kind}, which is not a number")
+    return float(np.asarray(value).reshape(()))

@@ -1,13 +1,13 @@
-"""Atari as the published agents play it, by one wrapper: conf/env/pong.yaml and breakout.yaml.
+"""Atari: the usual Atari preprocessing in one wrapper; see conf/env/pong.yaml and breakout.yaml.
 
-No-op starts, four frames a step with the larger of the last two pixels, 84 x 84 grey, a stack of
-four, an episode per life, fire to begin, and the sign of the reward. Returns are still those of
-the game: they are counted below all this, and told in the infos.
+Random no-ops at the start, frame skip 4 with the maximum of the last two frames, 84 x 84 grey, a
+stack of four frames, one episode per life, FIRE at the start, and the sign of the reward. Episode
+returns in the infos are those of the whole game, with unclipped rewards.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -15,7 +15,7 @@ from gymnasium import spaces, wrappers
 
 
 class Atari(gym.Wrapper[Any, Any, Any, Any]):
-    """All of it around an env without a frame skip of its own, such as PongNoFrameskip-v4."""
+    """Wraps an env that does not skip frames itself, such as PongNoFrameskip-v4."""
 
     counts_own_episodes = True
 
@@ -31,11 +31,11 @@ class Atari(gym.Wrapper[Any, Any, Any, Any]):
     ) -> None:
         frames = QuickFrames if QuickFrames.suits(env) else wrappers.AtariPreprocessing
         env = frames(env, noop_max=noop_max, frame_skip=frame_skip, screen_size=screen_size)
-        env = wrappers.OrderEnforcing(env)  # the one below is passed by
+        env = wrappers.OrderEnforcing(env)  # QuickFrames bypasses the one below
         env = wrappers.RecordEpisodeStatistics(env)
         if episodic_life:
             env = EpisodicLife(env)
-        if "FIRE" in env.unwrapped.get_action_meanings():  # type: ignore[attr-defined]
+        if "FIRE" in _game(env).get_action_meanings():
             env = FireToBegin(env)
         if clip_reward:
             env = wrappers.TransformReward(env, _sign)
@@ -43,14 +43,14 @@ class Atari(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class QuickFrames(wrappers.AtariPreprocessing):
-    """The same frames from the emulator itself.
+    """The same frames as ``AtariPreprocessing``, read directly from the emulator.
 
-    The env's own step copies a coloured picture of every frame, of which none is looked at.
+    It is faster: the env's own step also copies an RGB image of every frame, which nobody uses.
     """
 
     @staticmethod
     def suits(env: gym.Env[Any, Any]) -> bool:
-        """Whether nothing between here and the emulator has a say in a step."""
+        """Whether no wrapper around ``env`` changes a step, and it does not skip frames."""
         while isinstance(env, (wrappers.OrderEnforcing, wrappers.PassiveEnvChecker)):
             env = env.env
         is_ale = type(env).__module__.startswith("ale_py.") and env is env.unwrapped
@@ -58,22 +58,22 @@ class QuickFrames(wrappers.AtariPreprocessing):
         return is_ale and one_frame and isinstance(env.action_space, spaces.Discrete)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        game = cast("Any", self.unwrapped)
+        game = _game(self)
         ale, code, reward, last = game.ale, game._action_set[action], 0.0, self.frame_skip - 1
         for frame in range(self.frame_skip):
-            reward += ale.act(code, 1.0)  # in 0.10.1 the strength has no default
+            reward += ale.act(code, 1.0)  # ale-py 0.10.1 has no default strength
             if ale.game_over():
                 break
             if frame >= last - 1:
                 ale.getScreenGrayscale(self.obs_buffer[last - frame])
         terminated, truncated = ale.game_over(with_truncation=False), ale.game_truncated()
         self.game_over = terminated
-        obs = self._get_obs()  # type: ignore[no-untyped-call]
-        return obs, reward, terminated, truncated, game._get_info()
+        frames: Any = self  # AtariPreprocessing has no types
+        return frames._get_obs(), reward, terminated, truncated, game._get_info()
 
 
 class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
-    """Ends an episode with each life; the game itself goes on until the last one is lost."""
+    """Ends an episode with each life; the game continues until the last life is lost."""
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
@@ -84,7 +84,7 @@ class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
         if self._over or kwargs.get("seed") is not None:
             obs, info = self.env.reset(**kwargs)
         else:
-            obs, _, terminated, truncated, info = self.env.step(0)  # on, into the next life
+            obs, _, terminated, truncated, info = self.env.step(0)  # continues with the next life
             if terminated or truncated:
                 obs, info = self.env.reset(**kwargs)
         self._over = False
@@ -100,19 +100,24 @@ class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
         return obs, reward, terminated or lost, truncated, info
 
     def _lives_left(self) -> int:
-        return int(self.env.unwrapped.ale.lives())  # type: ignore[attr-defined]
+        return int(_game(self.env).ale.lives())
 
 
 class FireToBegin(gym.Wrapper[Any, Any, Any, Any]):
-    """Presses the button that some games wait for."""
+    """Presses FIRE after a reset, which some games need to start."""
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         self.env.reset(**kwargs)
-        meanings = self.env.unwrapped.get_action_meanings()  # type: ignore[attr-defined]
+        meanings = _game(self.env).get_action_meanings()
         obs, _, terminated, truncated, info = self.env.step(meanings.index("FIRE"))
         if terminated or truncated:
             return self.env.reset(**kwargs)
         return obs, info
+
+
+def _game(env: gym.Env[Any, Any]) -> Any:
+    """The env below all wrappers, with the methods that only Atari envs have."""
+    return env.unwrapped
 
 
 def _sign(reward: Any) -> float:

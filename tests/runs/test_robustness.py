@@ -1,4 +1,4 @@
-"""What goes wrong around a run: full disks, closed pipes, damaged files, parts that do not fit."""
+"""Problems around a run: full disks, closed pipes, damaged files, parts that do not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def status_of(run: Path) -> str:
     return str(json.loads((run / "summary.json").read_text())["status"])
 
 
-def test_a_reader_that_goes_away_does_not_end_the_training(here: Path) -> None:
+def test_training_continues_when_the_reader_of_its_output_exits(here: Path) -> None:
     command = subprocess.list2cmdline(door_command(*small(total_steps=640)))
 
     result = subprocess.run(
@@ -41,8 +41,8 @@ def test_a_reader_that_goes_away_does_not_end_the_training(here: Path) -> None:
     assert len(read_rows(only_run(here))) == 20
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no terminals that hang up")
-def test_a_terminal_that_closes_leaves_a_saved_and_true_record(here: Path) -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP")
+def test_a_closed_terminal_ends_the_run_with_a_complete_record(here: Path) -> None:
     import pty
 
     command = door_command(*small(total_steps=10_000_000), "vec_env=parallel")
@@ -64,7 +64,7 @@ def test_a_terminal_that_closes_leaves_a_saved_and_true_record(here: Path) -> No
     assert saved == int(read_rows(only_run(here))[-1]["env_steps"])
 
 
-def test_an_env_that_exits_is_a_failed_run_and_not_the_end_of_the_program(here: Path) -> None:
+def test_an_env_that_calls_sys_exit_makes_the_run_fail(here: Path) -> None:
     settings = [*small(), "env.target=tiny_envs.FaultyEnv", "+env.kwargs.fault=sys.exit"]
 
     with pytest.raises(WorkerError, match=r"env 0 \(seed 1\) raised:[\s\S]*SystemExit: 3"):
@@ -73,7 +73,7 @@ def test_an_env_that_exits_is_a_failed_run_and_not_the_end_of_the_program(here: 
     assert status_of(only_run(here)) == "failed"
 
 
-def test_two_processes_never_train_in_one_folder(here: Path) -> None:
+def test_two_processes_cannot_train_in_one_folder(here: Path) -> None:
     run = train(small()).run_dir
     files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
@@ -87,8 +87,8 @@ def test_two_processes_never_train_in_one_folder(here: Path) -> None:
     assert train([f"resume={run}", "total_steps=128"]).env_steps == 128
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files by ulimit")
-def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_kept(here: Path) -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="limits file sizes with ulimit")
+def test_a_full_disk_is_a_one_line_error_and_keeps_the_last_checkpoint(here: Path) -> None:
     run = train([*small(), "network.hidden_sizes=[8]"]).run_dir
     kept = (run / "checkpoints" / "latest.pt").read_bytes()
     blocks = len(kept) // 1024 - 4
@@ -112,7 +112,7 @@ def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_kept(here: Path) -
     assert not list(run.rglob("*.tmp"))
 
 
-def test_an_env_that_raises_in_close_does_not_spoil_a_finished_run(here: Path) -> None:
+def test_a_run_finishes_even_if_an_env_raises_in_close(here: Path) -> None:
     with pytest.warns(RuntimeWarning, match="the door is stuck"):
         run = train([*small(), "env.target=tiny_envs.UncloseableEnv"]).run_dir
 
@@ -136,7 +136,7 @@ def test_an_env_that_raises_in_close_does_not_spoil_a_finished_run(here: Path) -
         ),
     ],
 )
-def test_damaged_files_of_a_run_are_named_in_one_line(
+def test_a_damaged_file_of_a_run_is_named(
     here: Path, name: str, content: bytes, words: str
 ) -> None:
     run = train(small()).run_dir
@@ -146,28 +146,26 @@ def test_damaged_files_of_a_run_are_named_in_one_line(
         train([f"resume={run}", "total_steps=128"])
 
 
-def test_one_damaged_run_does_not_stop_a_comparison(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_skips_a_damaged_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = (train(small()).run_dir for _ in range(2))
     (bad / "metrics.csv").write_text("env_steps,a\n32,much\n")
     capsys.readouterr()
 
     assert main(["compare", str(good), str(bad)]) == 0
 
-    told = capsys.readouterr()
-    assert str(good) in told.out
-    assert "left out:" in told.err
+    captured = capsys.readouterr()
+    assert str(good) in captured.out
+    assert "left out:" in captured.err
 
 
-def test_a_summary_with_holes_is_no_reason_to_refuse_a_resume(here: Path) -> None:
+def test_a_run_with_an_incomplete_summary_can_be_resumed(here: Path) -> None:
     run = train(small()).run_dir
     (run / "summary.json").write_text('{"seconds": null}')
 
     assert train([f"resume={run}", "total_steps=128"]).env_steps == 128
 
 
-def test_a_run_folder_that_cannot_be_made_is_one_line(here: Path) -> None:
+def test_a_run_folder_that_cannot_be_created_is_a_user_error(here: Path) -> None:
     (here / "runs").touch()
 
     with pytest.raises(RunFolderError, match="cannot create the run folder"):
@@ -182,7 +180,7 @@ def test_a_run_folder_that_cannot_be_made_is_one_line(here: Path) -> None:
         pytest.param({"WANDB_DISABLED": "true"}, marks=pytest.mark.slow),
     ],
 )
-def test_settings_that_wandb_refuses_do_not_stop_a_run(
+def test_a_run_continues_without_wandb_if_its_settings_are_wrong(
     door: Door, here: Path, environment: dict[str, str]
 ) -> None:
     result = door(*small(logger="wandb"), **environment)
@@ -198,7 +196,10 @@ def own_network(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["env.target=own_parts.OldApi"], "cannot be reset with a seed and stepped as Gymnasium"),
+        (
+            ["env.target=own_parts.OldApi"],
+            "cannot be reset with a seed and stepped as in",
+        ),
         (["+callbacks.x={_target_: own_parts.Anything}"], "callbacks.x made no ml_pipeline"),
         (["+logger.x={_target_: own_parts.Anything}"], "logger.x made an object without log"),
         (
@@ -211,7 +212,7 @@ def own_network(name: str) -> list[str]:
         ),
         (["env.target=own_lacking.Env"], "own_lacking needs no_such_package, which is not"),
         (["env.target=own_parts.LateMask"], "gives an action_mask with a step, but none with"),
-        (["env.target=own_parts.NoInfo"], "TypeError: info is None, no dict"),
+        (["env.target=own_parts.NoInfo"], "TypeError: info must be a dict, got None"),
         (
             ["+callbacks.x={_target_: own_parts.OddState}"],
             "the state of callbacks.x['best'][0]: a checkpoint cannot contain a numpy.float64",
@@ -221,7 +222,7 @@ def own_network(name: str) -> list[str]:
         (own_network("OneAtATime"), "network cannot take an observation of shape (4,)"),
     ],
 )
-def test_own_parts_that_do_not_fit_are_found_before_the_run_begins(
+def test_custom_parts_are_checked_before_the_run_starts(
     here: Path, arguments: list[str], words: str
 ) -> None:
     (here / "own_broken.py").write_text("1 / 0\n")
@@ -233,7 +234,7 @@ def test_own_parts_that_do_not_fit_are_found_before_the_run_begins(
     assert not list(here.glob("runs/*/*"))
 
 
-def test_an_env_that_a_module_registers_goes_by_its_id(door: Door, here: Path) -> None:
+def test_an_env_id_may_name_the_module_that_registers_it(door: Door, here: Path) -> None:
     (here / "my_module.py").write_text(
         "import gymnasium as gym\ngym.register('Mine-v0', entry_point='tiny_envs:CountingEnv')\n"
     )
@@ -244,7 +245,7 @@ def test_an_env_that_a_module_registers_goes_by_its_id(door: Door, here: Path) -
     assert only_run(here).parent.name == "Mine-v0"
 
 
-def test_without_checkpoints_no_command_is_printed_that_needs_one(
+def test_commands_that_need_a_checkpoint_are_not_printed_without_one(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train([*small(), "~callbacks.checkpoints"])
@@ -256,7 +257,7 @@ def test_without_checkpoints_no_command_is_printed_that_needs_one(
 
 
 @pytest.mark.slow
-def test_a_script_without_a_main_guard_is_told_to_get_one(here: Path) -> None:
+def test_a_script_without_a_main_guard_gets_a_clear_error(here: Path) -> None:
     arguments = [*small(), "vec_env=parallel"]
     (here / "unguarded.py").write_text(
         f"from ml_pipeline.build import train\ntrain({arguments!r})\n"
@@ -286,7 +287,7 @@ def test_train_works_inside_another_hydra_program(here: Path) -> None:
         assert GlobalHydra.instance().hydra is before
 
 
-def test_from_inside_the_folder_a_run_is_resumed_by_a_dot(
+def test_resume_dot_resumes_the_run_of_the_current_folder(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = here / train(small()).run_dir

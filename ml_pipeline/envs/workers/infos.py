@@ -1,0 +1,47 @@
+"""merge_infos: the infos of single envs as one dict in Gymnasium's format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from ml_pipeline.envs.workers.shared_arrays import EnvArrays, read_row
+from ml_pipeline.envs.workers.slice import StepInfo
+
+Infos = dict[str, Any]
+AddInfo = Callable[[Infos, Infos, int], Infos]  # VectorEnv._add_info
+
+
+def merge_infos(
+    step_infos: list[StepInfo], arrays: EnvArrays, add_info: AddInfo, *, may_have_ended: bool
+) -> Infos:
+    """``may_have_ended``: look for ended episodes, whose final observations belong to the infos."""
+    step_infos.sort(key=itemgetter(0))
+    infos: Infos = {}
+    if may_have_ended and b"\x01" in arrays.terminated.tobytes() + arrays.truncated.tobytes():
+        final = {index: info for index, info, _ in step_infos if info}
+        infos = _final_infos(final, arrays, add_info)
+    for index, _, info in step_infos:
+        if info:
+            infos = add_info(infos, info, index)
+    return infos
+
+
+def _final_infos(final: dict[int, Infos], arrays: EnvArrays, add_info: AddInfo) -> Infos:
+    """The same as ``add_info`` for final_obs and final_info, but faster."""
+    mask = arrays.terminated | arrays.truncated
+    final_obs = np.empty(len(mask), dtype=object)  # filled with None
+    final_info: Infos = {}
+    for index in np.flatnonzero(mask).tolist():
+        final_obs[index] = read_row(arrays.final_obs, index)
+        if index in final:
+            final_info = add_info(final_info, final[index], index)
+    return {
+        "final_obs": final_obs,
+        "_final_obs": mask,
+        "final_info": final_info,
+        "_final_info": mask.copy(),
+    }

@@ -1,0 +1,397 @@
+"""SliceVectorEnv: the gymnasium ``VectorEnv`` that SerialEnv and ParallelEnv share.
+
+It handles seeds, arrays and infos. The envs are in slices: one in this process, the others in the
+workers of a pool. Either may be absent.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from ml_pipeline.envs.workers.channel import STEP
+from ml_pipeline.envs.workers.errors import AnswerPendingError, WorkerError
+from ml_pipeline.envs.workers.handle import CLOSE_SECONDS, WorkerHandle
+from ml_pipeline.envs.workers.infos import merge_infos
+from ml_pipeline.envs.workers.pool import WorkerPool
+from ml_pipeline.envs.workers.seeds import EnvSeeds, Seeds
+from ml_pipeline.envs.workers.shared_arrays import (
+    EnvArrays,
+    Layout,
+    SharedBlock,
+    as_batch,
+    choices_of,
+    copy_rows,
+    is_finite,
+    objects_of,
+    put_objects,
+    take_objects,
+    write_all,
+)
+from ml_pipeline.envs.workers.slice import (
+    Description,
+    EnvFn,
+    EnvSlice,
+    SliceOptions,
+    SliceReport,
+    StepInfo,
+)
+
+# What VectorEnv.step returns: obs, reward, terminated, truncated, infos.
+StepTuple = tuple[
+    Any, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", dict[str, Any]
+]
+
+_RESERVED = ("reset", "step", "close")  # ``call`` refuses them: they must update the arrays
+_MOVES_ENVS = ("reset", "step")  # requests whose lost results cannot be asked for again
+
+
+class SliceVectorEnv(VectorEnv[Any, Any, Any]):
+    """A VectorEnv over one slice in this process and a pool of workers."""
+
+    def __init__(
+        self,
+        env_fns: Sequence[EnvFn],
+        seed: int | None,
+        options: SliceOptions,
+        *,
+        copy: bool,
+        pool: WorkerPool | None,
+    ) -> None:
+        self.env_fns = list(env_fns)
+        if not self.env_fns:
+            raise ValueError("env_fns is empty; give at least one env factory")
+        if options.infos not in ("all", "final"):
+            raise ValueError(f"infos={options.infos!r}: must be 'all' or 'final'")
+        self.autoreset_mode = options.autoreset_mode
+        self.copy = copy
+        self._options = options
+        self._seeds = EnvSeeds(seed, len(self.env_fns))
+        self._main: EnvSlice | None = None
+        self._pool = pool
+        self._workers: list[WorkerHandle] = pool.workers if pool is not None else []
+        self._block: SharedBlock | None = None
+        self._arrays: EnvArrays
+        self._pending: str | None = None  # reset, step, call or set_attr, until its result is here
+        self._main_request: tuple[str, tuple[Any, ...]] = ("step", ())
+        self._main_is_done = False
+        self._main_result: Any = None
+        self._is_interrupted = False  # the envs were stepped, but the results are lost
+        self._reset_seeds: Seeds = []  # of the last reset
+        self._reset_options: dict[str, Any] | None = None
+        self._reported_casts: set[str] = set()
+        self._last_obs: Any = None  # the observations last returned, if workers can be restarted
+
+    def _adopt(self, descriptions: Sequence[Description]) -> None:
+        """Take over spaces and metadata; all envs must have the same spaces."""
+        first = descriptions[0]
+        self.num_envs = len(descriptions)
+        self.single_observation_space = first.observation_space
+        self.single_action_space = first.action_space
+        for index, description in enumerate(descriptions):
+            self._check_spaces(description, index)
+        self.observation_space = batch_space(first.observation_space, self.num_envs)
+        self.action_space = batch_space(first.action_space, self.num_envs)
+        self._choices = choices_of(first.action_space)
+        self._sends_objects = any(objects_of(Layout(*self._spaces(), 1, 0).arrays().action))
+        self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = first.render_mode
+        self.spec = first.spec
+
+    def _spaces(self) -> tuple[gym.Space[Any], gym.Space[Any]]:
+        return self.single_observation_space, self.single_action_space
+
+    def _check_spaces(self, description: Description, index: int) -> None:
+        for name in ("observation_space", "action_space"):
+            theirs, ours = getattr(description, name), getattr(self, f"single_{name}")
+            if theirs != ours:
+                raise WorkerError(
+                    f"env {index} has {name} {theirs}, "
+                    f"but env 0 has {ours}; all envs must have the same"
+                )
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all envs, or those in ``options["reset_mask"]``; an int seeds env i seed + i."""
+        try:
+            self.reset_async(seed=seed, options=options)
+            return self.reset_wait()
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def reset_async(
+        self,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self._check_idle("reset")
+        options = dict(options) if options is not None else None
+        mask = [True] * self.num_envs
+        if options is not None and "reset_mask" in options:
+            mask = _checked_mask(options.pop("reset_mask"), self.num_envs).tolist()
+        seeds = self._seeds.for_reset(seed, mask)
+        self._begin(
+            "reset", "reset", lambda rows: (picked(seeds, rows), options, picked(mask, rows))
+        )
+        self._reset_seeds, self._reset_options = seeds, options
+        self._seeds.mark_used(seed, seeds, mask)
+        self._is_interrupted = self._is_interrupted and not all(mask)
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        infos = self._merge(self._finish("reset", timeout), may_have_ended=False)
+        return self._observations(), infos
+
+    def step(self, actions: Any) -> StepTuple:
+        try:
+            self.step_async(actions)
+            return self.step_wait()
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def step_async(self, actions: Any) -> None:
+        """Start a step; the actions are checked before anything is sent."""
+        self._check_idle("step_async")
+        if self._is_interrupted:
+            raise WorkerError("the last step was interrupted and its results are lost; reset first")
+        if self._pool is not None:
+            self._pool.settle(self._workers)
+        action = self._arrays.action
+        write_all(action, actions, self._choices)
+        if self._options.check_finite and not is_finite(action):
+            raise ValueError(f"the actions are not finite: {actions}")
+        if self._pool is not None:
+            payloads = [b""] * len(self._workers)
+            if self._sends_objects:
+                objects = [take_objects(action, worker.rows) for worker in self._workers]
+                payloads = [cloudpickle.dumps(each) for each in objects]
+            self._is_interrupted = True  # if an interrupt comes before all workers are asked
+            number, seconds = self._pool.next_number(), self._pool.answer_seconds
+            for worker, payload in zip(self._workers, payloads, strict=True):
+                worker.send(STEP, number, payload, seconds)
+            self._is_interrupted = False
+        self._main_request = ("step", ())
+        self._pending = "step"
+
+    def step_wait(self, timeout: float | None = None) -> StepTuple:
+        """Raises ``AnswerPendingError`` after ``timeout`` seconds; then it can be called again."""
+        reports = self._finish("step", timeout)
+        same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
+        infos = self._merge(reports, may_have_ended=same_step)
+        arrays = self._arrays
+        return (
+            self._observations(),
+            arrays.reward.copy(),
+            arrays.terminated.copy(),
+            arrays.truncated.copy(),
+            infos,
+        )
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The attribute ``name`` of each env, called with the arguments if it is a method."""
+        try:
+            self.call_async(name, *args, **kwargs)
+            return self.call_wait()
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        self._check_idle("call")
+        if name in _RESERVED:
+            raise ValueError(f"call({name!r}) would bypass the vector env; use its own {name}()")
+        self._begin("call", "call", lambda rows: (name, args, kwargs))
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        return tuple(self._per_env(self._finish("call", timeout)))
+
+    def snapshot(self) -> list[bytes]:
+        """Each env as bytes, between two steps: see ``ml_pipeline.envs.snapshots``."""
+        self._check_idle("snapshot")
+        self._begin("call", "snapshot", lambda rows: ())
+        return self._per_env(self._finish("call", None))
+
+    def restore(self, snapshots: Sequence[bytes]) -> None:
+        """Continue the episodes of ``snapshots``, without a reset; loading one runs its code."""
+        self._check_idle("restore")
+        if len(snapshots) != self.num_envs:
+            raise ValueError(f"{len(snapshots)} snapshots given for {self.num_envs} envs")
+        self._begin("call", "restore", lambda rows: (picked(snapshots, rows),))
+        self._finish("call", None)
+        if self._last_obs is not None:
+            copy_rows(self._arrays.obs, self._last_obs, range(self.num_envs))
+        self._seeds.discard_unused()
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        return self.call(name)
+
+    def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | Any) -> None:
+        """Set an attribute of every env; a list or tuple holds one value per env."""
+        self._check_idle("set_attr")
+        if not isinstance(values, (list, tuple)):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise ValueError(f"{len(values)} values given for {self.num_envs} envs")
+        self._set_attributes([{name: value} for value in values])
+
+    def _set_attributes(self, attributes: list[dict[str, Any]]) -> None:
+        self._begin("set_attr", "set_attributes", lambda rows: (picked(attributes, rows),))
+        self._finish("set_attr", None)
+
+    def render(self) -> tuple[Any, ...]:
+        return self.call("render")
+
+    @property  # type: ignore[misc]  # one per env and read-only, as in Gymnasium's own
+    def np_random(self) -> Any:
+        return self.get_attr("np_random")
+
+    @property
+    def np_random_seed(self) -> Any:
+        return self.get_attr("np_random_seed")
+
+    def close_extras(self, *, timeout: float | None = None, terminate: bool = False) -> None:
+        """Close the envs; a worker that needs longer than ``timeout`` (2 s) is killed.
+
+        With ``terminate`` the workers are killed at once.
+        """
+        try:
+            if self._pool is not None:
+                seconds = CLOSE_SECONDS if timeout is None else timeout
+                self._pool.end(0.0 if terminate else seconds)
+        finally:
+            if self._main is not None:
+                self._main.close()
+            if self._block is not None:
+                self._block.close()
+
+    # The workers run a request while the slice of this process runs it, too.
+
+    def _begin(
+        self, pending: str, method: str, arguments_of: Callable[[list[int]], tuple[Any, ...]]
+    ) -> None:
+        """Ask every slice for ``method``, with the arguments for its rows."""
+        if self._pool is not None:
+            arguments = [arguments_of(worker.rows) for worker in self._workers]
+            self._pool.request(self._workers, method, arguments)
+        if self._main is not None:
+            self._main_request = (method, arguments_of(self._main.rows))
+        self._pending = pending
+
+    def _finish(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
+        """The rows and the result of each slice."""
+        self._check_open()
+        if self._pending != pending:
+            raise NoAsyncCallError(f"{pending}_wait was called before {pending}_async", pending)
+        try:
+            results: list[tuple[list[int], Any]] = []
+            if self._main is not None:
+                if not self._main_is_done:
+                    method, arguments = self._main_request
+                    self._main_result = getattr(self._main, method)(*arguments)
+                    self._main_is_done = True
+                results.append((self._main.rows, self._main_result))
+            results += self._workers_results(pending, timeout)
+        except AnswerPendingError:
+            raise  # still pending
+        except BaseException as error:
+            self._pending, self._main_is_done = None, False
+            self._is_interrupted = not isinstance(error, WorkerError) and pending in _MOVES_ENVS
+            raise
+        self._pending, self._main_is_done = None, False
+        return results
+
+    def _abandon(self, error: BaseException) -> None:
+        """After an interrupt nobody waits for a pending result."""
+        if not isinstance(error, Exception) and self._pending is not None:
+            self._is_interrupted = self._is_interrupted or self._pending in _MOVES_ENVS
+            self._pending, self._main_is_done = None, False
+
+    def _workers_results(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
+        if self._pool is None:
+            return []
+        results = self._pool.results(self._workers, timeout=timeout)
+        return [
+            (worker.rows, result) for worker, result in zip(self._workers, results, strict=True)
+        ]
+
+    def _per_env(self, results: list[tuple[list[int], Any]]) -> list[Any]:
+        """One item per env, in the order of the envs."""
+        found: list[Any] = [None] * sum(len(rows) for rows, _ in results)
+        for rows, items in results:
+            for row, item in zip(rows, items, strict=True):
+                found[row] = item
+        return found
+
+    def _merge(
+        self, reports: list[tuple[list[int], SliceReport | None]], *, may_have_ended: bool
+    ) -> dict[str, Any]:
+        """The infos of all envs, in Gymnasium's format."""
+        arrays = self._arrays
+        step_infos: list[StepInfo] = []
+        for rows, report in reports:
+            if report is None:
+                continue
+            new_infos, obs_objects, final_obs_objects, casts = report
+            step_infos += new_infos
+            if obs_objects:
+                put_objects(arrays.obs, rows, obs_objects)
+                put_objects(arrays.final_obs, rows, final_obs_objects)
+            for cast in set(casts) - self._reported_casts:
+                self._reported_casts.add(cast)
+                warnings.warn(cast, UserWarning, stacklevel=4)
+        return merge_infos(step_infos, arrays, self._add_info, may_have_ended=may_have_ended)
+
+    def _observations(self) -> Any:
+        if self._last_obs is not None:
+            copy_rows(self._arrays.obs, self._last_obs, range(self.num_envs))
+        return as_batch(self._arrays.obs, copy=self.copy)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError(f"{type(self).__name__} is closed; make a new one")
+        if self._pool is not None and not self._pool.is_own():
+            raise WorkerError(
+                "this process is a forked copy of the one that made the env, and workers answer "
+                "only to their own parent; make an env in this process"
+            )
+
+    def __reduce__(self) -> Any:
+        """Refuse: two copies would share running envs."""
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; make a new one")
+
+    def _check_idle(self, name: str) -> None:
+        self._check_open()
+        if self._pending is not None:
+            raise AlreadyPendingCallError(
+                f"{name} was called while a {self._pending} is pending; call "
+                f"{self._pending}_wait first",
+                self._pending,
+            )
+
+
+def picked(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    return [items[index] for index in indices]
+
+
+def _checked_mask(mask: Any, n_envs: int) -> NDArray[np.bool_]:
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+        raise TypeError(f"options['reset_mask'] must be a numpy array of bool, got {mask!r}")
+    if mask.shape != (n_envs,) or not mask.any():
+        raise ValueError(
+            f"options['reset_mask'] must have shape ({n_envs},) and at least one True, got {mask}"
+        )
+    return mask

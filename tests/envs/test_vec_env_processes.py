@@ -1,0 +1,349 @@
+"""The worker processes of ParallelEnv: how they start, what they run, and how they end."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from ast import literal_eval
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from conftest import wait_until_gone
+from faulty_envs import BulkyEnv, WorkerModules
+from gymnasium.error import ClosedEnvironmentError
+from tiny_envs import CountingEnv, FaultyEnv
+from vec_envs import (
+    answers_within,
+    each_start,
+    each_start_mostly_slow,
+    forked,
+    four_envs,
+    leaves_no_child,  # noqa: F401
+    zeros,
+)
+
+from ml_pipeline.envs.factory import EnvFactory
+from ml_pipeline.envs.vec_env import (
+    AnswerPendingError,
+    ParallelEnv,
+    WorkerError,
+    WorkerStartError,
+)
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@each_start_mostly_slow
+@pytest.mark.parametrize(
+    "state", ["new", "pending", "stuck", "stopped", "dead", "raised", "stuck in close"]
+)
+def test_close_returns_from_any_state(start_method: Any, n_workers: int, state: str) -> None:
+    faults = {"stuck": "hang", "stopped": "stop", "dead": "kill", "raised": "raise"}
+    where = "close" if state == "stuck in close" else "step"
+    fault = "hang" if state == "stuck in close" else faults.get(state, "nothing")
+    env = four_envs(fault, where, start_method=start_method, n_workers=n_workers)
+    pids = env.worker_pids
+    if state != "new":
+        env.reset()
+        env.step(zeros(env))
+        env.step_async(zeros(env))
+    if state == "raised":
+        with pytest.raises(LookupError):
+            env.step_wait()
+    if state in ("stuck", "stopped"):
+        with pytest.raises(AnswerPendingError):  # by now the worker is in its step
+            env.step_wait(timeout=0.3)
+
+    with answers_within(30):
+        env.close() if n_workers == 1 else env.close(timeout=0.3)
+        env.close()
+
+    wait_until_gone(pids)
+
+
+def test_close_with_terminate_does_not_wait() -> None:
+    env = four_envs("hang", "close", start_method="fork", n_workers=2)
+    env.reset()
+
+    with answers_within(30):
+        env.close(timeout=60, terminate=True)
+
+
+def test_close_lets_an_env_close_although_a_large_reply_is_pending(tmp_path: Path) -> None:
+    env = forked([partial(BulkyEnv, tmp_path / "closed")])
+    env.reset(seed=1)
+    env.step_async(zeros(env))
+
+    env.close(timeout=60)
+
+    assert (tmp_path / "closed").exists()
+
+
+def test_a_stuck_worker_does_not_keep_others_from_closing_their_envs(tmp_path: Path) -> None:
+    env_fns = [partial(FaultyEnv, "hang", 7, "step"), partial(BulkyEnv, tmp_path / "closed")]
+    env = forked(env_fns, seed=7)
+    env.reset()
+    env.step(zeros(env))
+    env.step_async(zeros(env))
+    with pytest.raises(AnswerPendingError):
+        env.step_wait(timeout=0.3)
+
+    env.close(timeout=1.5)
+
+    assert (tmp_path / "closed").exists()
+
+
+def test_workers_end_when_their_env_is_collected() -> None:
+    env = forked([CountingEnv] * 2)
+    pids = env.worker_pids
+
+    del env
+    gc.collect()
+
+    assert not [process for process in multiprocessing.active_children() if process.pid in pids]
+
+
+@pytest.mark.parametrize("way", ["close", "collect"])
+def test_a_forked_copy_of_the_parent_does_not_end_the_workers(way: str) -> None:
+    env = forked([CountingEnv] * 2, seed=1)
+    env.reset()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if way == "close":
+                env.close()
+            del env
+            gc.collect()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert env.step(zeros(env))[0][:, 0].tolist() == [1.0, 1.0]
+    env.close()
+
+
+def test_workers_outlive_the_thread_that_started_them() -> None:
+    made: list[ParallelEnv] = []
+    thread = threading.Thread(target=lambda: made.append(forked([CountingEnv] * 2, seed=1)))
+    thread.start()
+    thread.join()
+
+    made[0].reset()
+    assert made[0].step(zeros(made[0]))[0][:, 0].tolist() == [1.0, 1.0]
+    made.pop().close()
+
+
+class IgnoredSignals(CountingEnv):
+    def ignored_by_a_child(self) -> list[str]:
+        """The stop signals that a program ignores if this env starts it."""
+        program = (
+            "import signal as s; "
+            "print([n for n in ('SIGTERM', 'SIGHUP') if s.getsignal(s.Signals[n]) is s.SIG_IGN])"
+        )
+        command = [sys.executable, "-S", "-c", program]
+        return list(literal_eval(subprocess.run(command, capture_output=True, text=True).stdout))
+
+
+@each_start
+def test_workers_survive_stop_signals_but_their_child_processes_do_not_ignore_them(
+    start_method: Any, n_workers: int
+) -> None:
+    env = ParallelEnv([IgnoredSignals] * 4, start_method=start_method, n_workers=n_workers)
+    env.reset()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for pid in env.worker_pids:
+            os.kill(pid, number)
+        env.step(zeros(env))
+
+    assert env.call("ignored_by_a_child") == ([],) * 4
+    env.close()
+
+
+class GloballyRandom(CountingEnv):
+    def _observe(self) -> Any:
+        return np.array([random.random(), np.random.random()], dtype=np.float32)
+
+
+@pytest.mark.parametrize("seed", [5, None])
+def test_global_generators_differ_between_workers(seed: int | None) -> None:
+    def drawn() -> list[float]:
+        env = forked([GloballyRandom] * 2, seed=seed)
+        numbers = [float(each) for each in env.reset()[0].ravel()]
+        env.close()
+        return numbers
+
+    first, second = drawn(), drawn()
+
+    assert len(set(first)) == 4
+    assert (first == second) == (seed is not None)
+
+
+def test_a_spawned_worker_has_no_torch_and_stays_small() -> None:
+    env_fns = [EnvFactory("CartPole-v1"), EnvFactory(None, target="faulty_envs.WorkerModules")]
+    cartpole = ParallelEnv(env_fns[:1])
+    cartpole.reset(seed=1)
+    modules = ParallelEnv(env_fns[1:])
+
+    assert modules.call("has_module", "torch") == (False,)
+    if Path("/proc").exists():
+        status = Path(f"/proc/{cartpole.worker_pids[0]}/status").read_text()
+        kilobytes = int(status.partition("VmRSS:")[2].split()[0])
+        assert kilobytes < 55_000
+    cartpole.close()
+    modules.close()
+
+
+@linux_only
+def test_the_default_start_method_of_the_program_has_no_effect() -> None:
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)  # joblib's launcher leaves "loky"
+    try:
+        env = ParallelEnv([CountingEnv])
+        command = Path(f"/proc/{env.worker_pids[0]}/cmdline").read_text()
+        env.close()
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+    assert "spawn_main" in command
+
+
+@pytest.mark.slow
+def test_workers_start_inside_joblibs_loky() -> None:
+    joblib = pytest.importorskip("joblib", reason="joblib has the loky start method")
+
+    def job(seed: int) -> list[float]:
+        env = ParallelEnv([CountingEnv] * 2, n_workers=2, seed=seed)
+        env.reset()
+        obs = env.step(np.zeros(2, dtype=np.int64))[0]
+        env.close()
+        return [float(value) for value in obs[:, 0]]
+
+    results = joblib.Parallel(n_jobs=2, backend="loky")(joblib.delayed(job)(i) for i in range(2))
+
+    assert results == [[1.0, 1.0], [1.0, 1.0]]
+    from joblib.externals.loky import get_reusable_executor
+
+    get_reusable_executor().shutdown(wait=True, kill_workers=True)
+
+
+def test_a_daemonic_process_cannot_start_workers_and_the_error_says_what_to_do() -> None:
+    def child(queue: Any) -> None:
+        try:
+            ParallelEnv([CountingEnv], start_method="fork")
+        except WorkerStartError as error:
+            queue.put(str(error))
+
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(queue,), daemon=True)
+    process.start()
+    process.join(10)
+
+    assert "a daemonic process cannot start workers; use SerialEnv" in queue.get()
+    queue.close()
+
+
+def test_the_error_names_the_worker_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", refuse)
+
+    with pytest.raises(WorkerStartError, match=r"worker 1 of 2 cannot be started: .*SerialEnv"):
+        ParallelEnv([CountingEnv] * 2, n_workers=2)
+
+
+def test_actions_of_a_class_of_the_main_script_reach_a_spawned_worker() -> None:
+    class Move:
+        pass
+
+    class MoveSpace(gym.spaces.Space[Any]):
+        def sample(self, mask: Any = None, probability: Any = None) -> Any:
+            return Move()
+
+        def contains(self, x: Any) -> bool:
+            return isinstance(x, Move)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, MoveSpace)
+
+    class MovingEnv(CountingEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.action_space = MoveSpace()
+
+        def step(self, action: Any) -> Any:
+            obs, _, *rest = super().step(action)
+            return obs, float(isinstance(action, Move)), *rest
+
+    env = ParallelEnv([MovingEnv] * 2, n_workers=2, seed=1)
+    env.reset()
+
+    assert env.step((Move(), Move()))[1].tolist() == [1.0, 1.0]
+    env.close()
+
+
+def test_a_factory_that_cannot_be_pickled_is_named() -> None:
+    lock = threading.Lock()
+
+    with pytest.raises(WorkerError, match=r"env 0 cannot be sent to a worker: .*lock"):
+        ParallelEnv([lambda: CountingEnv(length=id(lock))])
+
+
+def test_a_worker_runs_several_neighbouring_envs() -> None:
+    env = forked([WorkerModules] * 5)
+
+    assert list(env.call("pid")) == [env.worker_pids[0]] * 2 + [env.worker_pids[1]] * 3
+    assert [load.rows for load in env.worker_loads()] == [[0, 1], [2, 3, 4]]
+    env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        env.worker_loads()
+
+
+def test_a_forked_copy_of_the_process_cannot_step_the_env() -> None:
+    env = forked([CountingEnv] * 2, seed=1)
+    env.reset()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            env.step(zeros(env))
+        except WorkerError as error:
+            os._exit(0 if "forked copy" in str(error) else 2)
+        os._exit(1)
+    _, status = os.waitpid(pid, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert env.step(zeros(env))[0][:, 0].tolist() == [1.0, 1.0]
+    env.close()
+
+
+def test_two_parallel_envs_do_not_disturb_each_other() -> None:
+    first, second = forked([CountingEnv] * 2), forked([CountingEnv] * 2)
+    for env in (first, second):
+        env.reset(seed=1)
+    first.step(zeros(first))
+    first.close()
+
+    assert second.step(zeros(second))[0][:, 0].tolist() == [1.0, 1.0]
+    second.close()
+
+
+def test_64_envs_in_16_workers() -> None:
+    env = forked([CountingEnv] * 64, n_workers=16, seed=1)
+    env.reset()
+
+    assert env.step(zeros(env))[0][:, 0].tolist() == [1.0] * 64
+    env.close()

@@ -1,0 +1,189 @@
+"""Envs that only the tests of vector envs need. Workers import this file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from tiny_envs import CountingEnv, NoisyEnv, misbehave
+
+
+class GivenEnv(CountingEnv):
+    """Always observes ``obs``, whatever its space is."""
+
+    def __init__(self, space: Any, obs: Any) -> None:
+        super().__init__(length=1000)
+        self.observation_space = space
+        self.given = obs
+
+    def _observe(self) -> Any:
+        return self.given
+
+
+class PrintingEnv(CountingEnv):
+    """Prints to stdout and stderr, through Python and through the descriptors."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        print("step!", "x" * 5000)
+        os.write(1, b"raw out\n")
+        os.write(2, b"raw err\n")
+        return super().step(action)
+
+
+class OddError(Exception):
+    """Can be pickled, but not unpickled: its constructor takes two arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first}{second}")
+
+
+class CodedError(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+    def __reduce__(self) -> Any:
+        return CodedError, (self.code,)
+
+
+class RaisingEnv(CountingEnv):
+    """Raises ``kind(*arguments)`` in its first step."""
+
+    def __init__(self, kind: Any, arguments: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.arguments = arguments
+
+    def step(self, action: Any) -> Any:
+        raise self.kind(*self.arguments)
+
+
+class OneWay:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (_refuse, ())
+
+
+def _refuse() -> None:
+    raise ValueError("one way only")
+
+
+class UnpicklableEnv(CountingEnv):
+    def gift(self) -> OneWay:
+        return OneWay()
+
+
+class BigInfoEnv(CountingEnv):
+    """Infos of half a megabyte in every step."""
+
+    def __init__(self) -> None:
+        super().__init__(length=10**9)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {"bulk": bytes(500_000)}
+
+
+class GatedEnv(CountingEnv):
+    """A step waits until the file ``gate`` exists."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        while not self.gate.exists():
+            time.sleep(0.01)
+        return super().step(action)
+
+
+class InterruptingEnv(CountingEnv):
+    """Its first step interrupts the parent, as Ctrl-C would, and takes another half second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_interrupted = False
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if not self.has_interrupted:
+            self.has_interrupted = True
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(0.5)
+        return super().step(action)
+
+
+class BulkyEnv(CountingEnv):
+    """Infos larger than a socket buffer; ``close`` writes the file ``closed``."""
+
+    def __init__(self, closed: Any) -> None:
+        super().__init__()
+        self.closed = closed
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {"bulk": bytes(4_000_000)}
+
+    def close(self) -> None:
+        self.closed.write_text("yes")
+
+
+class RegularEnv(NoisyEnv):
+    """Infos of every type that Gymnasium batches, mostly with the same keys; one type changes."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, _ = super().step(action)
+        draw = self.np_random.random()
+        info = {
+            "float": draw,
+            "int": int(10 * draw),
+            "flag": draw > 0.5,
+            "single": np.float32(draw),
+            "array": np.array([draw, reward], dtype=np.float32),
+            "mixed": int(10 * draw) if draw > 0.7 else draw,
+        }
+        if draw > 0.8:
+            info["word"] = "rare"
+        if draw > 0.4:
+            del info["mixed"]
+        return obs, reward, terminated, truncated, info
+
+
+class Colour(spaces.Space[Any]):
+    """A custom space."""
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        return f"#{int(self.np_random.integers(2**24)):06x}"
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str) and x.startswith("#")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Colour)
+
+
+class WorkerModules(CountingEnv):
+    """Reports the modules and the id of its process."""
+
+    def has_module(self, name: str) -> bool:
+        return name in sys.modules
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def faulty_factory(fault: str, is_culprit: bool) -> gym.Env[Any, Any]:
+    if is_culprit:
+        misbehave(fault)
+    return CountingEnv()
+
+
+def make_broken() -> gym.Env[Any, Any]:
+    raise OSError("the simulator is not installed")
