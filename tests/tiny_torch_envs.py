@@ -1,4 +1,4 @@
-"""Tiny envs that are tensors; their numbers identify their place: 10 * step + env."""
+"""Tiny tensor envs; their numbers identify step and env: 10 * step + env."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
 
 
 class Places(TorchVectorEnv):
-    """Observation and reward of step t in env i are 10 t + i, whatever is done.
+    """Observation and reward of step t in env i are 10 t + i, whatever the action.
 
-    Env i terminates with step 4, or 3 if i is odd.
+    Env i terminates at step 4, or at step 3 if i is odd.
     """
 
     single_observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
@@ -39,7 +39,7 @@ class Places(TorchVectorEnv):
 
 
 class Endless(Places):
-    """The same, but only the time limit ends it: after three steps."""
+    """The same, but only the time limit of three steps ends an episode."""
 
     max_episode_steps = 3
 
@@ -49,7 +49,7 @@ class Endless(Places):
 
 
 class Drift(TorchVectorEnv):
-    """A place that actions move and a drawn wind drives; the reward is how near it is to 0."""
+    """Actions and a random wind move a place; the reward is minus its distance to 0."""
 
     single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     single_action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
@@ -69,7 +69,7 @@ class Drift(TorchVectorEnv):
 
 
 class Breaking(Places):
-    """The reward of env 1 is no number in the second step of each episode."""
+    """The reward of env 1 is NaN in the second step of each episode."""
 
     def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         (number, t), reward, terminated = super().advance(state, action)
@@ -78,7 +78,7 @@ class Breaking(Places):
 
 
 class Masked(Places):
-    """One of them alone has action masks, which a batch of tensors cannot have."""
+    """Its single env has action masks, which a tensor env cannot have."""
 
     @classmethod
     def single_env(cls, **kwargs: Any) -> gym.Env[Any, Any]:
@@ -86,7 +86,7 @@ class Masked(Places):
 
 
 class ManyLeaves(Places):
-    """One of them alone has a Dict observation, which a batch of tensors cannot have."""
+    """Its single env has a Dict observation, which a tensor env cannot have."""
 
     @classmethod
     def single_env(cls, **kwargs: Any) -> gym.Env[Any, Any]:
