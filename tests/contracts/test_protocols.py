@@ -1,4 +1,4 @@
-"""Minibatch: rows of every field together, whatever the observation and with a memory or not."""
+"""Minibatch: takes and maps all fields together, with any observation and recurrent state."""
 
 from __future__ import annotations
 
@@ -7,72 +7,69 @@ from torch import Tensor
 
 from ml_pipeline.protocols import Minibatch, PolicyInput
 
-ROWS = torch.tensor([3, 1])
+INDEX = torch.tensor([3, 1])
 
 
 def numbered(*shape: int, plus: float = 0.0) -> Tensor:
-    """10 * (first place) + (second place), from ``plus`` on."""
+    """10 * (first index) + (second index) + ``plus``."""
     first = 10.0 * torch.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1))
     second = torch.arange(shape[1]).reshape(1, -1, *[1] * (len(shape) - 2)) if shape[1:] else 0.0
     return (first + second + plus).expand(shape).clone()
 
 
-def test_rows_take_the_same_transitions_of_every_field() -> None:
+def test_take_takes_the_same_transitions_of_every_field() -> None:
     inputs = PolicyInput(numbered(4, 2), numbered(4, 3) > 15.0, None, None)
     fields = [numbered(4, plus=100.0 * i) for i in range(1, 6)]
 
-    rows = Minibatch(inputs, *fields).rows(ROWS)
+    taken = Minibatch(inputs, *fields).take(INDEX)
 
-    assert rows.inputs.obs.tolist() == [[30.0, 31.0], [10.0, 11.0]]  # type: ignore[union-attr]
-    assert rows.inputs.action_mask is not None
-    assert rows.inputs.action_mask.tolist() == [[True] * 3, [False] * 3]
-    assert rows.inputs.state is None
-    assert rows.inputs.episode_start is None
-    assert [field.tolist() for field in rows[1:]] == [
+    assert taken.inputs.obs.tolist() == [[30.0, 31.0], [10.0, 11.0]]  # type: ignore[union-attr]
+    assert taken.inputs.action_mask is not None
+    assert taken.inputs.action_mask.tolist() == [[True] * 3, [False] * 3]
+    assert taken.inputs.memory is None
+    assert taken.inputs.episode_start is None
+    assert [field.tolist() for field in taken[1:]] == [
         [100.0 * i + 30.0, 100.0 * i + 10.0] for i in range(1, 6)
     ]
 
 
-def test_rows_take_every_leaf_of_an_observation() -> None:
+def test_take_takes_every_leaf_of_an_observation() -> None:
     obs = {"camera": numbered(4, 2), "arm/angle": numbered(4, plus=0.5)}
     fields = [numbered(4) for _ in range(5)]
 
-    rows = Minibatch(PolicyInput(obs, None, None, None), *fields).rows(ROWS)
+    taken = Minibatch(PolicyInput(obs, None, None, None), *fields).take(INDEX)
 
-    assert isinstance(rows.inputs.obs, dict)
-    assert {name: leaf.tolist() for name, leaf in rows.inputs.obs.items()} == {
+    assert isinstance(taken.inputs.obs, dict)
+    assert {name: leaf.tolist() for name, leaf in taken.inputs.obs.items()} == {
         "camera": [[30.0, 31.0], [10.0, 11.0]],
         "arm/angle": [30.5, 10.5],
     }
 
 
-def test_rows_of_a_policy_with_a_memory_are_whole_sequences_with_their_states() -> None:
-    state, start = numbered(4, 2, plus=0.5), torch.zeros(3, 4, dtype=torch.bool)
+def test_take_takes_whole_sequences_of_a_recurrent_policy() -> None:
+    memory, start = numbered(4, 2, plus=0.5), torch.zeros(3, 4, dtype=torch.bool)
     start[0, 3] = True
-    inputs = PolicyInput(numbered(3, 4), None, state, start)
+    inputs = PolicyInput(numbered(3, 4), None, memory, start)
 
-    rows = Minibatch(inputs, *(numbered(3, 4) for _ in range(5))).rows(ROWS)
+    taken = Minibatch(inputs, *(numbered(3, 4) for _ in range(5))).take(INDEX)
 
-    assert rows.inputs.obs.tolist() == [[3, 1], [13, 11], [23, 21]]  # type: ignore[union-attr]
-    assert rows.value.tolist() == [[3, 1], [13, 11], [23, 21]]
-    assert rows.inputs.state is not None
-    assert rows.inputs.state.tolist() == [[30.5, 31.5], [10.5, 11.5]]
-    assert rows.inputs.episode_start is not None
-    assert rows.inputs.episode_start.tolist() == [[True, False], [False, False], [False, False]]
+    assert taken.inputs.obs.tolist() == [[3, 1], [13, 11], [23, 21]]  # type: ignore[union-attr]
+    assert taken.value.tolist() == [[3, 1], [13, 11], [23, 21]]
+    assert taken.inputs.memory is not None
+    assert taken.inputs.memory.tolist() == [[30.5, 31.5], [10.5, 11.5]]
+    assert taken.inputs.episode_start is not None
+    assert taken.inputs.episode_start.tolist() == [[True, False], [False, False], [False, False]]
 
 
-def test_mapped_changes_all_that_has_a_place_for_each_step_and_takes_the_state_it_is_given() -> (
-    None
-):
+def test_mapped_changes_every_per_step_field_and_replaces_the_memory() -> None:
     inputs = PolicyInput(numbered(2, 3), None, numbered(3, 2), torch.ones(2, 3, dtype=torch.bool))
     batch = Minibatch(inputs, *(numbered(2, 3) for _ in range(5)))
 
     flat = batch.mapped(lambda field: field.flatten(0, 1), None)
 
-    assert flat.inputs.state is None
+    assert flat.inputs.memory is None
     assert flat.inputs.episode_start is not None
     assert flat.inputs.episode_start.shape == (6,)
     for field in (flat.inputs.obs, *flat[1:]):
         assert field.tolist() == [0, 1, 2, 10, 11, 12]  # type: ignore[union-attr]
-    kept = batch.mapped(lambda field: field, inputs.state)
-    assert kept.inputs.state is inputs.state
+    assert batch.mapped(lambda field: field, inputs.memory).inputs.memory is inputs.memory

@@ -1,4 +1,4 @@
-"""Advantages, reward scaling and explained variance: the same in NumPy, in torch and as a kernel."""
+"""Advantages, scaled rewards and explained variance: the same in NumPy, torch and a kernel."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_a_metric_that_is_not_a_number_is_refused() -> None:
 def test_a_training_error_names_the_iteration_which_does_not_count() -> None:
     loop = Loop(ToyTrainer(failing=TrainingError("epoch 1: not finite")))
 
-    with pytest.raises(TrainingError, match="^iteration 2: epoch 1: not finite$"):
+    with pytest.raises(TrainingError, match=r"^iteration 2: epoch 1: not finite$"):
         loop.train(1_000)
 
     assert (loop.iteration, loop.env_steps) == (1, 12)

@@ -1,4 +1,4 @@
-"""PPOTrainer: one iteration of PPO, its metrics, and what it does with values that are not finite."""
+"""PPOTrainer: one iteration of PPO, its metrics, and values that are not finite."""
 
 from __future__ import annotations
 
