@@ -1,4 +1,4 @@
-# make train, make test: a machine with Python >= 3.10, pip, venv and make needs nothing else.
+# make train, make test: need only Python >= 3.10, pip, venv and make.
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -6,15 +6,15 @@ BIN := $(VENV)/bin
 
 .PHONY: help setup setup-dev train test test-all notebooks check format box2d mujoco atari clean
 
-help:  ## this list
+help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(VENV)/.installed  ## make .venv and install the package into it
+setup: $(VENV)/.installed  ## create .venv and install the package
 
-setup-dev: $(VENV)/.installed-dev  ## the same, with what tests and checks need
+setup-dev: $(VENV)/.installed-dev  ## also install what tests and checks need
 
-$(VENV)/.installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else "ml_pipeline needs Python 3.10 or newer, this is %d.%d; name another one: make PYTHON=python3.12 ..." % v[:2])'
+$(VENV)/.installed: pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else "ml_pipeline needs Python 3.10 or newer, this is %d.%d; choose another one: make PYTHON=python3.12 ..." % v[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -e .
 	@touch $@
@@ -26,22 +26,22 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 train: setup  ## train; make train ARGS="env=acrobot n_envs=8 seed=3"
 	$(BIN)/python train_ppo.py $(ARGS)
 
-test: setup-dev  ## the fast tests
+test: setup-dev  ## run the fast tests
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not gpu" $(ARGS)
 
-test-all: setup-dev  ## every test that this machine can run
+test-all: setup-dev  ## run every test that this machine can run
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
 
-notebooks: setup-dev  ## execute every notebook from its first cell to its last
+notebooks: setup-dev  ## run every notebook
 	$(BIN)/python -m pytest --nbmake -p no:xdist notebooks $(ARGS)
 
-check: setup-dev  ## lint, format, types, layers
+check: setup-dev  ## check lint, format, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: setup-dev  ## put the code into the house's format
+format: setup-dev  ## fix lint and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -56,5 +56,5 @@ mujoco: setup  ## install MuJoCo, for env=half_cheetah, hopper, walker2d
 atari: setup  ## install the Arcade Learning Environment, for env=pong, breakout
 	$(BIN)/python -m pip install --quiet -e ".[atari]"
 
-clean:  ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info
+clean:  ## remove .venv, builds and caches; keep runs/
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info build

@@ -31,7 +31,7 @@ or range is an error that names the key, before anything starts.
 """
 
 GROUPS = (
-    ("", TrainConfig, "train_ppo.yaml", "The run"),
+    ("", TrainConfig, "train.yaml", "The run"),
     ("env.", EnvConfig, "env/cartpole.yaml", "The env"),
     ("agent.", PPOConfig, "agent/ppo.yaml", "PPO"),
     ("vec_env.", VecEnvConfig, "vec_env/auto.yaml", "How the envs run"),

@@ -1,11 +1,11 @@
-"""Random numbers that are a pure function of a key and a counter, the same on every device.
+"""Random numbers as a pure function of a key and a counter, equal on every device.
 
-No generator, no state: whoever draws gives the key and counts. Integer operations of torch only,
-so nothing waits for the host, everything can be compiled or captured in a CUDA graph, and a draw
-is the same bits on CPU, CUDA and MPS (``randn`` to the last bits of the device's ``erfinv``).
+There is no generator state: the caller passes the key and counts. Only integer operations of
+torch are used, so nothing waits for the host, and a CUDA graph can capture every draw. CPU, CUDA
+and MPS give the same bits, except that ``randn`` depends on the last bits of ``erfinv``.
 
-The numbers are those of Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as
-1, 2, 3"). Its 32-bit words stand in int64 tensors, as 0 .. 2^32 - 1.
+The algorithm is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+Its 32-bit words are stored in int64 tensors, as 0 .. 2^32 - 1.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _MASK = 2**32 - 1
-# Less 2^32, so that no product leaves int64: its overflow is undefined in C++, and compilers use
-# that. Modulo 2^32 nothing changes; what the upper half lacks is the other factor, once.
+# Minus 2^32, so that no product overflows int64, which is undefined behaviour in C++. The lower
+# half of a product stays the same; ``philox`` adds the missing factor to the upper half.
 _MULTIPLIER_0 = 0xD2511F53 - 2**32
 _MULTIPLIER_1 = 0xCD9E8D57 - 2**32
 _KEY_STEP_0, _KEY_STEP_1 = 0x9E3779B9, 0xBB67AE85
 _N_PHILOX_ROUNDS = 10
-# The last word of the counter: draws of different kinds never share a block.
+# The last word of the counter, so that different kinds of draws never share a block.
 _ROWS, _UNIFORM, _NORMAL, _SHUFFLE = 1, 2, 3, 4
-# Measured over 24,000 keys: the orders of up to six elements come equally often from 24 rounds on;
-# among 256 and more elements, no trace is left in pairs after 6.
+# Measured over 24,000 keys: with 24 rounds, all orders of up to six elements are equally frequent;
+# with 256 or more elements, pairs show no correlation after 6 rounds.
 _N_ROUNDS_FEW, _N_ROUNDS_MANY = 24, 10
 
 
 def draw_keys(n: int, generator: torch.Generator) -> Tensor:
-    """``n`` keys for the functions below, int64 [n], from a generator that somebody owns."""
+    """``n`` keys for the functions below, int64 [n], from a generator that the caller owns."""
     return torch.randint(2**62, (n,), generator=generator)
 
 
@@ -53,8 +53,8 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 def uniform(seed: Tensor, counter: Tensor, n: int) -> tuple[Tensor, ...]:
     """[N] int64 seeds and counters -> ``n`` tensors [N], float32 in [0, 1).
 
-    What is at i depends on seed[i] and counter[i] only: not on N, nor on the others; and fewer
-    tensors are the first of more. One tensor each: a compiler makes a kernel of them and their use.
+    Element i depends on seed[i] and counter[i] only, not on N, and a smaller ``n`` gives the first
+    tensors of a larger one. Separate tensors let a compiler fuse each with its use.
     """
     words: list[Tensor] = []
     low, high = _halves(counter)
@@ -67,15 +67,14 @@ def uniform(seed: Tensor, counter: Tensor, n: int) -> tuple[Tensor, ...]:
 def rand(key: Tensor, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
     """Float32 in [0, 1), 24 bits of it random; element i is a function of (key, i).
 
-    ``key`` is a 0-d int64 tensor. It may stay on the CPU while the numbers are made on ``device``.
+    ``key`` is a 0-d int64 tensor. It may be on the CPU while the result is on ``device``.
     """
     return _unit(_words(key, shape, _UNIFORM, device))
 
 
 def randn(key: Tensor, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
     """Standard normal float32, from -5.4 to 5.4; element i is a function of (key, i)."""
-    # Odd numbers over 2^24: exact in float32, symmetric, and never -1 or 1, where erfinv is
-    # infinite.
+    # Odd numbers over 2^24 are exact in float32, symmetric, and never -1 or 1 (erfinv: infinite).
     odd = (_words(key, shape, _NORMAL, device) >> 8) * 2 + (1 - 2**24)
     return torch.erfinv(odd.to(torch.float32) * 2**-24) * math.sqrt(2.0)
 
@@ -83,11 +82,10 @@ def randn(key: Tensor, shape: Sequence[int], device: torch.device | str | None =
 def permutation(n: int, key: Tensor) -> Tensor:
     """0 .. n - 1 in an order drawn by ``key`` (a 0-d int64 tensor): int64 [n], on its device.
 
-    A Feistel network makes a bijection of the next power of two, each element by itself; those
-    of its values that are below n, in their order, are the permutation (Mitchell et al. 2022,
-    "Bandwidth-optimal random shuffling for GPUs"). So there is no sort, no loop over elements and
-    no shape that depends on data. For many elements few of all orders can come up, as with any
-    64-bit key.
+    A Feistel network permutes 0 .. 2^k - 1 for the next power of two, each element on its own;
+    the values below n, in their order, are the permutation (Mitchell et al. 2022,
+    "Bandwidth-optimal random shuffling for GPUs"). This needs no sort, no loop over elements and
+    no shape that depends on data. A 64-bit key cannot reach all orders of many elements.
     """
     if n < 1:
         raise ValueError(f"a permutation needs at least one element, got n={n}")
@@ -96,13 +94,13 @@ def permutation(n: int, key: Tensor) -> Tensor:
     if n == 2**n_bits:
         return values
     kept = values < n
-    # All that fall out land in one slot behind the end: a scatter of a fixed size.
+    # Dropped values go to one slot after the end, so the scatter has a fixed size.
     slot = (torch.cumsum(kept, 0) - 1).masked_fill(~kept, n)
     return torch.zeros(n + 1, dtype=torch.int64, device=key.device).scatter(0, slot, values)[:n]
 
 
 def _bijection(n_bits: int, key: Tensor) -> Tensor:
-    """0 .. 2^n_bits - 1 in a keyed order: one part of the bits is changed by the other, in turn."""
+    """0 .. 2^n_bits - 1 in an order drawn by ``key``: each half of the bits changes the other."""
     n_rounds = _N_ROUNDS_FEW if n_bits <= 6 else _N_ROUNDS_MANY
     block = _count(-(-n_rounds // 4), key.device)
     zero = torch.zeros_like(block)
@@ -119,7 +117,7 @@ def _bijection(n_bits: int, key: Tensor) -> Tensor:
 
 
 def _mix(word: Tensor) -> Tensor:
-    """Wellons' lowbias32: every bit of a 32-bit word changes every other half of the time."""
+    """Wellons' lowbias32: flipping one input bit flips each output bit half of the time."""
     word = ((word ^ (word >> 16)) * 0x7FEB352D) & _MASK
     word = ((word ^ (word >> 15)) * (0x846CA68B - 2**32)) & _MASK
     return word ^ (word >> 16)
@@ -128,7 +126,7 @@ def _mix(word: Tensor) -> Tensor:
 def _words(
     key: Tensor, shape: Sequence[int], domain: int, device: torch.device | str | None
 ) -> Tensor:
-    """One random word per element of ``shape``, all four of each block used."""
+    """One random word per element of ``shape``; uses all four words of each block."""
     n = math.prod(shape)
     block = _count(-(-n // 4), device or key.device)
     zero = torch.zeros_like(block)
@@ -137,8 +135,8 @@ def _words(
 
 
 def _count(n: int, device: torch.device | str) -> Tensor:
-    # The mask changes no value, but it parts the count from the products behind it: Inductor
-    # (torch 2.13) would take both together for an index and compute them in 32 bits.
+    # The mask changes no value. Without it Inductor (torch 2.13) treats the count and the products
+    # after it as one index and computes both in 32 bits.
     return torch.arange(n, device=device) & _MASK
 
 
@@ -147,7 +145,7 @@ def _halves(number: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _constant(value: int, device: torch.device) -> Tensor:
-    # Filled on the device; torch.tensor(value) would be copied from the host, which waits.
+    # Filled on the device; torch.tensor(value) would copy from the host and wait.
     return torch.full((), value, dtype=torch.int64, device=device)
 
 

@@ -1,4 +1,4 @@
-"""The torch device of a run, from the one word of the config."""
+"""The torch device of a run: how to choose it, its precision and its memory."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from ml_pipeline.errors import UserError
 
 
 class DeviceError(UserError):
-    """The device that was asked for is not on this machine."""
+    """This machine does not have the requested device."""
 
 
 def program_mode(wanted: str, device: torch.device) -> str:
-    """How far work on ``device`` is compiled, by the config's word: auto, off or graph."""
+    """``graph`` or ``eager``, from the config value ``compile``: auto, off or graph."""
     if wanted == "graph" and device.type != "cuda":
         raise DeviceError(
-            f"compile=graph asked for, but {device.type} has no graphs; use compile=auto"
+            f"compile=graph: device={device.type} has no CUDA graphs; use compile=auto"
         )
     return "graph" if wanted != "off" and device.type == "cuda" else "eager"
 
 
 @contextmanager
 def precision_of_products(precision: str, device: torch.device) -> Iterator[None]:
-    """Let a GPU's matrix products and convolutions be as exact as ``precision`` says."""
+    """Set the precision of matrix products and convolutions on a GPU for a block."""
     if device.type != "cuda":
         yield
         return
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    loose = precision != "float32"
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = loose
+    allow_tf32 = precision != "float32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allow_tf32
     try:
         yield
     finally:
@@ -40,35 +40,31 @@ def precision_of_products(precision: str, device: torch.device) -> Iterator[None
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` takes cuda, then mps, then cpu; a device that is named must be there."""
+    """``auto`` takes cuda, then mps, then cpu; a device requested by name must exist."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     if name == "mps" and not torch.backends.mps.is_available():
-        raise DeviceError("device=mps asked for, but this torch has no MPS; use device=cpu")
+        raise DeviceError("device=mps: this torch has no MPS; use device=cpu")
     if name.startswith("cuda"):
         if not torch.cuda.is_available():
-            raise DeviceError(
-                f"device={name} asked for, but this torch sees no GPU; use device=cpu"
-            )
+            raise DeviceError(f"device={name}: this torch sees no GPU; use device=cpu")
         index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
         if index >= count:
-            raise DeviceError(
-                f"device={name} asked for, but there are {count} GPUs, from cuda:0 on"
-            )
+            raise DeviceError(f"device={name}: the last of {count} GPUs is cuda:{count - 1}")
     return torch.device(name)
 
 
 def held_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU that this process holds, torch's cache among them; None on the CPU."""
+    """GPU memory of this process in bytes, including torch's cache; None on the CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     return torch.mps.driver_allocated_memory() if device.type == "mps" else None
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes of memory that the device has, on the CPU the machine; None where that is not told."""
+    """Memory of the device (on the CPU: of the machine) in bytes; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type == "mps":

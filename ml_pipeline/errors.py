@@ -1,13 +1,25 @@
-"""UserError: what a user can put right, told in one clear line and never as a traceback."""
+"""UserError: a mistake that the user can fix, reported in one line without a traceback."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """The door prints ``str(error)`` and ends with exit code 1; the rooms raise subclasses."""
+    """Commands print ``str(error)`` and exit with code 1; modules raise subclasses."""
 
 
-def first_line(error: BaseException) -> str:
-    """What an error of somebody else's code says, short enough for a line of ours."""
+def first_line(error: BaseException, n_lines: int = 1) -> str:
+    """The start of a foreign error message, in one line; its type if the message is empty.
+
+    Use ``n_lines=2`` for libraries that put the reason on the second line.
+    """
+    return "; ".join(_lines(error)[:n_lines]).replace(":; ", ": ")
+
+
+def last_line(error: BaseException) -> str:
+    """The end of an error message that contains a traceback, such as that of ``WorkerError``."""
+    return _lines(error)[-1]
+
+
+def _lines(error: BaseException) -> list[str]:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines or [type(error).__name__]

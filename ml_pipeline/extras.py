@@ -1,4 +1,4 @@
-"""Optional packages: imported where they are used, with the line that installs them if missing."""
+"""Optional packages: imported where needed, with the install command in the error if missing."""
 
 from __future__ import annotations
 
@@ -8,49 +8,45 @@ from types import ModuleType
 
 from ml_pipeline.errors import UserError
 
-_EXPORT = 'pip install -e ".[export]"'
-_ATARI = 'make atari (or: pip install -e ".[atari]")'
+# The packages of each extra in pyproject.toml, as they appear in import errors.
+_EXTRAS = {
+    "mujoco": ("mujoco",),
+    "atari": ("ale", "ale_py", "atari", "opencv"),
+    "sweep": ("hydra_joblib_launcher", "hydra_submitit_launcher"),
+    "study": ("optuna", "optuna_dashboard"),
+    "plots": ("matplotlib", "plotly"),
+    "look": ("moviepy", "tensorboard", "trackio"),
+    "export": ("onnx", "onnxruntime", "onnxscript"),
+}
 
-# A word in an import error -> the command that brings the package.
+# The first package whose name is a word of the import error wins.
 INSTALL_COMMANDS = {
-    "box2d": "make box2d (or: pip install swig && pip install --no-build-isolation box2d-py)",
-    "mujoco": 'make mujoco (or: pip install -e ".[mujoco]")',
-    "ale": _ATARI,
-    "ale_py": _ATARI,
-    "atari": _ATARI,
-    "opencv": _ATARI,
-    "hydra_joblib_launcher": 'pip install -e ".[sweep]"',
-    "hydra_submitit_launcher": 'pip install -e ".[sweep]"',
-    "optuna": 'pip install -e ".[study]"',
-    "optuna_dashboard": 'pip install -e ".[study]"',
-    "matplotlib": 'pip install -e ".[plots]"',
-    "plotly": 'pip install -e ".[plots]"',
-    "moviepy": 'pip install -e ".[look]"',
-    "tensorboard": 'pip install -e ".[look]"',
-    "trackio": 'pip install -e ".[look]"',
-    "onnx": _EXPORT,
-    "onnxruntime": _EXPORT,
-    "onnxscript": _EXPORT,
+    "box2d": "pip install swig && pip install --no-build-isolation box2d-py",
+    **{
+        name: f'pip install "ml_pipeline[{extra}]"'
+        for extra, names in _EXTRAS.items()
+        for name in names
+    },
     "pygame": 'pip install "gymnasium[classic-control]"',
 }
 
 
 class MissingExtraError(UserError, ImportError):
-    """A package that only some features need is not installed."""
+    """An optional package is not installed."""
 
 
-def missing_extra(what: str, error: Exception) -> MissingExtraError:
-    """The error to raise for ``what``, with the command for the package that ``error`` names."""
+def missing_extra(needed_by: str, error: Exception) -> MissingExtraError:
+    """The error to raise, with the install command of the package that ``error`` names."""
     text = str(error)
     words = set(re.findall(r"\w+", text.lower()))
     for name, command in INSTALL_COMMANDS.items():
         if name in words:
-            return MissingExtraError(f"{what} needs {name}, which is not installed: {command}")
-    return MissingExtraError(f"{what} needs a package that is not installed: {text}")
+            return MissingExtraError(f"{needed_by} needs {name}, which is not installed: {command}")
+    return MissingExtraError(f"{needed_by} needs a package that is not installed: {text}")
 
 
 def import_extra(module: str, *, needed_by: str) -> ModuleType:
-    """Import an optional package, or say who needs it and how to install it."""
+    """Import an optional package, or say what needs it and how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

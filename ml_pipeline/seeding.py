@@ -1,7 +1,7 @@
-"""Which seed belongs to whom: every owner of randomness draws from a stream of its own.
+"""Seeds: every owner of randomness draws from its own stream.
 
-Training env i is seeded ``seed + i``, so that a run with few envs replays the first envs of a
-run with many. The other streams lie far away from these and from each other.
+Training env i gets ``seed + i``, so a run with few envs replays the first envs of a larger run.
+All other streams are unrelated to these and to each other.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ def first_env_seed(seed: int, *, env_steps: int = 0) -> int:
 
 
 def stream_seed(seed: int, owner: str) -> int:
-    """A seed for ``owner`` (any name): fixed by ``seed``, unrelated between owners."""
+    """A seed for ``owner`` (any name): determined by ``seed``, unrelated between owners."""
     digest = hashlib.sha256(f"{seed}/{owner}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % _MAX_SEED
 
 
 def seed_global_generators(seed: int) -> None:
-    """Those of Python, NumPy and torch: nothing here draws from them, but a user's code may."""
+    """Seed Python, NumPy and torch: this package never draws from them, but user code may."""
     random.seed(stream_seed(seed, "python"))
     np.random.seed(stream_seed(seed, "numpy"))
     torch.manual_seed(stream_seed(seed, "torch"))
 
 
 def global_generators_state() -> dict[str, Any]:
-    """As plain data, for a checkpoint."""
+    """The state of the global generators as plain data, for a checkpoint."""
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
     state = {

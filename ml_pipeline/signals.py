@@ -1,4 +1,4 @@
-"""StopSignals: Ctrl-C, SIGTERM and a closed terminal end a run in order, never amid an update."""
+"""StopSignals: SIGINT, SIGTERM and SIGHUP end a run cleanly, never in the middle of an update."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _ECHO_SECONDS = 0.5
-_GRACE_SECONDS = 4.0  # SIGTERM leaves about 10 in all, and the checkpoint is to be saved after it
+_GRACE_SECONDS = 4.0  # of the 10 or so that follow a SIGTERM; saving needs the rest
+
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    STOP_SIGNALS.append(signal.SIGHUP)
+
+
+def signals_to_handle() -> list[signal.Signals]:
+    """``STOP_SIGNALS``, without SIGHUP where it is ignored: nohup lets the terminal close."""
+    hangup = getattr(signal, "SIGHUP", None)
+    return [n for n in STOP_SIGNALS if n != hangup or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 class Interrupted(KeyboardInterrupt):
-    """A stop signal came; ``exit_code`` is what the shell expects: 130, 143 or 129."""
+    """A stop signal arrived; ``exit_code`` follows the shell's rule: 130, 143 or 129."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
@@ -24,14 +34,41 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = 128 + signal_number
 
 
-class StopSignals:
-    """While open, a stop signal raises ``Interrupted``.
+class Transaction:
+    """One iteration: a stop signal may discard it before ``hold``, and waits until ``commit``."""
 
-    Within a ``patient`` block it does so at the block's end, but not later than after
-    ``grace_seconds`` or at a second signal (one that comes at once is the same, told twice: to
-    the process and to its group); within a ``shielded`` block never before its end.
-    Elsewhere at once. Outside the main thread, where Python delivers no signals, this does
-    nothing. ``on_wait`` is called when a signal is being waited with.
+    def __init__(self, on_commit: Callable[[], None] = lambda: None) -> None:
+        self.is_held = False
+        self._on_commit = on_commit
+
+    def hold(self) -> None:
+        """From here to ``commit`` nothing may be interrupted: a stop signal waits."""
+        self.is_held = True
+
+    def commit(self) -> None:
+        """The changes are complete; what follows in the block may be interrupted again."""
+        self.is_held = False
+        self._on_commit()
+
+
+class NoSignals:
+    """Stands in for ``StopSignals`` where nothing handles signals."""
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        yield Transaction()
+
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        yield
+
+
+class StopSignals:
+    """While open, a stop signal raises ``Interrupted``: at once, or after a block that delays it.
+
+    ``shielded`` and ``transaction`` delay it. ``on_wait`` is called when a signal has to wait.
+    A second signal within ``echo_seconds`` is ignored: a process and its group often both get one.
+    Python delivers signals to the main thread only; in other threads this does nothing.
     """
 
     def __init__(
@@ -43,23 +80,22 @@ class StopSignals:
     ) -> None:
         self._grace_seconds = grace_seconds
         self._echo_seconds = echo_seconds
-        self._first_at = -math.inf
         self._on_wait = on_wait
-        self._before: dict[int, Any] = {}
-        self._shields = 0
-        self._patient = False
+        self._previous_handlers: dict[int, Any] = {}
+        self._n_shields = 0
+        self._transaction: Transaction | None = None
         self._pending: int | None = None
-        self._out_of_patience = False
+        self._first_at = -math.inf
+        self._is_grace_over = False
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            numbers = [signal.SIGINT, signal.SIGTERM]
-            # Under nohup it is ignored: the terminal may close, and Windows has none of it.
-            if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-                numbers.append(signal.SIGHUP)
-            self._before = {number: signal.signal(number, self._handle) for number in numbers}
+            handlers = dict.fromkeys(signals_to_handle(), self._handle)
             if hasattr(signal, "SIGALRM"):
-                self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._lose_patience)
+                handlers[signal.SIGALRM] = self._end_grace
+            self._previous_handlers = {
+                number: signal.signal(number, handler) for number, handler in handlers.items()
+            }
         return self
 
     def __exit__(
@@ -68,100 +104,63 @@ class StopSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._disarm()
-        for number, handler in self._before.items():
+        self._stop_timer()
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
-        self._shields += 1
+        """A block that always finishes: a stop signal waits for its end."""
+        self._n_shields += 1
         try:
             yield
         finally:
-            self._shields -= 1
-        self._raise_if_due()
-
-    @contextmanager
-    def patient(self) -> Iterator[None]:
-        """A block that is worth waiting for; what comes after it is not."""
-        self._patient = True
-        try:
-            yield
-        finally:
-            self._patient = False
+            self._n_shields -= 1
         self._raise_if_due()
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
-        """One iteration: a stop signal waits for its end, or discards it before ``hold``."""
-        transaction = Transaction(self)
-        with self.patient():
-            try:
-                yield transaction
-            finally:
-                transaction.release()
+        """A block whose end a stop signal waits for.
+
+        It waits at most ``grace_seconds``, or until a second signal; but always from
+        ``Transaction.hold`` to ``commit``.
+        """
+        self._transaction = Transaction(self._raise_if_due)
+        try:
+            yield self._transaction
+        finally:
+            self._transaction = None
+        self._raise_if_due()
 
     def _raise_if_due(self) -> None:
-        waits = self._shields or (self._patient and not self._out_of_patience)
-        if self._pending is not None and not waits:
+        if self._pending is not None and not self._must_wait():
             number, self._pending = self._pending, None
-            self._disarm()
+            self._stop_timer()
             raise Interrupted(number)
 
+    def _must_wait(self) -> bool:
+        if self._n_shields:
+            return True
+        transaction = self._transaction
+        return transaction is not None and (transaction.is_held or not self._is_grace_over)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        first = self._pending is None
-        if not first and time.monotonic() < self._first_at + self._echo_seconds:
+        is_first = self._pending is None
+        if not is_first and time.monotonic() < self._first_at + self._echo_seconds:
             return
-        self._first_at = time.monotonic() if first else self._first_at
+        self._first_at = time.monotonic() if is_first else self._first_at
         self._pending = number
-        self._out_of_patience = not (self._patient and first and hasattr(signal, "setitimer"))
-        if not self._out_of_patience:
+        has_grace = self._transaction is not None and is_first and hasattr(signal, "setitimer")
+        self._is_grace_over = not has_grace
+        if has_grace:
             signal.setitimer(signal.ITIMER_REAL, self._grace_seconds)
             self._on_wait()
         self._raise_if_due()
 
-    def _lose_patience(self, number: int, frame: FrameType | None) -> None:
-        self._out_of_patience = True
+    def _end_grace(self, number: int, frame: FrameType | None) -> None:
+        self._is_grace_over = True
         self._raise_if_due()
 
-    def _disarm(self) -> None:
-        if self._before and hasattr(signal, "setitimer"):
+    def _stop_timer(self) -> None:
+        if self._previous_handlers and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-
-
-class Transaction:
-    """Between ``hold`` and ``commit`` a stop signal waits."""
-
-    def __init__(self, signals: StopSignals) -> None:
-        self._signals = signals
-        self._is_held = False
-
-    def hold(self) -> None:
-        if not self._is_held:
-            self._is_held = True
-            self._signals._shields += 1
-
-    def release(self) -> None:
-        if self._is_held:
-            self._is_held = False
-            self._signals._shields -= 1
-
-    def commit(self) -> None:
-        self.release()
-        self._signals._raise_if_due()
-
-
-class NoSignals:
-    """Stands in for ``StopSignals`` where nothing handles signals."""
-
-    def hold(self) -> None: ...
-
-    def commit(self) -> None: ...
-
-    @contextmanager
-    def transaction(self) -> Iterator[NoSignals]:
-        yield self
-
-    @contextmanager
-    def shielded(self) -> Iterator[None]:
-        yield

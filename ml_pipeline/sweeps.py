@@ -1,10 +1,10 @@
-"""Sweeps: what each job of a multirun has come to, noted in its folder and told at the end.
+"""Sweeps: the status of each job of a multirun, kept in its folder and printed at the end.
 
-A job is noted as it begins and again as it ends, by whatever process runs it; so the table is
-whole for every launcher, and a job that was killed is seen as such.
+The process that runs a job writes its status at the start and at the end. So the table is complete
+with every launcher, and shows a killed job as died.
 
-Where jobs run side by side in processes of their own, a stop signal waits until all have saved,
-and jobs end with the process that started them.
+If jobs run in parallel processes, a stop signal waits until all have saved. Jobs also stop when
+the process that started them is gone.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.table import Table
 
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, last_line
 from ml_pipeline.extras import missing_extra
 from ml_pipeline.runs.console import wide_console
 from ml_pipeline.runs.run_folder import write_text
-from ml_pipeline.signals import Interrupted
+from ml_pipeline.signals import Interrupted, signals_to_handle
 
 _LAUNCHERS = {
     "local": "hydra_plugins.hydra_joblib_launcher",
@@ -38,11 +38,10 @@ _LAUNCHERS = {
     "submitit_local": "hydra_plugins.hydra_submitit_launcher",
 }
 
-
-_STOPPED = "stopped"  # a file: no further job is to begin
-_STOP_SECONDS = 20.0  # a job takes ten at most
+_STOPPED = "stopped"  # while this file exists, no further job starts
+_STOP_SECONDS = 20.0  # a job needs at most ten
 _SAVE_SECONDS = 10.0
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 class Job(NamedTuple):
@@ -58,7 +57,7 @@ class Job(NamedTuple):
 
 
 class JobNote:
-    """What is known of a job while it runs; ``finished`` makes it a good end."""
+    """Writes the status of one job to the folder of its sweep."""
 
     def __init__(self, folder: Path, number: int, overrides: Sequence[str]) -> None:
         self._folder = folder
@@ -73,8 +72,7 @@ class JobNote:
         self._end("interrupted")
 
     def failed(self, error: BaseException) -> None:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        self._end("failed", error=lines[-1])
+        self._end("failed", error=last_line(error))
 
     def _end(self, status: str, **facts: Any) -> None:
         self.job = self.job._replace(status=status, **facts)
@@ -88,9 +86,9 @@ class JobNote:
 
 @contextmanager
 def noted_job(folder: Path, number: int, overrides: Sequence[str]) -> Iterator[JobNote]:
-    """Note a job of a sweep, however it ends."""
+    """Record the status of a job; the block must call ``finished`` if it succeeds."""
     if (folder / _STOPPED).exists():
-        raise KeyboardInterrupt  # it was still to come when the sweep was stopped
+        raise KeyboardInterrupt  # the sweep was stopped before this job started
     note = JobNote(folder, number, overrides)
     try:
         yield note
@@ -103,15 +101,15 @@ def noted_job(folder: Path, number: int, overrides: Sequence[str]) -> Iterator[J
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """In the order of their numbers."""
+    """All jobs of a sweep, ordered by number."""
     jobs = [Job(**json.loads(path.read_text())) for path in folder.glob("job_*.json")]
     return sorted(jobs, key=lambda job: job.number)
 
 
 def jobs_table(jobs: Sequence[Job]) -> Table:
-    """A row per job, with what tells it from the others.
+    """A row per job, with the overrides that not all jobs share.
 
-    A job still ``running`` when the sweep is over has died.
+    A job that is still ``running`` when the sweep is over has died.
     """
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -129,31 +127,31 @@ def jobs_table(jobs: Sequence[Job]) -> Table:
 
 
 class SweepReport(Callback):
-    """Hears of a multirun's folder as it begins; ``tell`` prints the table when it is over."""
+    """Hydra callback that remembers the folder of a multirun; ``tell`` prints its table."""
 
-    _folder: Path | None = None  # of the multirun of this process
+    _folder: Path | None = None  # on the class: Hydra makes the instance
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         SweepReport._folder = Path(config.hydra.sweep.dir)
         if "n_jobs" in config.hydra.launcher:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in signals_to_handle():
                 signal.signal(number, self._stop_jobs)
 
     def _stop_jobs(self, number: int, frame: FrameType | None) -> None:
-        """Let every job save and end, then end the sweep."""
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)  # once more ends it at once
+        """Let every job save and end, then end the sweep; a second signal ends it at once."""
+        for each in signals_to_handle():
+            signal.signal(each, signal.SIG_DFL)
         folder = SweepReport._folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _STOPPED).touch()
-            told: set[int] = set()
+            signalled: set[int] = set()
             deadline = time.monotonic() + _STOP_SECONDS
             while (running := _running_jobs(folder)) and time.monotonic() < deadline:
                 for job in running:
-                    if job.pid not in told:
+                    if job.pid not in signalled:
                         os.kill(job.pid, number)
-                        told.add(job.pid)
+                        signalled.add(job.pid)
                 time.sleep(0.1)
         raise Interrupted(number)
 
@@ -164,16 +162,16 @@ class SweepReport(Callback):
         if not jobs:
             return
         console = wide_console()
-        good = sum(job.status == "finished" for job in jobs)
-        console.print(f"\nsweep {folder}: {good} of {len(jobs)} jobs finished")
+        n_finished = sum(job.status == "finished" for job in jobs)
+        console.print(f"\nsweep {folder}: {n_finished} of {len(jobs)} jobs finished")
         console.print(jobs_table(jobs))
 
 
 def _running_jobs(folder: Path) -> list[Job]:
-    return [job for job in read_jobs(folder) if job.status == "running" and _lives(job.pid)]
+    return [job for job in read_jobs(folder) if job.status == "running" and _is_alive(job.pid)]
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -182,21 +180,21 @@ def _lives(pid: int) -> bool:
 
 
 def end_with_parent() -> None:
-    """Stop this process as by SIGTERM when the one that started it is gone: it would train on."""
+    """Send SIGTERM to this process when its parent is gone; otherwise it would keep training."""
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_SAVE_SECONDS)
-        os._exit(143)  # joblib would wait here for jobs that nobody can send
+        os._exit(143)  # joblib would wait for jobs that never come
 
     threading.Thread(target=watch, daemon=True).start()
 
 
 def check_launcher(arguments: Sequence[str]) -> None:
-    """Name the line that installs a launcher, before Hydra says only that it has none."""
+    """Raise an error with the install command; Hydra would only say that it has no launcher."""
     for argument in arguments:
         key, _, name = argument.partition("=")
         module = _LAUNCHERS.get(name) if key == "sweep" else None
@@ -207,11 +205,11 @@ def check_launcher(arguments: Sequence[str]) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package above it
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def share_of_cores(launcher: Any, n_cores: int) -> int:
-    """What one of several jobs at a time may use; ``launcher`` is Hydra's config of it."""
-    n_jobs = launcher.get("n_jobs", 1)  # joblib's; -1: as many as there are cores
+    """The number of cores for each parallel job; ``launcher`` is Hydra's config."""
+    n_jobs = launcher.get("n_jobs", 1)  # joblib: -1 means one job per core
     return max(n_cores // (n_jobs if n_jobs > 0 else n_cores), 1)

@@ -1,12 +1,13 @@
-"""Dotted paths and ``_target_`` entries: how a config names a class of ours or of the user's.
+"""Dotted paths and ``_target_`` entries: how a config names a class or function.
 
-Spawned workers import this module to apply wrappers, so it knows neither Hydra nor torch.
+Spawned workers import this module to apply wrappers, so it imports neither Hydra nor torch.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -34,14 +35,14 @@ ALGORITHM_OF_OLD_RUNS = "ml_pipeline.algorithms.ppo.PPO"
 
 
 class TargetError(UserError):
-    """A dotted path leads nowhere, or its class does not take the arguments given."""
+    """A dotted path does not exist, or its class does not accept the given arguments."""
 
 
 def import_dotted(path: str, *, key: str) -> Any:
-    """The object that ``package.module.Name`` names; ``key`` is the config key to blame."""
+    """The object at ``package.module.Name``; errors name the config key ``key``."""
     module_name, _, name = moved(path).rpartition(".")
     if not module_name:
-        raise TargetError(f"{key}={path} is no dotted path; write package.module.Name")
+        raise TargetError(f"{key}={path}: this is not a dotted path; write package.module.Name")
     module = import_module(module_name, key=key, path=path)
     if not hasattr(module, name):
         raise TargetError(f"{key}={path}: module {module_name} has no {name!r}")
@@ -54,7 +55,7 @@ def moved(path: str) -> str:
 
 
 def import_module(name: str, *, key: str, path: str) -> ModuleType:
-    """A module of the user's; what goes wrong in it is told with the config key it came by."""
+    """Import module ``name``; errors start with the config entry ``key=path``."""
     name = moved(name)
     try:
         return importlib.import_module(name)
@@ -62,15 +63,16 @@ def import_module(name: str, *, key: str, path: str) -> ModuleType:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise TargetError(
                 f"{key}={path}: no module named {error.name!r}; "
-                "run from the folder that holds it, or put that folder on PYTHONPATH"
+                "run from the folder that contains it, or add that folder to PYTHONPATH"
             ) from error
-        raise TargetError(f"{key}={path}: {name} needs {error.name}, which is missing") from error
-    except Exception as error:  # a module may do anything as it is imported
+        reason = f"{name} needs {error.name}, which is not installed"
+        raise TargetError(f"{key}={path}: {reason}") from error
+    except Exception as error:  # importing a module may raise anything
         raise TargetError(f"{key}={path}: {type(error).__name__} in {name}: {error}") from error
 
 
 def import_entry(entry: Mapping[str, Any], *, key: str) -> tuple[Any, dict[str, Any]]:
-    """The object an entry's ``_target_`` names, and the other keys: its arguments."""
+    """The object at an entry's ``_target_``, and its arguments: the other keys."""
     if not isinstance(entry, Mapping) or "_target_" not in entry:
         raise TargetError(f"{key} needs a _target_, the dotted path of a class; got {entry!r}")
     target = import_dotted(str(entry["_target_"]), key=f"{key}._target_")
@@ -78,9 +80,9 @@ def import_entry(entry: Mapping[str, Any], *, key: str) -> tuple[Any, dict[str, 
 
 
 def check_arguments(target: Any, arguments: Mapping[str, Any], *, key: str, given: int = 0) -> None:
-    """Refuse what ``target`` does not take and name what it lacks, by full config key.
+    """Raise an error with the full config key if an argument is unknown or missing.
 
-    ``given`` positional arguments come from elsewhere, such as the env that a wrapper wraps.
+    ``given`` positional arguments come from the caller, such as the env of a wrapper.
     """
     signature = inspect.signature(target)
     parameters = list(signature.parameters.values())[given:]
@@ -98,7 +100,7 @@ def check_arguments(target: Any, arguments: Mapping[str, Any], *, key: str, give
 
 
 def instantiate(entry: Mapping[str, Any], *, key: str, offers: Mapping[str, Any]) -> Any:
-    """Build an entry's object; what ``offers`` holds is passed on if the signature asks for it."""
+    """Build an entry's object; it also receives each of ``offers`` that its signature names."""
     target, arguments = import_entry(entry, key=key)
     wanted = inspect.signature(target).parameters
     arguments = {**{name: offers[name] for name in offers if name in wanted}, **arguments}
@@ -108,8 +110,8 @@ def instantiate(entry: Mapping[str, Any], *, key: str, offers: Mapping[str, Any]
     except UserError:
         raise
     except (TypeError, ValueError) as error:
-        # Those of ours begin with the argument's name, so that the full key can be told.
-        named = str(error).partition(" ")[0] in arguments
-        raise TargetError(f"{key}{'.' if named else ': '}{error}") from error
-    except Exception as error:  # a user's class may do anything
+        # Our own errors start with the name of an argument; then the full key can be shown.
+        is_named = re.split(r"\W", str(error))[0] in arguments
+        raise TargetError(f"{key}{'.' if is_named else ': '}{error}") from error
+    except Exception as error:  # a user's class may raise anything
         raise TargetError(f"{key}: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""What several tests share: the door as a user calls it, and a quiet place to call it from."""
+"""Fixtures and helpers that several test files share."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Door = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def pytest_configure() -> None:
-    """A shell's ``&`` has SIGINT ignored, and nohup SIGHUP: the tests send both, and mean them."""
+    """Undo the ignored signals of ``&`` (SIGINT) and nohup (SIGHUP): tests send both."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: a test that collects garbage need not look through it."""
+    """Exclude imported modules from garbage collection, which some tests trigger often."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whoever runs the tests may be logged in; the tests must not upload anything."""
+    """Hide the developer's W&B login: tests must not upload anything."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
@@ -44,7 +44,7 @@ def _no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def config_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Snapshots of envs are sealed with a key in the user's config folder: not in the real one."""
+    """Use an empty config folder, which holds the key for snapshots of envs."""
     folder = tmp_path_factory.mktemp("config")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     return folder
@@ -52,7 +52,7 @@ def config_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty folder to stand in; runs/ appears here."""
+    """An empty working directory; runs/ appears here."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -63,13 +63,13 @@ def door_command(*arguments: str) -> list[str]:
 
 @pytest.fixture
 def door(here: Path) -> Door:
-    """``door("n_envs=2")`` runs train_ppo.py to its end, in a process of its own."""
+    """``door("n_envs=2")`` runs train_ppo.py in a new process and waits for it."""
 
     def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             door_command(*arguments),
             cwd=here,
-            # Without W&B's own variables: they would lead to this process's W&B service.
+            # W&B's own variables lead to the W&B service of this process.
             env={**{k: v for k, v in os.environ.items() if "WANDB" not in k}, **environment},
             capture_output=True,
             text=True,
@@ -81,7 +81,7 @@ def door(here: Path) -> Door:
 
 
 def read_rows(run_dir: Path) -> list[dict[str, str]]:
-    """metrics.csv without the columns that depend on the clock, the workers and the GPU."""
+    """metrics.csv without the columns that measure the machine."""
     with (run_dir / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [
@@ -97,7 +97,7 @@ def only_run(folder: Path) -> Path:
 
 
 def small(**more: Any) -> list[str]:
-    """Overrides of a run that takes a moment: two iterations of two envs."""
+    """Overrides of a short run: two iterations of two envs; ``a__b`` sets the key a.b."""
     settings = {
         "n_envs": 2,
         "total_steps": 64,
@@ -113,24 +113,24 @@ def small(**more: Any) -> list[str]:
 
 
 def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
-    """Wait until none of these processes runs any more."""
+    """Wait until all these processes have ended."""
     wait_until(lambda: not any(map(is_running, pids)), seconds)
 
 
-def wait_until(fact: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait for something that another process does."""
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for another process to make a condition true."""
     deadline = time.monotonic() + seconds
-    while not fact():
-        assert time.monotonic() < deadline, "it has not happened"
+    while not condition():
+        assert time.monotonic() < deadline, f"not true after {seconds} seconds"
         time.sleep(0.05)
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs; one that is dead and only waits to be reaped does not."""
+    """Whether a process is running; a zombie is not."""
     if Path("/proc").exists():
         try:
             status = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:  # it is gone, or goes as we look
+        except OSError:  # it has ended, perhaps just now
             return False
         return status.rpartition(")")[2].split()[0] != "Z"
     try:
@@ -141,7 +141,7 @@ def is_running(pid: int) -> bool:
 
 
 def old_python() -> str | None:
-    """A Python too old for us that really runs: a version manager leaves stubs that do not."""
+    """A Python below 3.10 that works; pyenv leaves stubs that do not."""
     for version in ("3.9", "3.8", "3.7"):
         managed = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
         for name in (f"python{version}", *map(str, managed)):

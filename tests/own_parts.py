@@ -1,4 +1,4 @@
-"""Parts a user might write: a network and a callback, named by dotted path in tests."""
+"""Networks, callbacks, envs and loggers as a user might write them; tests name them by path."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from tiny_envs import CountingEnv
 from torch import Tensor, nn
 
+from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.protocols import Callback, Metrics, Trainer
 from ml_pipeline.signals import Interrupted
 
@@ -34,59 +36,63 @@ class StopAt(Callback):
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration
 
-    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
-        if trainer.iteration >= self.iteration:
-            trainer.request_stop(f"iteration {trainer.iteration}")
+    def on_iteration_end(self, loop: Trainer, metrics: Metrics) -> None:
+        if loop.iteration >= self.iteration:
+            loop.request_stop(f"iteration {loop.iteration}")
 
 
-class KillAt(Callback):
-    """Ends the process without a word, as a power cut does; never in a resumed run."""
+class CrashAt(Callback):
+    """Crashes if the variable CRASH is set: by SIGKILL (``kill``) or an error (``raise``)."""
 
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration
 
-    def on_iteration_logged(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        if trainer.iteration == self.iteration and "KILL" in os.environ:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def on_iteration_logged(self, loop: Trainer, metrics: Mapping[str, float]) -> None:
+        if loop.iteration == self.iteration and "CRASH" in os.environ:
+            if os.environ["CRASH"] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError(f"crash at iteration {self.iteration}")
 
 
 class KillAWorkerAt(Callback):
-    """In the third iteration of a run that begins; the next rollout finds out."""
+    """Kills a worker after the third iteration; the next rollout fails."""
 
-    def on_iteration_logged(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        if trainer.iteration == 3:
-            os.kill(trainer.envs[0].worker_pids[0], signal.SIGKILL)  # type: ignore[attr-defined]
+    def on_iteration_logged(self, loop: Trainer, metrics: Mapping[str, float]) -> None:
+        if loop.iteration == 3:
+            (env,) = loop.envs
+            assert isinstance(env, ParallelEnv)
+            os.kill(env.worker_pids[0], signal.SIGKILL)
 
 
 class OddState(Callback):
-    """Keeps what NumPy made, which a checkpoint cannot hold."""
+    """Has a NumPy number in its state, which a checkpoint cannot contain."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": [np.float64(1.0)]}
 
 
 class Dice(Callback):
-    """Draws from the generators that nobody here owns."""
+    """Draws from the global generators."""
 
-    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
+    def on_iteration_end(self, loop: Trainer, metrics: Metrics) -> None:
         metrics["dice/python"] = random.random()
         metrics["dice/numpy"] = float(np.random.random())
         metrics["dice/torch"] = float(torch.rand(()))
 
 
 class CountChildren(Callback):
-    def on_iteration_end(self, trainer: Trainer, metrics: Metrics) -> None:
+    def on_iteration_end(self, loop: Trainer, metrics: Metrics) -> None:
         with Path("children").open("a") as file:
             file.write(f"{len(multiprocessing.active_children())}\n")
 
 
 class InterruptAtStart(Callback):
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, loop: Trainer) -> None:
         raise Interrupted(2)
 
 
 class FileLogger:
-    """Writes down what it is told, and of which sweep."""
+    """Writes the steps that it logs, the seed and the sweep to a file."""
 
     def __init__(self, run_config: Mapping[str, Any], sweep: str | None) -> None:
         self.facts = {"seed": run_config["seed"], "sweep": sweep}
@@ -103,7 +109,7 @@ class Anything:
 
 
 class WrongSize(Wide):
-    """Says that it has more outputs than it has."""
+    """Has fewer outputs than ``out_features`` says."""
 
     def __init__(self, observation_space: gym.Space[Any]) -> None:
         super().__init__(observation_space, width=8)
@@ -132,7 +138,7 @@ class OneAtATime(Wide):
 
 
 class LateMask(gym.Env[Any, Any]):
-    """Gives a mask with steps alone."""
+    """Returns a mask from ``step``, but not from ``reset``."""
 
     observation_space = gym.spaces.Box(-1, 1, (2,))
     action_space = gym.spaces.Discrete(2)
@@ -144,13 +150,19 @@ class LateMask(gym.Env[Any, Any]):
         return self.observation_space.sample(), 0.0, False, False, {"action_mask": np.ones(2)}
 
 
+class Unpicklable(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (i for i in ())
+
+
 class NoInfo(LateMask):
     def step(self, action):
         return self.observation_space.sample(), 0.0, False, False, None
 
 
 class OldApi(gym.Env[Any, Any]):
-    """Four values from step, as Gym had it before 0.26."""
+    """``step`` returns four values, as in Gym before 0.26."""
 
     observation_space = gym.spaces.Box(-1, 1, (2,))
     action_space = gym.spaces.Discrete(2)
@@ -163,7 +175,7 @@ class OldApi(gym.Env[Any, Any]):
 
 
 class CountingCalls(nn.Module):
-    """Gives another answer each time it is asked; a graph would repeat the first for ever."""
+    """Returns something else at each call; a graph would repeat the first result."""
 
     def __init__(self, observation_space: gym.Space[Any]) -> None:
         super().__init__()
@@ -177,14 +189,14 @@ class CountingCalls(nn.Module):
 
 
 class Deciding(CountingCalls):
-    """Looks at the numbers to choose its way, which no graph can."""
+    """Branches on the data, which a graph cannot."""
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.layer(obs) if float(obs.sum()) > 0 else -self.layer(obs)
 
 
 class ByLength(CountingCalls):
-    """Speaks of the batch as len(obs), which the faster way to export takes for a constant."""
+    """Uses len(obs), which the faster way to export treats as a constant."""
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.layer(obs.reshape(len(obs), -1))

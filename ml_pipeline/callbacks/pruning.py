@@ -9,8 +9,6 @@ from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.protocols import Callback, Metrics
 from ml_pipeline.training.loop import Loop
 
-METRIC = EVAL_RETURN
-
 
 class PrunableTrial(Protocol):
     """The part of an Optuna trial that pruning uses."""

@@ -13,17 +13,21 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ml_pipeline.config.train import TrainConfig
-from ml_pipeline.errors import UserError, first_line
+from ml_pipeline.door.explain import explained
+from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Algorithm
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.targets import ALGORITHM_OF_OLD_RUNS, import_dotted
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-CONF = REPOSITORY / "conf"
+_PACKAGE = Path(__file__).resolve().parents[1]
+REPOSITORY = _PACKAGE.parent
+# A wheel has conf/ inside the package, a clone next to it.
+CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else REPOSITORY / "conf"
 
 
 class ConfigError(UserError):
@@ -32,15 +36,22 @@ class ConfigError(UserError):
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
     """Compose conf/ and ``overrides`` with Hydra, which refuses unknown keys and wrong types."""
-    ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+    store_schema()
     # The caller may be a Hydra program itself, and Hydra is a singleton.
     callers = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose("train_ppo", overrides=[*overrides, *own_conf(overrides)])
+            return compose("train", overrides=[*overrides, *own_conf(overrides)])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explained(error)) from error
     finally:
         GlobalHydra.instance().hydra = callers
+
+
+def store_schema() -> None:
+    """Let conf/train.yaml find its schema; agent.algorithm adds that of ``agent`` later."""
+    ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
 
 def own_conf(arguments: Sequence[str]) -> list[str]:
@@ -61,8 +72,7 @@ def checked_config(cfg: DictConfig) -> TrainConfig:
         typed.agent = OmegaConf.structured(find_algorithm(cfg).config)
         config = OmegaConf.to_object(OmegaConf.merge(typed, settings))
     except OmegaConfBaseException as error:
-        key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{key}{first_line(error)}") from error
+        raise ConfigError(explained(error)) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not isinstance(config, TrainConfig):

@@ -1,8 +1,8 @@
-"""Checkpoints: a run's state in one file, written whole or not at all, read without running code.
+"""Checkpoints: the state of a run in one file, written atomically and loaded without running code.
 
-Only tensors, numbers, strings, and lists and dicts of these may stand in a state: this is what
-``weights_only=True`` loads. The file is torch's own format and ends in a line with the SHA-256 of
-all before it, which other readers pass over.
+A state contains only tensors, numbers, strings, and lists and dicts of these, because
+``weights_only=True`` loads nothing else. The file has torch's format. Its last line is the SHA-256
+of everything before it; ``torch.load`` ignores that line.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.protocols import StateDict
 from ml_pipeline.runs.run_folder import RunFolder, write_atomically
 from ml_pipeline.training.out_of_memory import ran_out_of_memory
 
-FORMAT = 2  # raised when an older reader could not make sense of the file
+FORMAT = 2  # increased when older versions cannot read the file
 
 LATEST, BEST = "latest", "best"
 
-_PLAIN = (Tensor, int, float, bool, str, bytes, type(None))  # the types themselves, no subclass
+_PLAIN = (Tensor, int, float, bool, str, bytes, type(None))  # exactly these types, not subclasses
 
 _TRAILER = b"\nml_pipeline sha256 "
 _TRAILER_SIZE = len(_TRAILER) + 64 + 1
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, damaged, or not of this run."""
+    """A checkpoint is missing, damaged, or does not fit the run."""
 
 
 def checkpoint_path(run: RunFolder, name: str) -> Path:
@@ -42,7 +42,7 @@ def checkpoint_path(run: RunFolder, name: str) -> Path:
 
 
 def check_plain(value: Any, what: str) -> None:
-    """Refuse what could be saved, but not be loaded again without running code."""
+    """Raise an error for a value that ``weights_only=True`` would refuse to load."""
     if isinstance(value, (dict, list, tuple)):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         for name, part in parts:
@@ -50,13 +50,13 @@ def check_plain(value: Any, what: str) -> None:
     elif type(value) not in _PLAIN:
         kind = f"{type(value).__module__}.{type(value).__name__}"
         raise CheckpointError(
-            f"{what} is a {kind}, which a checkpoint cannot hold: make it a number, a string, a "
-            "tensor, or a list or dict of these"
+            f"{what}: a checkpoint cannot contain a {kind}; use numbers, strings, tensors, and "
+            "lists or dicts of these"
         )
 
 
 def save_checkpoint(run: RunFolder, name: str, state: StateDict) -> None:
-    """Replace checkpoint ``name`` of a run; the old one stays until the new one is on the disk."""
+    """Replace checkpoint ``name``; the previous one stays until the new one is on disk."""
     path = checkpoint_path(run, name)
     content = io.BytesIO()
     config = run.config.read_text(encoding="utf-8") if run.config.is_file() else ""
@@ -67,11 +67,13 @@ def save_checkpoint(run: RunFolder, name: str, state: StateDict) -> None:
     try:
         write_atomically(path, lambda file: file.write(data + trailer))
     except OSError as error:
-        raise CheckpointError(f"could not save {path}: {error}; the one before is kept") from error
+        raise CheckpointError(
+            f"could not save {path}: {error}; the previous checkpoint is kept"
+        ) from error
 
 
 def load_checkpoint(run: RunFolder, name: str) -> StateDict:
-    """The state saved under ``name``, on the CPU."""
+    """The state saved as ``name``, on the CPU."""
     path = checkpoint_path(run, name)
     if not path.is_file():
         raise CheckpointError(f"{run.path} has no checkpoint {path.name}")
@@ -82,34 +84,34 @@ def load_checkpoint(run: RunFolder, name: str) -> StateDict:
     data, trailer = content[:-_TRAILER_SIZE], content[-_TRAILER_SIZE:]
     if not trailer.startswith(_TRAILER):
         raise CheckpointError(
-            f"{path} is no checkpoint of format {FORMAT}: it is cut off, or of an older version"
+            f"{path} is not a checkpoint of format {FORMAT}: it is truncated or too old"
         )
     if trailer[len(_TRAILER) :].strip() != hashlib.sha256(data).hexdigest().encode():
-        raise CheckpointError(f"{path} is damaged: its checksum does not fit what it holds")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match its content")
     try:
         state: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        # torch's own words advise to load it with code allowed: never that.
-        raise CheckpointError(f"{path} cannot be read: it holds more than plain data") from error
+        # torch's message is not shown: it suggests weights_only=False, which runs code.
+        raise CheckpointError(f"{path} cannot be read: it contains more than plain data") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is no checkpoint of format {FORMAT}")
+        raise CheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
     return state
 
 
 def best_or_latest(run: RunFolder) -> str:
-    """The name to evaluate by default: the best by evaluation, where there is one."""
+    """The checkpoint to evaluate by default: the best by evaluation, if it exists."""
     return BEST if checkpoint_path(run, BEST).is_file() else LATEST
 
 
 @contextmanager
 def misfit_explained(run_folder: RunFolder) -> Iterator[None]:
-    """Tell a state that does not fit the objects it is loaded into from a failure of ours."""
+    """Report a state that does not fit the objects that load it as ``CheckpointError``."""
     try:
         yield
     except (RuntimeError, KeyError, ValueError) as error:
         if ran_out_of_memory(error):
             raise
-        reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        reason = first_line(error, n_lines=2)
         raise CheckpointError(
             f"the checkpoint in {run_folder.path} does not fit its env, agent and network: {reason}"
         ) from error

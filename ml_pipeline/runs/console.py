@@ -1,14 +1,16 @@
-"""ConsoleLogger: what one sees while a run trains; live on a terminal, lines in a pipe."""
+"""ConsoleLogger: the progress of a run; a live display on a terminal, lines in a pipe."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any, cast
 
 from rich.console import Console, Group
@@ -23,25 +25,28 @@ from rich.progress import (
 )
 from rich.table import Table
 
-_SECONDS_BETWEEN_LINES = 2.0
+from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 
-# Title, metric, format; a metric that is not there yet shows as a dash.
+_SECONDS_BETWEEN_LINES = 2.0
+_TRAIN = " train"  # commands/train.py adds it to the program's name in sys.argv
+
+# Title, metric, format; a missing metric is shown as a dash.
 _FIGURES = (
     ("iteration", "iteration", "{:.0f}"),
     ("reward", "rollout/episode_return", "{:.1f}"),
     ("length", "rollout/episode_length", "{:.1f}"),
-    ("mean(100)", "rollout/episode_return_mean_100", "{:.1f}"),
+    ("mean(100)", MEAN_RETURN, "{:.1f}"),
     ("episodes", "rollout/total_episodes", "{:.0f}"),
-    ("eval", "eval/episode_return", "{:.1f}"),
+    ("eval", EVAL_RETURN, "{:.1f}"),
     ("steps/s", "time/env_steps_per_second", "{:,.0f}"),
 )
 
 
-class _PatientFile:
-    """Standard output, whose reader may go away (``| head``, a closed terminal) unnoticed."""
+class _SafeStdout:
+    """Standard output that ignores a reader that goes away (``| head``, a closed terminal)."""
 
     def __init__(self) -> None:
-        self._file: Any = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, open to the end
+        self._file: Any = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, stays open
 
     def write(self, text: str) -> int:
         with suppress(OSError, ValueError):
@@ -57,7 +62,7 @@ class _PatientFile:
 
 
 def wide_console() -> Console:
-    """For tables: a pipe has no edge to fold at."""
+    """A console for tables; wide if the output is a pipe, so that rows do not wrap."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 250
@@ -65,22 +70,22 @@ def wide_console() -> Console:
 
 
 def say(line: str) -> None:
-    """Print a line now; nobody listening is no reason to stop a run."""
+    """Print a line at once; a closed output must not stop a run."""
     try:
         print(line, flush=True)
     except (OSError, ValueError):  # a broken pipe, a full disk, a closed terminal
-        # Else the interpreter fails once more as it flushes at exit.
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open to the end
+        # Otherwise the interpreter fails again when it flushes stdout at exit.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, stays open
 
 
 class ConsoleLogger:
-    """Shows the progress of one run, between ``start`` and ``close``."""
+    """Shows the progress of one run between ``start`` and ``close``."""
 
     def __init__(self, total_steps: int, *, env_steps: int = 0, console: Console | None = None):
-        patient = cast("IO[str]", _PatientFile())
-        self._console = console or Console(file=patient, soft_wrap=True, highlight=False)
+        stdout = cast("IO[str]", _SafeStdout())
+        self._console = console or Console(file=stdout, soft_wrap=True, highlight=False)
         self._total_steps = total_steps
-        self._counted_from = time.monotonic(), env_steps  # when and where, for the ETA
+        self._counted_from = time.monotonic(), env_steps  # for the ETA
         self._is_first = True
         self._last_line = 0.0
         self._shown: dict[str, float] = {}
@@ -98,14 +103,14 @@ class ConsoleLogger:
         self._live: Live | None = None
 
     def start(self) -> None:
-        """Begin the live display; nothing else may be printed from here to ``close``."""
+        """Start the live display; print nothing else until ``close``."""
         self._counted_from = time.monotonic(), self._counted_from[1]
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(self._display(), console=self._console, refresh_per_second=4)
             self._live.start()
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
-        # An evaluation is taken now and then; its last figure stays on the display.
+        # Evaluations are rare; the display keeps the last result.
         kept = {name: self._shown[name] for name in self._shown if name.startswith("eval/")}
         self._shown = {**kept, **metrics}
         if self._live is not None:
@@ -114,11 +119,11 @@ class ConsoleLogger:
             return
         self._unprinted = self._line(metrics, env_steps)
         now = time.monotonic()
-        if self._is_first:  # the iteration in which things are compiled, if they are
+        if self._is_first:  # the iteration that compiles would distort the ETA
             self._is_first = False
             self._counted_from = now, env_steps
         due = now - self._last_line >= _SECONDS_BETWEEN_LINES
-        if due or "eval/episode_return" in metrics or env_steps >= self._total_steps:
+        if due or EVAL_RETURN in metrics or env_steps >= self._total_steps:
             self._print_line()
             self._last_line = now
 
@@ -126,7 +131,7 @@ class ConsoleLogger:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        self._print_line()  # the last state of a run that was cut short
+        self._print_line()  # the last line of a run that was stopped early
 
     def _print_line(self) -> None:
         if self._unprinted is not None:
@@ -157,9 +162,36 @@ class ConsoleLogger:
 
 
 def python_command() -> str:
-    """``python`` where that is this interpreter, else the path of this one."""
+    """``python`` if that is this interpreter, else its path; to print in commands."""
     found = shutil.which("python")
     if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):
         return "python"
     relative = os.path.relpath(sys.executable)
     return shlex.quote(sys.executable if relative.startswith("..") else relative)
+
+
+def user_command(name: str, *, python: str | None = None) -> str:
+    """The command ``name`` (train, evaluate, ...) as the user of this process types it.
+
+    ``python`` is how the interpreter is called; None: a path that works from this folder.
+    """
+    python = python or python_command()
+    program = Path(sys.argv[0].removesuffix(_TRAIN))
+    if name == "train" and _is_train_script(program):
+        return f"{python} {shlex.quote(os.path.relpath(program))}"
+    if program.stem != "ml-pipeline":
+        return f"{python} -m ml_pipeline {name}"
+    found = shutil.which(program.name)
+    on_path = found is not None and os.path.abspath(found) == os.path.abspath(program)
+    return f"{program.name if on_path else shlex.quote(str(program))} {name}"
+
+
+def typed_training() -> str | None:
+    """The command line that trains in this process; None if Python code called ``train``."""
+    if not _is_train_script(Path(sys.argv[0])) and not sys.argv[0].endswith(_TRAIN):
+        return None
+    return f"{user_command('train', python='python')} {shlex.join(sys.argv[1:])}".rstrip()
+
+
+def _is_train_script(program: Path) -> bool:
+    return re.fullmatch(r"train_\w+\.py", program.name) is not None

@@ -1,8 +1,7 @@
-"""Snapshots of a run's envs on the disk: what an exact resume needs beside the checkpoint.
+"""Snapshots of a run's envs on disk: an exact resume needs them in addition to the checkpoint.
 
-A snapshot is a pickle, and so could hold any code. It is kept in a file of its own that only a
-resume reads, and only if it bears the seal of this user: a keyed hash, whose key lies in the
-user's config folder.
+A snapshot is a pickle, so loading it can run any code. It has its own file, which only a resume
+reads, and only if it carries this user's seal: an HMAC with a key from the user's config folder.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _SEAL_SIZE = _KEY_SIZE = 32
 
 
 class SnapshotError(UserError):
-    """The envs of a run cannot go on where they stood."""
+    """The envs of a run cannot continue their episodes."""
 
 
 class UntrustedSnapshotError(SnapshotError):
-    """They could, but somebody else may have written what they would run."""
+    """The snapshots exist, but another user may have written them."""
 
 
 def snapshot_path(run: RunFolder, token: str) -> Path:
@@ -37,9 +36,9 @@ def snapshot_path(run: RunFolder, token: str) -> Path:
 
 
 def save_snapshots(run: RunFolder, snapshots: Sequence[bytes]) -> str:
-    """Write the snapshots of all envs; gives the token by which a checkpoint refers to them.
+    """Write the snapshots of all envs; returns the token that the checkpoint stores.
 
-    The file of the checkpoint before stays until ``sweep_snapshots``.
+    The file of the previous checkpoint stays until ``sweep_snapshots``.
     """
     token = secrets.token_hex(8)
     lengths = [len(each) for each in snapshots]
@@ -50,7 +49,7 @@ def save_snapshots(run: RunFolder, snapshots: Sequence[bytes]) -> str:
 
 
 def load_snapshots(run: RunFolder, token: str, *, trust: bool) -> list[bytes]:
-    """What was saved; ``trust`` takes it even if it was another user who did so."""
+    """The saved snapshots; ``trust`` accepts those of another user."""
     path = snapshot_path(run, token)
     if not token.isalnum() or not path.is_file():
         raise SnapshotError(f"{path.name} is missing")
@@ -61,26 +60,26 @@ def load_snapshots(run: RunFolder, token: str, *, trust: bool) -> list[bytes]:
         raise SnapshotError(f"{path.name} is damaged")
     if not trust and not hmac.compare_digest(seal, _seal(token, body, _key())):
         raise UntrustedSnapshotError(
-            f"the envs in {path} were not saved by this user, or have changed since, and could run "
-            "any code. If you trust who wrote them: trust=true; to begin new episodes, delete them"
+            f"{path} was not saved by this user, or has changed since, and loading it can run any "
+            "code; use trust=true if you trust its author, or delete it to start new episodes"
         )
     try:
         (count,) = struct.unpack_from("<I", body)
         lengths = struct.unpack_from(f"<{count}Q", body, 4)
     except struct.error as error:
         raise SnapshotError(f"{path.name} is damaged") from error
-    place = 4 + 8 * count
+    offset = 4 + 8 * count
     snapshots = []
     for length in lengths:
-        snapshots.append(body[place : place + length])
-        place += length
-    if place != len(body):
+        snapshots.append(body[offset : offset + length])
+        offset += length
+    if offset != len(body):
         raise SnapshotError(f"{path.name} is damaged")
     return snapshots
 
 
 def sweep_snapshots(run: RunFolder, *, keep: str | None) -> None:
-    """Remove the snapshots that no checkpoint refers to any more."""
+    """Remove the snapshots that no checkpoint needs."""
     for path in run.checkpoints.glob("*.envs"):
         if path.stem != keep:
             remove(path)
@@ -91,23 +90,24 @@ def _seal(token: str, body: bytes, key: bytes) -> bytes:
 
 
 def _key() -> bytes:
-    """This user's key; made at the first call, readable by nobody else."""
+    """This user's key, created at the first call; only this user can read it."""
     path = _config_folder() / "snapshot.key"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size != _KEY_SIZE:
-            path.unlink()  # cut off, or emptied; what it has sealed is not trusted any more
+            path.unlink()  # truncated; snapshots sealed with it are no longer trusted
         if not path.exists():
-            # Written aside and linked, so that of two processes one wins and none reads half.
-            aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-            with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
-                f.write(secrets.token_bytes(_KEY_SIZE))
+            # Linking is atomic: if two processes create a key, one wins and none reads half a key.
+            temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(_KEY_SIZE))
             with suppress(FileExistsError):
-                os.link(aside, path)
-            aside.unlink()
+                os.link(temporary, path)
+            temporary.unlink()
         return path.read_bytes()
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        raise SnapshotError(f"there is no key to seal it with: {error}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        raise SnapshotError(f"no key to seal them with: {error}") from error
 
 
 def _config_folder() -> Path:

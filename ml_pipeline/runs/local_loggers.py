@@ -1,4 +1,4 @@
-"""Pages to watch a run on this machine: TensorBoard and Trackio. Neither needs a network."""
+"""Loggers for local dashboards: TensorBoard and Trackio. Neither needs a network."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ml_pipeline.runs.run_folder import RunFolder
 
 
 class TensorBoardLogger:
-    """Scalars and histograms in the run's folder tensorboard/."""
+    """Scalars and histograms in the folder tensorboard/ of the run."""
 
     def __init__(self, run: RunFolder, env_steps: int) -> None:
-        """``env_steps``: where the run resumes; what was logged beyond is not shown."""
+        """``env_steps``: where the run resumes; TensorBoard hides older points beyond it."""
         import_extra("tensorboard", needed_by="logger=tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
@@ -43,7 +43,7 @@ class TensorBoardLogger:
 
 
 class TrackioLogger:
-    """Trackio's local database; ``trackio show`` opens the page."""
+    """Trackio's local database; ``trackio show`` opens the dashboard."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TrackioLogger:
         project: str = "ml_pipeline",
     ) -> None:
         self._trackio: Any = import_extra("trackio", needed_by="logger=trackio")
-        with contextlib.redirect_stdout(io.StringIO()):  # it greets at length
+        with contextlib.redirect_stdout(io.StringIO()):  # hides a long greeting
             self._run: Any = self._trackio.init(
                 project=project,
                 name=run.name,
@@ -70,4 +70,4 @@ class TrackioLogger:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
-            self._trackio.finish()  # not the run's own, or it is finished once more at exit
+            self._trackio.finish()  # run.finish() would make Trackio finish it again at exit

@@ -1,6 +1,6 @@
-"""Loggers: where the metrics of a run go. The local record is always on; W&B is never in the way.
+"""Loggers: metrics.csv, which every run has, and Weights & Biases.
 
-Nothing here may block or fail a training because a service is away.
+A service that does not answer must never block or stop training.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ _WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
 class CsvLogger:
-    """metrics.csv: a row an iteration; a metric that comes later adds its column.
+    """metrics.csv: a row per iteration; a new metric adds a column.
 
-    Rows beyond ``from_env_steps`` are dropped: they were written after the checkpoint that the
-    run resumes from, and will be written again.
+    Rows beyond ``from_env_steps`` are dropped: the resumed run trains these iterations again.
     """
 
     def __init__(self, path: Path, *, from_env_steps: int = 0) -> None:
@@ -51,7 +50,7 @@ class CsvLogger:
         new = [name for name in row if name not in self._columns]
         if new:
             self._add_columns(new)
-        # One write per row, so that a kill cuts at most the last one.
+        # One write per row, so a kill truncates at most the last row.
         try:
             self._file.write(self._text([row], header=False))
             self._file.flush()
@@ -84,14 +83,14 @@ class CsvLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
-    """The rows of a metrics.csv as they stand there; an empty cell is a metric not taken.
+    """The rows of a metrics.csv as text; an empty cell means that the metric was not measured.
 
-    A last row that a kill has cut off is left out; any other damage is an error.
+    A last row that a kill has truncated is left out; any other damage is an error.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        rows = list(csv.DictReader(io.StringIO(whole)))
+        complete = text[: text.rfind("\n") + 1]
+        rows = list(csv.DictReader(io.StringIO(complete)))
         for row in rows:
             int(row["env_steps"])
             for value in row.values():
@@ -102,13 +101,13 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
 
 
 def last_values(path: Path) -> dict[str, float]:
-    """The last value of each metric in a metrics.csv; empty for a run that begins."""
+    """The last value of each metric in a metrics.csv."""
     rows = read_metrics(path)
     return {name: float(value) for row in rows for name, value in row.items() if value}
 
 
 class WandbLogger:
-    """Weights & Biases: online only if a key is there, offline otherwise, and never a prompt."""
+    """Weights & Biases: online if an API key exists, otherwise offline; it never prompts."""
 
     def __init__(
         self,
@@ -122,15 +121,15 @@ class WandbLogger:
         tags: list[str] | None = None,
         timeout_seconds: float = 20.0,
     ) -> None:
-        """``group`` None: the name of the sweep, or env and agent for a single run."""
+        """``group`` defaults to the name of the sweep, or to env and agent for a single run."""
         if mode not in _WANDB_MODES:
             raise ValueError(f"mode must be {' | '.join(_WANDB_MODES)}, got {mode}")
         for name, value in (("project", project), ("entity", entity), ("group", group)):
             if not isinstance(value, str | None):
-                raise ValueError(f"{name} must be text, got {value!r}")
-        # W&B's own messages ask to log in and name hosts; the console says what matters instead.
+                raise ValueError(f"{name} must be a string, got {value!r}")
+        # Hides W&B's request to log in; ``status`` says what matters.
         os.environ.setdefault("WANDB_SILENT", "true")
-        import wandb  # half a second, for those who use it
+        import wandb  # takes half a second
 
         self._sync = f"{python_command()} -m wandb sync {shlex.quote(str(run.path / 'wandb'))}"
         env_name, agent = str(run_config["env_name"]), str(run_config["agent_name"])
@@ -141,11 +140,11 @@ class WandbLogger:
             "tags": [env_name, agent, *(tags or [])],
             "job_type": "train",
             "name": run.name,
-            "id": run.name,  # a resumed run goes on under the same id
+            "id": run.name,  # a resumed run keeps its id
             "resume": "allow",
-            "reinit": "create_new",  # never the run of another job of a sweep
+            "reinit": "create_new",  # jobs of a sweep must not share a run
             "config": dict(run_config),
-            # Absolute: W&B's own process may have been started in another folder.
+            # Absolute: W&B's own process may run in another folder.
             "dir": str(run.path.absolute()),
             "settings": wandb.Settings(
                 silent=True,
@@ -155,31 +154,31 @@ class WandbLogger:
                 finish_timeout=timeout_seconds,
             ),
         }
-        self.wandb_run: Any = None  # None: W&B could not be started at all
+        self.wandb_run: Any = None  # None: W&B did not start
         self.mode = mode
         try:
             self._start(wandb, arguments, timeout_seconds)
-        except Exception as error:  # settings of its own that W&B itself refuses
+        except Exception as error:  # W&B refuses some settings
             self.status = f"W&B off: {first_line(error)}"
 
     def _start(self, wandb: Any, arguments: Mapping[str, Any], timeout_seconds: float) -> None:
-        """Begin a run in the mode asked for, or offline where that fails, or not at all."""
+        """Start a run in the requested mode, or else offline, or else not at all."""
         self.mode = self._resolved(self.mode)
         modes, trouble = [self.mode, "offline"], ""
         if self.mode == "online":
-            # Asked before W&B is: once it has tried in vain, it also delays the program's exit.
+            # Checked before W&B tries: a failed attempt of W&B also delays the exit.
             url = wandb.setup().settings.base_url
             if not server_answers(url, seconds=min(5.0, timeout_seconds)):
                 modes.remove("online")
                 trouble = ", its server does not answer"
         for mode in dict.fromkeys(modes):
             try:
-                self._settle(wandb, mode)
+                self._set_global_mode(wandb, mode)
                 self.wandb_run = wandb.init(mode=mode, **arguments)
                 self.wandb_run.define_metric("*", step_metric="env_steps")
-            except Exception as error:  # whatever W&B raises, the training goes on
+            except Exception as error:  # W&B may raise anything; training continues
                 trouble = trouble or f", {mode} failed: {first_line(error)}"
-                wandb.teardown()  # the failed run still holds the id
+                wandb.teardown()  # the failed run still owns the id
                 continue
             self.status = f"W&B {mode}{trouble}"
             if mode == "offline":
@@ -189,11 +188,10 @@ class WandbLogger:
         self.status = f"W&B off{trouble}"
 
     @staticmethod
-    def _settle(wandb: Any, mode: str) -> None:
-        """Let the mode hold for W&B as a whole, not for the run alone.
+    def _set_global_mode(wandb: Any, mode: str) -> None:
+        """Set the mode of W&B itself, not only of the run.
 
-        Otherwise even an offline run reports to the server when the program exits, and waits for
-        it: 10 seconds where nothing answers.
+        Otherwise even an offline run contacts the server at exit, and waits up to 10 seconds.
         """
         if wandb.run is None and wandb.setup().settings.mode != mode:
             wandb.teardown()
@@ -204,8 +202,8 @@ class WandbLogger:
             return
         try:
             self.wandb_run.log({**metrics, "env_steps": env_steps})
-        except Exception as error:  # its own process may have died; the local record goes on
-            self.status = f"W&B lost the run at env step {env_steps:,}: {first_line(error)}"
+        except Exception as error:  # W&B's process may have died
+            self.status = f"W&B stopped at env step {env_steps:,}: {first_line(error)}"
             self._give_up()
 
     def log_histograms(self, values: Mapping[str, Any], *, env_steps: int) -> None:
@@ -218,7 +216,7 @@ class WandbLogger:
         self.log(shown, env_steps=env_steps)
 
     def log_file(self, path: Path, *, kind: str, env_steps: int) -> None:
-        """A checkpoint becomes an artifact, a video is shown beside the curves."""
+        """Log a checkpoint as an artifact, or a video next to the curves."""
         if self.wandb_run is None:
             return
         import wandb
@@ -231,24 +229,24 @@ class WandbLogger:
                 artifact.add_file(str(path))
                 self.wandb_run.log_artifact(artifact)
         except Exception as error:  # as in log
-            self.status = f"W&B did not take {path.name}: {first_line(error)}"
+            self.status = f"W&B could not log {path.name}: {first_line(error)}"
 
     def close(self) -> None:
-        """Finish the upload within ``timeout_seconds``; what is left stays on the disk."""
+        """Upload for at most ``timeout_seconds``; the rest stays on disk."""
         if self.wandb_run is None:
             return
         try:
             self.wandb_run.finish()
         except Exception as error:  # as in log
-            self.status = f"W&B did not finish ({first_line(error)}); sync with: {self._sync}/*"
+            self.status = f"W&B did not finish ({first_line(error)}); upload with: {self._sync}/*"
             self._give_up()
 
     def _give_up(self) -> None:
-        """Let go of a W&B whose own process is gone; at exit it would still try to reach it."""
+        """Shut W&B down after its process died; otherwise it tries to reach it at exit."""
         import wandb
 
         self.wandb_run = None
-        with suppress(Exception):  # whatever it raises: this is the end of it
+        with suppress(Exception):  # W&B may raise anything
             wandb.teardown()
 
     @staticmethod
@@ -263,20 +261,20 @@ class WandbLogger:
 
 
 def server_answers(url: str, *, seconds: float) -> bool:
-    """Whether anything that speaks HTTP answers at ``url``; what it says does not matter."""
+    """Whether an HTTP server answers at ``url``, with any status."""
     try:
         urllib.request.urlopen(url, timeout=seconds).close()
     except urllib.error.HTTPError:
         return True
     except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # W&B brings certificates of its own
+        return isinstance(error.reason, ssl.SSLError)  # W&B has its own certificates
     except (OSError, http.client.HTTPException):
         return False
     return True
 
 
 def has_wandb_key() -> bool:
-    """Whether W&B can log in without asking: a key in the environment or in the netrc file."""
+    """Whether W&B can log in without a prompt: a key in the environment or the netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     import wandb

@@ -1,18 +1,12 @@
-"""Record: what stays of a run and what is said of it, from its first line to its last.
-
-Keeps metrics.csv and summary.json, drives the loggers, and tells at the end where everything is
-and how to go on.
-"""
+"""Record: metrics.csv, summary.json, the loggers and the first and last console lines of a run."""
 
 from __future__ import annotations
 
 import math
-import os
 import platform
 import re
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,18 +15,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ml_pipeline.metrics import MEAN_RETURN
 from ml_pipeline.protocols import Logger
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
-from ml_pipeline.runs.console import ConsoleLogger, python_command, say
+from ml_pipeline.runs.console import ConsoleLogger, say, typed_training, user_command
 from ml_pipeline.runs.loggers import CsvLogger, last_values
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_MEAN_RETURN = "rollout/episode_return_mean_100"
 
 
 class LastValues:
-    """The last value of each metric, whenever it was taken."""
+    """Keeps the last value of each metric."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
         self.values = dict(values)
@@ -41,11 +35,11 @@ class LastValues:
         self.values |= metrics
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 class Record:
-    """The record of one run; ``begin`` before training, ``end`` after it, ``close`` always."""
+    """Call ``begin`` before training, ``end`` after it, and ``close`` in any case."""
 
     def __init__(
         self,
@@ -57,13 +51,13 @@ class Record:
         env_steps: int,
         loggers: Mapping[str, Logger],
     ) -> None:
-        """``env_steps`` is where the run resumes; ``loggers`` are those beyond the local ones."""
+        """``env_steps`` is where the run resumes; ``loggers`` are added to CSV and console."""
         self.run = run
         self._facts = dict(facts)
         self._total_steps = total_steps
         self._started = time.monotonic()
         self._overrides = list(overrides)
-        before = run.read_summary()  # of a resumed run
+        before = run.read_summary()  # not empty if the run resumes
         try:
             self._seconds_before = float(before.get("seconds") or 0.0)
             self._train_seconds = float(before.get("train_seconds") or 0.0)
@@ -71,19 +65,19 @@ class Record:
         except (TypeError, ValueError) as error:
             raise RunFolderError(f"{run.summary} is damaged: {error}") from error
         self._console = ConsoleLogger(total_steps, env_steps=env_steps)
-        self._others = dict(loggers)
-        self._said: set[str] = set()
+        self._extra_loggers = dict(loggers)
+        self._printed_status: set[str] = set()
         csv_logger = CsvLogger(run.metrics, from_env_steps=env_steps)
         self._last = LastValues(last_values(run.metrics))
         self.loggers: list[Logger] = [
             csv_logger,
             self._last,
-            *self._others.values(),
+            *self._extra_loggers.values(),
             self._console,
         ]
 
     def begin(self, line: str) -> None:
-        """Say what runs where, and note that it does."""
+        """Print the first lines and write the summary of a running run."""
         say(line)
         say(f"run folder: {self.run.path}")
         self._say_logger_status()
@@ -106,7 +100,7 @@ class Record:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around the training itself, without what is built before it and closed after it."""
+        """Measures the training time, without setup and closing."""
         start = time.monotonic()
         try:
             yield
@@ -114,7 +108,7 @@ class Record:
             self._train_seconds += time.monotonic() - start
 
     def end(self, status: str, line: str) -> None:
-        """Write the summary, then say how it ended and how to go on."""
+        """Write the summary, then print the result and the next commands."""
         self._console.close()
         env_steps = int(self._last.values.get("env_steps", 0))
         facts = {
@@ -131,59 +125,58 @@ class Record:
         except RunFolderError as error:  # a full disk must not hide how the run ended
             say(str(error))
         mean = "" if math.isnan(self.mean_reward) else f", mean reward {self.mean_reward:.1f}"
-        told = f"{line} at env step {env_steps:,} of {self._total_steps:,}{mean}"
+        result = f"{line} at env step {env_steps:,} of {self._total_steps:,}{mean}"
         is_complete = status == "finished" and env_steps >= self._total_steps
         commands = self._commands(complete=is_complete)
         saved = checkpoint_path(self.run, LATEST).is_file()
         if status == "finished":
-            say(told)
+            say(result)
             say(f"run folder: {self.run.path}")
             for title, command in commands.items():
                 if saved or title == "compare":
                     say(f"{title + ':':<11} {command}")
         elif saved and status == "interrupted" and env_steps >= self._total_steps:
-            # In its last evaluation: nothing is left to train.
-            say(f"{told}; evaluate it with: {commands['evaluate']}")
+            # Interrupted in the last evaluation: training is complete.
+            say(f"{result}; evaluate it with: {commands['evaluate']}")
         elif saved:
-            say(f"{told}; go on with: {commands['resume']}")
+            say(f"{result}; resume with: {commands['resume']}")
         else:
-            say(f"{told}; no checkpoint was saved in {self.run.path}")
+            say(f"{result}; no checkpoint was saved in {self.run.path}")
 
     def close(self) -> None:
-        """Close every logger; those that send something somewhere may have a last word."""
+        """Close every logger and print what those with a ``status`` report."""
         for logger in reversed(self.loggers):
             try:
                 logger.close()
-            except Exception as error:  # a user's logger, or a full disk: the others close too
+            except Exception as error:  # a user's logger may raise anything; close the others
                 say(f"{type(logger).__name__} did not close: {type(error).__name__}: {error}")
         self._say_logger_status()
 
     @property
     def mean_reward(self) -> float:
-        """Mean return of the last 100 training episodes; nan if none has ended."""
-        return self.value(_MEAN_RETURN)
+        """Mean return of the last 100 training episodes; NaN if none has ended."""
+        return self.value(MEAN_RETURN)
 
     def value(self, metric: str) -> float:
-        """The last value of a metric; nan if it was never taken."""
+        """The last value of a metric; NaN if it was never measured."""
         return self._last.values.get(metric, math.nan)
 
     def _commands(self, *, complete: bool) -> dict[str, str]:
-        python, path = python_command(), shlex.quote(str(self.run.path))
-        script = shlex.quote(os.path.relpath(_REPOSITORY / "train_ppo.py"))
+        path = shlex.quote(str(self.run.path))
         # Hydra reads some signs as its own, unless they stand in quotes.
         value = path if re.fullmatch(r"[\w./ '-]+", path) else shlex.quote(f'"{self.run.path}"')
         more = f" total_steps={2 * self._total_steps}" if complete else ""
         siblings = shlex.quote(str(self.run.path.parent)) + "/*"
         return {
-            "evaluate": f"{python} -m ml_pipeline evaluate {path} --deterministic",
-            "resume": f"{python} {script} resume={value}{more}",
-            "compare": f"{python} -m ml_pipeline compare {siblings}",
+            "evaluate": f"{user_command('evaluate')} {path} --deterministic",
+            "resume": f"{user_command('train')} resume={value}{more}",
+            "compare": f"{user_command('compare')} {siblings}",
         }
 
     def _note_code(self) -> str | None:
-        """The commit of this code, None outside of git; what has changed since goes into a file.
+        """The commit of this code, or None outside git.
 
-        The commit bears a + then.
+        With uncommitted changes it ends with +, and the changes go to changes.diff.
         """
         commit = _git("rev-parse", "HEAD")
         if commit is None:
@@ -196,20 +189,20 @@ class Record:
 
     def _command(self) -> str:
         """What started this leg of the run: a command line, or a call in Python."""
-        if Path(sys.argv[0]).name == "train_ppo.py":
-            return shlex.join(["python", *sys.argv])
-        return f"train({self._overrides})"
+        return typed_training() or f"train({self._overrides})"
 
     def _say_logger_status(self) -> None:
-        for logger in self._others.values():
+        for logger in self._extra_loggers.values():
             status = getattr(logger, "status", None)
-            if status and status not in self._said:
+            if status and status not in self._printed_status:
                 say(status)
-                self._said.add(status)
+                self._printed_status.add(status)
 
 
 def _git(*command: str) -> str | None:
     """What git says of this code; None where there is no git, or no repository."""
+    if not (_REPOSITORY / "pyproject.toml").is_file():
+        return None  # installed from a wheel: a repository around it is somebody else's
     try:
         result = subprocess.run(
             ["git", "-C", str(_REPOSITORY), *command],
@@ -224,5 +217,5 @@ def _git(*command: str) -> str | None:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no nan and no infinity."""
+    """None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None

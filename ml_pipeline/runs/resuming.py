@@ -1,10 +1,9 @@
-"""Resuming: the latest checkpoint of a run together with its envs, saved and taken up again."""
+"""Resuming: save the latest checkpoint of a run together with its envs, and restore both."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from ml_pipeline.envs.workers.worker import WorkerError
+from ml_pipeline.errors import last_line
 from ml_pipeline.protocols import StateDict
 from ml_pipeline.runs.checkpoint import (
     LATEST,
@@ -23,31 +22,30 @@ from ml_pipeline.runs.env_snapshots import (
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.training.loop import Loop
 
-# In the place of a token, where the checkpoint itself holds the envs: they are tensors.
+# Replaces the token of tensor envs, whose state is part of the checkpoint.
 _IN_CHECKPOINT = "in the checkpoint"
 
 
-def save_latest(run: RunFolder, trainer: Loop) -> None:
-    """Save what a resume needs: first the envs, then the checkpoint that refers to them.
+def save_latest(run: RunFolder, loop: Loop) -> None:
+    """Save the envs, then the checkpoint that refers to them.
 
-    A kill in between leaves the checkpoint before, and the envs that it refers to.
+    A kill between the two leaves the previous checkpoint with its envs.
     """
-    token = _save_envs(run, trainer)
-    if token is None and _is_saved_with_envs(run, trainer.env_steps):
-        return  # stopped amid a rollout: what is there is as new, and a resume of it is exact
-    save_checkpoint(run, LATEST, {**trainer.state_dict(), "env_snapshots": token})
+    token = _save_envs(run, loop)
+    if token is None and _is_saved_with_envs(run, loop.env_steps):
+        return  # stopped during a rollout: the existing checkpoint is as new and resumes exactly
+    save_checkpoint(run, LATEST, {**loop.state_dict(), "env_snapshots": token})
     sweep_snapshots(run, keep=token)
 
 
-def _save_envs(run: RunFolder, trainer: Loop) -> str | None:
+def _save_envs(run: RunFolder, loop: Loop) -> str | None:
     try:
-        snapshots = trainer.env_snapshots()
+        snapshots = loop.env_snapshots()
         if snapshots is None:
             return None
         return save_snapshots(run, snapshots) if snapshots else _IN_CHECKPOINT
-    except Exception as error:  # whatever the envs or the disk do, the weights are to be saved
-        reason = str(error).strip().rpartition("\n")[2]
-        say(f"the envs could not be saved; a resume would begin new episodes: {reason}")
+    except Exception as error:  # whatever fails here, the weights must be saved
+        say(f"could not save the envs; a resume will start new episodes: {last_line(error)}")
         return None
 
 
@@ -60,31 +58,29 @@ def _is_saved_with_envs(run: RunFolder, env_steps: int) -> bool:
 
 
 def sweep_litter(run: RunFolder, state: StateDict) -> None:
-    """Remove what a kill has left of unfinished files; only for whoever holds the folder's lock."""
+    """Remove unfinished files that a kill left behind; the caller must hold the folder's lock."""
     run.sweep()
     sweep_snapshots(run, keep=state.get("env_snapshots"))
 
 
-def resume_episodes(run: RunFolder, trainer: Any, state: StateDict, *, trust: bool) -> str:
-    """Let the envs go on in mid-episode; the words that say so, or why they begin anew.
+def resume_episodes(run: RunFolder, loop: Loop, state: StateDict, *, trust: bool) -> str:
+    """Continue the saved episodes; returns the words for the console, with the reason if not.
 
-    Snapshots that are there, but not to be trusted, are an error: the next save would replace
-    them, and whether they are is for the user to say.
+    Untrusted snapshots raise an error: the next save would replace them, so the user must decide.
     """
-    token = state.get("env_snapshots")  # best.pt has none, and may have been copied
+    token = state.get("env_snapshots")  # a copy of best.pt has none
     if token is None:
-        return "with new episodes: the envs were not saved with it"
+        return "with new episodes: the checkpoint was saved without the envs"
     try:
         snapshots: list[bytes] = []
         if token != _IN_CHECKPOINT:
             snapshots = load_snapshots(run, token, trust=trust)
-            n_envs = sum(env.num_envs for env in trainer.envs)
+            n_envs = sum(env.num_envs for env in loop.envs)
             if len(snapshots) != n_envs:
-                raise SnapshotError(f"{len(snapshots)} envs were saved, and there are {n_envs}")
-        trainer.resume_episodes(state, snapshots)
+                raise SnapshotError(f"the checkpoint has {len(snapshots)} envs, this run {n_envs}")
+        loop.resume_episodes(state, snapshots)
     except UntrustedSnapshotError:
         raise
     except (SnapshotError, WorkerError, OSError, ValueError) as error:
-        reason = str(error).strip().rpartition("\n")[2]
-        return f"with new episodes: {reason}"
-    return "in the midst of its episodes"
+        return f"with new episodes: {last_line(error)}"
+    return "in the middle of its episodes"

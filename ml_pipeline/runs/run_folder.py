@@ -1,4 +1,4 @@
-"""RunFolder: where a run keeps its record, and the rule that files in it are never half written.
+"""RunFolder: the files of a run, which are written completely or not at all.
 
 runs/<env>/<date>_<time>_<4 hex>/ holds config.yaml, metrics.csv, summary.json and checkpoints/.
 """
@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from ml_pipeline.errors import UserError
+from ml_pipeline.locks import FileLock
 
 
 class RunFolderError(UserError):
-    """A path that is not the folder of a run."""
+    """A run folder is missing, in use, or damaged."""
 
 
 class RunFolder:
@@ -34,11 +34,11 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
         self.videos = path / "videos"
-        self.changes = path / "changes.diff"  # of the code, since its commit; often not there
+        self.changes = path / "changes.diff"  # uncommitted changes of the code, if any
 
     @classmethod
     def unused(cls, root: Path, env_name: str) -> RunFolder:
-        """A folder that does not exist yet; a second is not unique, so random digits follow."""
+        """A new name; two runs may start in the same second, so random digits follow the time."""
         parent = root / re.sub(r"[^\w.-]+", "-", env_name)
         while True:
             stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -48,16 +48,16 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
-        """An existing run, or one line on why ``path`` is none."""
+        """An existing run; raises ``RunFolderError`` if ``path`` is not one."""
         if not str(path):
-            raise RunFolderError("a run folder is needed, and the path given is empty")
+            raise RunFolderError("the path of the run folder is empty")
         run = cls(Path(path))
-        if run.name in ("", ".."):  # ".", from inside the folder
+        if run.name in ("", ".."):  # "." has no name
             run = cls(Path(path).resolve())
         if not run.path.is_dir():
-            raise RunFolderError(f"{path} is no run folder: there is no such folder")
+            raise RunFolderError(f"{path} is not a run folder: it does not exist")
         if not run.config.is_file():
-            raise RunFolderError(f"{path} is no run folder: it has no config.yaml")
+            raise RunFolderError(f"{path} is not a run folder: it has no config.yaml")
         return run
 
     @property
@@ -65,56 +65,48 @@ class RunFolder:
         return self.path.name
 
     def make(self) -> None:
-        """Put a new run's folder on the disk; of a resumed run it is there."""
+        """Create the folder, if it does not exist."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunFolderError(f"cannot make the run folder {self.path}: {error}") from error
+            raise RunFolderError(f"cannot create the run folder {self.path}: {error}") from error
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep a second process from training in the same folder; a kill releases it."""
-        if sys.platform == "win32":
-            yield  # a folder cannot be locked there
-            return
-        import fcntl
-
-        descriptor = os.open(self.path, os.O_RDONLY)
+        """Keep other processes from training in this folder; a kill releases the lock."""
+        lock = FileLock(self.path)
+        if not lock.take(wait=False):
+            raise RunFolderError(
+                f"{self.path} is being trained by another process; wait for it or stop it"
+            )
+        if not lock.is_supported:
+            print(f"{self.path} cannot be locked; do not train in it twice at the same time")
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise RunFolderError(
-                    f"{self.path} is being trained by another process; wait for it or stop it"
-                ) from error
-            except OSError:
-                # Some network file systems have no locks: better unguarded than not at all.
-                print(f"{self.path} cannot be locked; do not train in it twice at once")
             yield
         finally:
-            os.close(descriptor)
+            lock.release()
 
     def is_locked(self) -> bool:
-        """Whether a process trains in it at this moment."""
-        try:
-            with self.locked():
-                return False
-        except RunFolderError:
+        """Whether a process is training in this folder."""
+        lock = FileLock(self.path)
+        if not lock.take(wait=False):
             return True
+        lock.release()
+        return False
 
     def sweep(self) -> None:
-        """Remove what a kill has left of files that were being written."""
+        """Remove unfinished files that a kill left behind."""
         for folder in (self.path, self.checkpoints):
             for path in folder.glob(".*.tmp"):
                 remove(path)
 
     def discard_unstarted(self) -> None:
-        """Remove what was made for a run that has not begun; a folder with a config stays."""
+        """Remove the folder of a run that did not start: it has no config yet."""
         if not self.config.exists():
             shutil.rmtree(self.path)
 
     def read_summary(self) -> dict[str, Any]:
-        """What is known of the run; empty before the first write."""
+        """The content of summary.json; empty before the first write."""
         try:
             summary = json.loads(self.summary.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -122,17 +114,17 @@ class RunFolder:
         except ValueError as error:
             raise RunFolderError(f"{self.summary} is not valid JSON: {error}") from error
         if not isinstance(summary, dict):
-            raise RunFolderError(f"{self.summary} holds no JSON object")
+            raise RunFolderError(f"{self.summary} is not a JSON object")
         return summary
 
     def update_summary(self, facts: Mapping[str, Any]) -> None:
-        """Add to the summary, or replace what it said."""
+        """Add entries to summary.json, or replace them."""
         text = json.dumps({**self.read_summary(), **facts}, indent=2, allow_nan=False)
         write_text(self.summary, text + "\n")
 
 
 def remove(path: Path) -> None:
-    """Take a file away, if it is there."""
+    """Remove a file, if it exists."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -140,7 +132,7 @@ def remove(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file as a whole."""
+    """Replace a text file atomically."""
     try:
         write_atomically(path, lambda file: file.write(text.encode("utf-8")))
     except OSError as error:
@@ -148,10 +140,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Let ``write`` fill a file that takes the place of ``path`` only when it is on the disk.
+    """Let ``write`` fill a temporary file, which then replaces ``path``.
 
-    A kill at any moment leaves the old file or the new one; what is left of a temporary file
-    starts with a dot and ends with .tmp.
+    A kill at any moment leaves the old file or the new one, and perhaps a temporary file, whose
+    name starts with a dot and ends with .tmp.
     """
     with _temporary_beside(path) as (file, temporary):
         write(file)
@@ -159,7 +151,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         os.fsync(file.fileno())
         file.close()
         os.replace(temporary, path)
-    if hasattr(os, "O_DIRECTORY"):  # the rename itself must reach the disk; not on Windows
+    if hasattr(os, "O_DIRECTORY"):  # not on Windows; makes the rename itself durable
         descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -169,13 +161,13 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 @contextmanager
 def _temporary_beside(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
-    # Not tempfile: its files are for this user alone, and a run is often looked at by others.
+    # Not tempfile: only this user could read its files, and others may look at a run.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with temporary.open("xb") as file:
         try:
             yield file, temporary
         except BaseException:
-            with suppress(OSError):  # a full disk fails here once more
+            with suppress(OSError):  # a full disk fails here again
                 file.close()
-            temporary.unlink(missing_ok=True)  # gone if it has taken its place already
+            temporary.unlink(missing_ok=True)  # missing if it already replaced ``path``
             raise

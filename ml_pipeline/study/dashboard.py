@@ -1,4 +1,4 @@
-"""A study in a browser: optuna-dashboard, reachable from this machine alone."""
+"""A study in a browser: optuna-dashboard, reachable from this machine only."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """The page asks every few seconds: not worth a line each."""
+        """Print nothing: the page sends a request every few seconds."""
 
 
 def show(name: str, *, port: int) -> None:
     """Serve until Ctrl-C."""
     dashboard = import_extra("optuna_dashboard", needed_by="study dashboard")
-    app = dashboard.wsgi(StudyFolder.open(name).storage())
+    app = dashboard.wsgi(StudyFolder.open(name).storage)
     try:
-        # Whoever reaches it can change the study: not from other machines.
+        # Not for other machines: the page can change the study.
         server = make_server(
             "127.0.0.1", port, app, server_class=_Server, handler_class=_QuietHandler
         )
     except (OSError, OverflowError) as error:
-        raise StudyError(f"--port {port} cannot be used: {error}; choose another one") from error
+        raise StudyError(f"--port {port}: {error}; choose another port") from error
     say(f"http://127.0.0.1:{port}/   Ctrl-C ends it")
-    # Not in the main thread: a request that is being answered would swallow Ctrl-C.
+    # In the main thread, a request in progress would swallow Ctrl-C.
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     thread.join()

@@ -1,50 +1,46 @@
-"""StudyFolder: what processes and machines that work on one study share, studies/NAME/.
+"""StudyFolder: the files of one study, shared by all its processes: studies/NAME/.
 
-study.yaml says what is searched, journal.log holds the trials (Optuna's), trials/N.lock is held
-by whoever trains trial N. A kill releases a lock: a trial that is running by the journal and free
-by its lock is dead, and can be taken up.
+study.yaml holds the settings, journal.log the trials. The process that trains trial N locks
+trials/N.lock. A kill releases the lock, so a trial that is running in the journal and whose lock
+is free is dead: another process can continue it.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import re
-import secrets
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import optuna
 import yaml
+from filelock import FileLock, Timeout
+from optuna.pruners import MedianPruner
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-from optuna.storages.journal._file import BaseJournalFileLock
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
 
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.runs.run_folder import write_text
+from ml_pipeline.study.journal import HOST, Journal
 
 STUDY_ROOT = Path("studies")
-HOST = platform.node()
 
 _BEAT_SECONDS = 10.0
-# Of a trial on another machine, whose locks may not be seen here: then it is dead.
-_SILENT_SECONDS = 60.0
-_LOCK_SECONDS = 30.0
-_HOPELESS = 3  # failures
+_SILENT_SECONDS = 60.0  # without a heartbeat, a trial on another machine is dead
+_HOPELESS_FAILURES = 3
 
 
 class StudyError(UserError):
-    """A study that is not there, or is not what this command takes it for."""
+    """A study that does not exist, or that this command does not fit."""
 
 
 class StudySettings(NamedTuple):
-    """What study.yaml holds."""
+    """The contents of study.yaml."""
 
     overrides: list[str]  # of every trial
     space: dict[str, dict[str, Any]]
@@ -58,7 +54,7 @@ class StudyFolder:
 
     def __init__(self, name: str) -> None:
         if not re.fullmatch(r"[\w-]+", name):
-            raise StudyError(f"a study's name has letters, digits, _ and - only, got {name!r}")
+            raise StudyError(f"study name {name!r}: use only letters, digits, _ and -")
         self.name = name
         self.path = STUDY_ROOT / name
         self.settings = self.path / "study.yaml"
@@ -68,71 +64,118 @@ class StudyFolder:
 
     @classmethod
     def open(cls, name: str) -> StudyFolder:
-        """An existing study, or one line that says which there are."""
+        """An existing study."""
         folder = cls(name)
         if not folder.settings.is_file():
-            known = ", ".join(each.name for each in all_studies()) or "none yet"
-            raise StudyError(f"there is no study {name} in {STUDY_ROOT}/; there are: {known}")
+            known = ", ".join(each.name for each in all_studies()) or "none"
+            raise StudyError(f"study {name} does not exist in {STUDY_ROOT}/; existing: {known}")
         return folder
-
-    def read(self) -> StudySettings:
-        try:
-            return StudySettings(**yaml.safe_load(self.settings.read_text(encoding="utf-8")))
-        except (OSError, TypeError, yaml.YAMLError) as error:
-            raise StudyError(f"{self.settings} cannot be read: {error}") from error
-
-    def write(self, settings: StudySettings) -> None:
-        text = yaml.safe_dump(settings._asdict(), sort_keys=False, width=1000)
-        write_text(self.settings, text)
 
     def make(self) -> None:
         try:
             for folder in (self.trials, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StudyError(f"cannot make the study folder {self.path}: {error}") from error
+            raise StudyError(f"cannot create {self.path}: {error}") from error
 
+    def read(self) -> StudySettings:
+        try:
+            return StudySettings(**yaml.safe_load(self.settings.read_text(encoding="utf-8")))
+        except (OSError, TypeError, yaml.YAMLError) as error:
+            raise StudyError(f"cannot read {self.settings}: {first_line(error)}") from error
+
+    def write(self, settings: StudySettings) -> None:
+        text = yaml.safe_dump(settings._asdict(), sort_keys=False, width=1000)
+        write_text(self.settings, text)
+
+    @cached_property
     def storage(self) -> JournalStorage:
-        lock: BaseJournalFileLock
-        if sys.platform == "win32":  # which knows no flock
-            lock = JournalFileOpenLock(str(self.journal))
-        else:
-            lock = JournalLock(self.journal)
-        return JournalStorage(JournalFileBackend(str(self.journal), lock_obj=lock))
+        return JournalStorage(Journal(self.journal))
 
     def study(self) -> optuna.Study:
-        """The study as all see it; a trial that another process adds or ends is seen, too."""
+        """The study as Optuna sees it, including later changes by other processes."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        # Trials with long rollouts skip points: one that few have reached tells little.
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_min_trials=5)
-        storage = self.storage()
+        # Trials with long rollouts skip points, so few trials may have reached a point.
+        pruner = MedianPruner(n_startup_trials=5, n_min_trials=5)
+        options: dict[str, Any] = {
+            "study_name": self.name,
+            "storage": self.storage,
+            "pruner": pruner,
+        }
         try:
-            return optuna.load_study(study_name=self.name, storage=storage, pruner=pruner)
-        except KeyError:  # it begins; to create it each time would write to the journal
-            return optuna.create_study(
-                study_name=self.name,
-                storage=storage,
-                pruner=pruner,
-                direction="maximize",
-                load_if_exists=True,
-            )
+            return optuna.load_study(**options)
+        except KeyError:  # a new study; create_study always writes to the journal
+            return optuna.create_study(**options, direction="maximize", load_if_exists=True)
+
+    def attach(self, study: optuna.Study, number: int) -> Trial:
+        """A trial to write to, whichever process created it."""
+        study_id = self.storage.get_study_id_from_name(self.name)
+        return Trial(study, self.storage.get_trial_id_from_study_id_trial_number(study_id, number))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody else begins or takes up a trial meanwhile."""
+        """Keep other processes from creating or claiming a trial."""
         lock = FileLock(self.path / "claim.lock")
-        lock.take(wait=True)
+        try:
+            lock.acquire()
+        except OSError as error:
+            raise StudyError(
+                f"cannot lock {lock.lock_file}: {error}; use a file system with file locks"
+            ) from error
         try:
             yield
         finally:
             lock.release()
 
+    def claim(self, trial: FrozenTrial) -> FileLock | None:
+        """The lock of a trial, or None if another process trains the trial."""
+        # A file system may hide the locks of other machines.
+        if trial.user_attrs.get("host") != HOST and self._silence(trial) < _SILENT_SECONDS:
+            return None
+        lock = self.trial_lock(trial.number)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return None
+        return lock
+
+    def trial_lock(self, number: int) -> FileLock:
+        return FileLock(self.trials / f"{number}.lock")
+
     def is_alive(self, trial: FrozenTrial) -> bool:
-        """Whether a trial that is running by the journal is so in truth."""
-        claim = Claim.of(self, trial)
-        if claim is not None:
-            claim.release()
-        return claim is None
+        """Whether a process trains this trial, which the journal calls running."""
+        lock = self.claim(trial)
+        if lock is not None:
+            lock.release()
+        return lock is None
+
+    def _silence(self, trial: FrozenTrial) -> float:
+        """Seconds since the last heartbeat."""
+        try:
+            beat = (self.trials / f"{trial.number}.lock").stat().st_mtime
+        except OSError:
+            beat = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
+        return time.time() - beat
+
+
+@contextmanager
+def held(lock: FileLock) -> Iterator[None]:
+    """Send heartbeats to other machines, then release the lock of a trial."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while True:
+            with suppress(OSError):
+                os.utime(lock.lock_file)
+            if ended.wait(_BEAT_SECONDS):
+                return
+
+    threading.Thread(target=beat, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        lock.release()
 
 
 def all_studies() -> list[StudyFolder]:
@@ -140,161 +183,19 @@ def all_studies() -> list[StudyFolder]:
 
 
 def finished(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Those that count: complete, pruned or failed."""
+    """Complete, pruned and failed trials: those that count towards ``n_trials``."""
     return [trial for trial in trials if trial.state.is_finished()]
 
 
 def running(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """By the journal; dead ones among them."""
+    """Trials that have begun and not ended; some may be dead."""
     return [trial for trial in trials if trial.state == TrialState.RUNNING]
 
 
 def why_hopeless(trials: Sequence[FrozenTrial], first: int) -> str | None:
-    """The reason of the first failure, if the first trials from number ``first`` on all failed."""
+    """The first error, if all trials from number ``first`` on have failed; None if too few."""
     new = [trial for trial in finished(trials) if trial.number >= first]
     failed = [trial for trial in new if trial.state == TrialState.FAIL]
-    if len(failed) < _HOPELESS or len(failed) < len(new):
+    if len(failed) < _HOPELESS_FAILURES or len(failed) < len(new):
         return None
     return str(failed[0].user_attrs.get("error", "unknown"))
-
-
-class FileLock:
-    """A lock on a file that ends with its process; ``is_known`` tells whether it means anything."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.is_known = True  # False: this system or file system has no such locks
-        self._descriptor: int | None = None
-
-    def take(self, *, wait: bool) -> bool:
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        if sys.platform == "win32":
-            self.is_known = False
-        else:
-            import fcntl
-
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                os.close(descriptor)
-                return False
-            except OSError:
-                self.is_known = False
-            except BaseException:
-                os.close(descriptor)
-                raise
-        self._descriptor = descriptor
-        return True
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-class Claim:
-    """The right to train a trial, held until ``release`` or the end of this process."""
-
-    def __init__(self, lock: FileLock) -> None:
-        self._lock = lock
-        self._released = threading.Event()
-
-    @classmethod
-    def of(cls, folder: StudyFolder, trial: FrozenTrial, *, new: bool = False) -> Claim | None:
-        """None: someone else trains it; ``new``: nobody can."""
-        path = folder.trials / f"{trial.number}.lock"
-        last_beat = _modified(path)
-        if last_beat is None and trial.datetime_start is not None:
-            last_beat = trial.datetime_start.timestamp()
-        lock = FileLock(path)
-        if not lock.take(wait=new):
-            return None
-        is_ours = lock.is_known and trial.user_attrs.get("host") == HOST
-        if not new and not is_ours and time.time() - (last_beat or 0.0) < _SILENT_SECONDS:
-            lock.release()
-            return None
-        return cls(lock)
-
-    def keep_beating(self) -> None:
-        """Show to other machines that this one lives."""
-
-        def beat() -> None:
-            while not self._released.wait(_BEAT_SECONDS):
-                with suppress(OSError):
-                    os.utime(self._lock.path)
-
-        os.utime(self._lock.path)
-        threading.Thread(target=beat, daemon=True).start()
-
-    def release(self) -> None:
-        self._released.set()
-        self._lock.release()
-
-
-def _modified(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
-
-
-class JournalLock(BaseJournalFileLock):
-    """One writer at a time, also across machines; a killed one holds nobody up.
-
-    A symlink, made or not, decides among machines, as Optuna's own lock does; the flock before it
-    among the processes of one machine. So a symlink of this machine that is met with the flock in
-    hand was left by a dead process. Whatever that one had half written is cut off: Optuna cannot
-    read beyond it.
-    """
-
-    def __init__(self, journal: Path) -> None:
-        self._journal = journal
-        self._link = journal.with_name(f"{journal.name}.lock")
-        self._flock = FileLock(journal.with_name(f"{journal.name}.{HOST}.flock"))
-
-    def acquire(self) -> bool:
-        self._flock.take(wait=True)
-        try:
-            self._link_up()
-            self._mend()
-        except BaseException:
-            self._flock.release()
-            raise
-        return True
-
-    def release(self) -> None:
-        with suppress(OSError):  # another machine has taken this one for dead
-            os.unlink(self._link)
-        self._flock.release()
-
-    def _link_up(self) -> None:
-        mine = f"{HOST}:{secrets.token_hex(4)}"
-        met, since = "", 0.0
-        while True:
-            try:
-                os.symlink(mine, self._link)
-                return
-            except FileExistsError:
-                pass
-            try:
-                other = os.readlink(self._link)
-            except OSError:
-                continue  # gone meanwhile
-            if other != met:
-                met, since = other, time.monotonic()
-            is_left = self._flock.is_known and other.partition(":")[0] == HOST
-            if is_left or time.monotonic() - since > _LOCK_SECONDS:
-                with suppress(OSError):
-                    os.unlink(self._link)
-            else:
-                time.sleep(0.005)
-
-    def _mend(self) -> None:
-        with self._journal.open("rb+") as file:
-            size = file.seek(0, os.SEEK_END)
-            while size > 0:
-                file.seek(size - 1)
-                if file.read(1) == b"\n":
-                    break
-                size -= 1
-            file.truncate(size)

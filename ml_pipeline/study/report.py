@@ -1,4 +1,4 @@
-"""What a study has come to: tables for ``study status``, lines for ``study start``."""
+"""Progress of a study: tables for ``study status``, lines for ``study start``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 
+from ml_pipeline.runs.console import wide_console
 from ml_pipeline.study.folder import (
     StudyFolder,
     StudySettings,
@@ -19,84 +20,77 @@ from ml_pipeline.study.folder import (
     running,
 )
 
-_RECENT = 50  # trials: what the pace is taken from
+_RECENT = 50  # trials to measure the pace by
 _BEST_SHOWN = 5
+_STATES = ("complete", "pruned", "failed", "running", "stopped")
 
 
-def best_trial(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
-    """The complete trial with the highest value, the earliest of equals."""
+def ranked(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Complete trials, the highest value first; of equal ones, the earliest first."""
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    return max(complete, key=lambda trial: trial.value or 0.0, default=None)
+    return sorted(complete, key=lambda trial: (-(trial.value or 0.0), trial.number))
 
 
 def trials_per_hour(trials: Sequence[FrozenTrial]) -> float | None:
-    """By the trials that ended last, in the time in which at least one was trained.
-
-    So a study that was stopped overnight keeps its pace, and workers side by side count.
-    """
-    ended = [trial for trial in finished(trials) if trial.datetime_complete is not None]
-    ended = sorted(ended, key=_end)[-_RECENT:]
+    """Pace of the trials that ended last, without the time in which none was trained."""
+    ended = [
+        (trial.datetime_complete.timestamp(), trial)
+        for trial in finished(trials)
+        if trial.datetime_complete is not None
+    ]
+    ended = sorted(ended, key=lambda pair: pair[0])[-_RECENT:]
     busy, covered = 0.0, 0.0
-    for trial in ended:
-        end = _end(trial)
+    for end, trial in ended:
         begin = trial.datetime_start.timestamp() if trial.datetime_start else end
         seconds = trial.user_attrs.get("seconds")
         if "deaths" in trial.user_attrs and seconds is not None:
-            begin = max(begin, end - seconds)  # taken up: nobody trained it in between
+            begin = max(begin, end - seconds)  # it waited for a worker to continue it
         busy += max(end - max(begin, covered), 0.0)
         covered = max(covered, end)
     return 3600.0 * len(ended) / busy if busy > 0 else None
 
 
-def _end(trial: FrozenTrial) -> float:
-    return trial.datetime_complete.timestamp() if trial.datetime_complete else 0.0
-
-
 def headline(folder: StudyFolder, settings: StudySettings, trials: Sequence[FrozenTrial]) -> str:
-    """How a start begins."""
-    what = " ".join(settings.overrides) or "the defaults"
+    """The first line of ``study start``."""
     begun = f", {len(running(trials))} begun" if running(trials) else ""
     return (
         f"study {folder.name}: {len(finished(trials))} of {settings.n_trials} trials done{begun}; "
-        f"{what}; {len(settings.space)} keys searched; {folder.path}/"
+        f"{' '.join(settings.overrides) or 'defaults'}; {len(settings.space)} keys searched; "
+        f"{folder.path}/"
     )
 
 
 def trial_line(
-    trial: FrozenTrial, trials: Sequence[FrozenTrial], settings: StudySettings, *, n_told: int
+    trial: FrozenTrial, trials: Sequence[FrozenTrial], settings: StudySettings, *, n_done: int
 ) -> str:
-    """A trial that has ended."""
-    told = f"trial {trial.number}: {_state(trial)}"
+    """The line of a trial that has ended."""
+    line = f"trial {trial.number}: {_state(trial)}"
     if trial.state == TrialState.FAIL:
-        told += f", {trial.user_attrs.get('error', 'no reason is known')}"
+        line += f", {trial.user_attrs.get('error', 'for an unknown reason')}"
     elif trial.value is not None:
-        told += f", {_figure(trial.value)}"
-    best = best_trial(trials)
-    if best is not None:
-        told += f"; best {_figure(best.value)} by trial {best.number}"
-    return f"{told}; {n_told} of {settings.n_trials}, {_pace(trials, settings)}"
+        line += f", {_figure(trial.value)}"
+    for best in ranked(trials)[:1]:
+        line += f"; best {_figure(best.value)} by trial {best.number}"
+    pace, eta = _pace_and_eta(trials, settings)
+    return f"{line}; {n_done} of {settings.n_trials}, {pace} trials/hour, ETA {eta}"
 
 
-def _pace(trials: Sequence[FrozenTrial], settings: StudySettings) -> str:
-    pace = trials_per_hour(trials)
-    if pace is None:
-        return "ETA -"
-    return f"{_number(pace)} trials/hour, ETA {_eta(trials, settings)}"
+def _pace_and_eta(trials: Sequence[FrozenTrial], settings: StudySettings) -> tuple[str, str]:
+    pace, left = trials_per_hour(trials), settings.n_trials - len(finished(trials))
+    shown = "-" if pace is None else f"{pace:,.0f}" if pace >= 100 else f"{pace:.1f}"
+    if left <= 0:
+        return shown, "done"
+    return shown, "-" if pace is None else _duration(3600.0 * left / pace)
 
 
-def _eta(trials: Sequence[FrozenTrial], settings: StudySettings) -> str:
-    pace, left = trials_per_hour(trials), max(settings.n_trials - len(finished(trials)), 0)
-    if left == 0:
-        return "done"
-    return "-" if pace is None else str(timedelta(seconds=round(3600.0 * left / pace)))
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
+def _figure(value: Any) -> str:
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
 
 def _state(trial: FrozenTrial) -> str:
@@ -104,65 +98,45 @@ def _state(trial: FrozenTrial) -> str:
 
 
 def print_status(name: str | None) -> None:
-    """Of one study, or a line for each."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 250  # a pipe has no edge to fold at
-    if name is None:
-        console.print(_studies_table())
-        return
-    folder = StudyFolder.open(name)
-    for part in _status(folder):
+    """Print the state of one study, or a line for each."""
+    console = wide_console()
+    for part in [_studies_table()] if name is None else _status(StudyFolder.open(name)):
         console.print(part)
 
 
 def _studies_table() -> RenderableType:
     table = _table("study", "trials", "goal", "running", "best", "trials/hour", "ETA", "overrides")
-    studies = all_studies()
-    for folder in studies:
+    for folder in all_studies():
         settings, trials = folder.read(), folder.study().get_trials(deepcopy=False)
-        best, pace = best_trial(trials), trials_per_hour(trials)
         table.add_row(
             folder.name,
             str(len(finished(trials))),
             str(settings.n_trials),
             str(sum(map(folder.is_alive, running(trials)))),
-            _figure(best.value) if best is not None else "-",
-            "-" if pace is None else _number(pace),
-            _eta(trials, settings),
+            next((_figure(best.value) for best in ranked(trials)), "-"),
+            *_pace_and_eta(trials, settings),
             " ".join(settings.overrides),
         )
-    return table if studies else "no study was started here"
+    return table if table.row_count else "no studies here"
 
 
 def _status(folder: StudyFolder) -> list[RenderableType]:
     settings, trials = folder.read(), folder.study().get_trials(deepcopy=False)
-    states = Counter(map(_state, finished(trials)))
-    open_trials = {
-        t.number: "running" if folder.is_alive(t) else "stopped" for t in running(trials)
-    }
-    states.update(open_trials.values())
-    counts = _table("complete", "pruned", "failed", "running", "stopped", "trials/hour", "ETA")
-    pace = trials_per_hour(trials)
-    counts.add_row(
-        *(str(states[s]) for s in ("complete", "pruned", "failed", "running", "stopped")),
-        "-" if pace is None else _number(pace),
-        _eta(trials, settings),
-    )
+    states = {trial.number: _state(trial) for trial in trials}
+    for trial in running(trials):
+        states[trial.number] = "running" if folder.is_alive(trial) else "stopped"
+    n_in = Counter(states.values())
+    counts = _table(*_STATES, "trials/hour", "ETA")
+    counts.add_row(*(str(n_in[state]) for state in _STATES), *_pace_and_eta(trials, settings))
     parts: list[RenderableType] = [
         f"study {folder.name}: {len(finished(trials))} of {settings.n_trials} trials, "
         f"objective {settings.objective}, {' '.join(settings.overrides)}",
         counts,
     ]
-    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    ranked = sorted(complete, key=lambda trial: (-(trial.value or 0.0), trial.number))
-    if ranked:
-        parts += ["", "best", _trials_table(ranked[:_BEST_SHOWN], settings, {})]
-    if open_trials:
-        parts += ["", "begun", _trials_table(running(trials), settings, open_trials)]
-    failed = [trial for trial in trials if trial.state == TrialState.FAIL]
-    if failed:
-        last = failed[-1]
+    for title, shown in (("best", ranked(trials)[:_BEST_SHOWN]), ("begun", running(trials))):
+        if shown:
+            parts += ["", title, _trials_table(shown, settings, states)]
+    for last in [trial for trial in trials if trial.state == TrialState.FAIL][-1:]:
         parts += ["", f"last failure, trial {last.number}: {last.user_attrs.get('error', '-')}"]
     return parts
 
@@ -170,34 +144,29 @@ def _status(folder: StudyFolder) -> list[RenderableType]:
 def _trials_table(
     trials: Sequence[FrozenTrial], settings: StudySettings, states: dict[int, str]
 ) -> Table:
-    short = {key: key.rpartition(".")[2] for key in settings.space}
-    table = _table("trial", "state", "value", "for", *short.values(), "run folder")
+    names = (key.rpartition(".")[2] for key in settings.space)
+    table = _table("trial", "state", "value", "for", *names, "run folder")
     for trial in trials:
         value = trial.value
-        if value is None and trial.intermediate_values:  # the last that was reported
+        if value is None and trial.intermediate_values:
             value = trial.intermediate_values[max(trial.intermediate_values)]
         table.add_row(
             str(trial.number),
-            states.get(trial.number, _state(trial)),
+            states[trial.number],
             _figure(value),
             _lasted(trial),
-            *(_shown(trial.params.get(key)) for key in short),
+            *(_figure(trial.params.get(key)) for key in settings.space),
             str(trial.user_attrs.get("run_dir", "-")),
         )
     return table
 
 
 def _lasted(trial: FrozenTrial) -> str:
-    if trial.user_attrs.get("seconds") is not None:
-        return str(timedelta(seconds=round(trial.user_attrs["seconds"])))
-    if trial.datetime_start is None:
-        return "-"
-    end = trial.datetime_complete or datetime.now()
-    return str(timedelta(seconds=round((end - trial.datetime_start).total_seconds())))
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    seconds = trial.user_attrs.get("seconds")
+    if seconds is None and trial.datetime_start is not None:
+        end = trial.datetime_complete or datetime.now()
+        seconds = (end - trial.datetime_start).total_seconds()
+    return "-" if seconds is None else _duration(seconds)
 
 
 def _table(*titles: str) -> Table:

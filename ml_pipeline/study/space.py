@@ -1,7 +1,7 @@
-"""The search space of a study: a YAML of config keys, checked before a trial begins.
+"""The search space of a study: a YAML file of config keys, checked before the first trial.
 
-Each key has ``low`` and ``high`` (with ``log`` or ``step``), or ``choices``. A range whose numbers
-are all whole gives whole numbers.
+Each key has ``low`` and ``high`` (with ``log`` or ``step``), or ``choices``. A range of integers
+gives integers.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import math
-import re
+import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from optuna.distributions import (
@@ -27,196 +24,151 @@ from optuna.distributions import (
 )
 from yaml import YAMLError
 
+from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.door.compose import CONF, ConfigError, checked_config, compose_config
+from ml_pipeline.errors import first_line
 
 Space = dict[str, dict[str, Any]]
 
-_RANGE_KEYS = {"low", "high", "log", "step"}
-_MOST_PAIRS = 100_000
+_MOST_COMBINATIONS = 2_000  # of integers; 2 ms each
+
+
+def default_space(config: TrainConfig) -> str:
+    """The name of the algorithm, which is also the name of its file in conf/study/."""
+    return type(config.agent).__name__.removesuffix("Config").lower()
 
 
 def read_space(name: str) -> Space:
-    """``name`` is a file of conf/study/, or the path of a YAML."""
+    """Read a space; ``name`` is a file of conf/study/, or the path of a YAML file."""
     is_path = name.endswith((".yaml", ".yml")) or "/" in name
     path = Path(name) if is_path else CONF / "study" / f"{name}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in path.parent.glob("*.yaml")))
-        raise ConfigError(
-            f"space={name}: there is no {path}" + (f"; there are: {known}" if known else "")
-        )
+        known = ", ".join(sorted(each.stem for each in path.parent.glob("*.yaml"))) or "none"
+        raise ConfigError(f"space={name}: {path} does not exist; existing: {known}")
     try:
         space = OmegaConf.to_container(OmegaConf.load(path))  # reads 1e-5 as a number
     except (OmegaConfBaseException, YAMLError, OSError) as error:
-        raise ConfigError(f"space={name} cannot be read: {one_line(error)}") from error
+        raise ConfigError(f"space={name}: cannot read {path}: {first_line(error)}") from error
     if not isinstance(space, dict) or not space:
-        raise ConfigError(f"space={name}: {path} names no key")
-    for key, rule in space.items():
-        _check_rule(str(key), rule)
-    return {str(key): dict(rule) for key, rule in space.items()}
-
-
-def _check_rule(key: str, rule: Any) -> None:
-    """Whether a rule can be drawn from at all."""
-    if not isinstance(rule, dict):
-        raise _space_error(key, f"needs low and high, or choices, got {rule}")
-    if "choices" in rule:
-        choices = rule["choices"]
-        if set(rule) != {"choices"}:
-            raise _space_error(key, f"has choices, and besides {sorted(set(rule) - {'choices'})}")
-        if not isinstance(choices, list) or not choices:
-            raise _space_error(key, f"needs a list of choices, got {choices}")
-        for choice in choices:
-            if isinstance(choice, dict):
-                raise _space_error(key, f"can choose among values and lists, got {choice}")
-        labels = [_label(choice) for choice in choices]
-        if len(set(map(repr, labels))) < len(labels):
-            raise _space_error(key, f"has a choice twice: {choices}")
-        return
-    unknown = sorted(set(rule) - _RANGE_KEYS)
-    if unknown or not {"low", "high"} <= set(rule):
-        raise _space_error(key, f"needs low and high, or choices, got {sorted(rule)}")
-    for name in ("low", "high", "step"):
-        value = rule.get(name, 1)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
-            raise _space_error(key, f"{name} must be a number, got {value}")
-    if not isinstance(rule.get("log", False), bool):
-        raise _space_error(key, f"log must be true or false, got {rule['log']}")
-    if rule["low"] > rule["high"]:
-        raise _space_error(key, f"low {rule['low']} is above high {rule['high']}")
-    if rule.get("log") and "step" in rule:
-        raise _space_error(key, "can have log or step, not both")
-    if rule.get("log") and rule["low"] <= 0:
-        raise _space_error(key, f"low must be positive where log is true, got {rule['low']}")
-    if rule.get("step", 1) <= 0:
-        raise _space_error(key, f"step must be positive, got {rule['step']}")
-
-
-def _space_error(key: str, fact: str) -> ConfigError:
-    return ConfigError(f"search space: {key} {fact}")
+        raise ConfigError(f"space={name}: {path} has no keys")
+    rules = {str(key): rule for key, rule in space.items()}
+    distributions(rules)
+    return rules
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:
-    """The space in Optuna's words."""
-    return {key: _distribution(rule) for key, rule in space.items()}
+    """The space as Optuna's distributions; refuses a rule that nothing can be drawn from."""
+    return {key: _distribution(key, rule) for key, rule in space.items()}
 
 
-def _distribution(rule: Mapping[str, Any]) -> BaseDistribution:
-    if "choices" in rule:
-        return CategoricalDistribution([_label(choice) for choice in rule["choices"]])
-    low, high, log = rule["low"], rule["high"], rule.get("log", False)
-    if _is_whole(rule):
-        return IntDistribution(low, high, log=log, step=rule.get("step", 1))
-    return FloatDistribution(float(low), float(high), log=log, step=rule.get("step"))
+def _distribution(key: str, rule: Any) -> BaseDistribution:
+    keys = set(rule) if isinstance(rule, dict) else set()
+    try:
+        if keys == {"choices"}:
+            return CategoricalDistribution(_labels(rule["choices"]))
+        if {"low", "high"} <= keys <= {"low", "high", "log", "step"}:
+            if all(isinstance(value, int) for value in rule.values()):
+                return IntDistribution(**rule)
+            ends = {name: float(rule[name]) for name in ("low", "high")}
+            return FloatDistribution(**{**rule, **ends})
+    except (TypeError, ValueError) as error:
+        raise _space_error(f"{key}: {first_line(error)}") from error
+    raise _space_error(f"{key}: needs low and high (log or step), or choices; got {rule}")
 
 
-def _is_whole(rule: Mapping[str, Any]) -> bool:
-    return all(isinstance(rule.get(name, 1), int) for name in ("low", "high", "step"))
+def _labels(choices: Any) -> list[Any]:
+    if not isinstance(choices, list) or any(isinstance(choice, dict) for choice in choices):
+        raise ValueError(f"choices must be a list of values or lists, got {choices}")
+    labels = [_label(choice) for choice in choices]
+    if len(set(map(repr, labels))) < len(labels):
+        raise ValueError(f"choices has a value twice: {choices}")
+    return labels
 
 
 def _label(choice: Any) -> Any:
-    """Optuna chooses among plain values only: a list goes by its text."""
+    """The choice in Optuna, which takes plain values only: a list becomes text."""
     return json.dumps(choice) if isinstance(choice, list) else choice
+
+
+def _space_error(fact: str) -> ConfigError:
+    return ConfigError(f"search space: {fact}")
 
 
 def param_overrides(space: Space, params: Mapping[str, Any]) -> list[str]:
     """Drawn values as overrides for Hydra."""
-    overrides = []
-    for key, value in params.items():
-        if "choices" in space[key]:
-            value = next(
-                each for each in space[key]["choices"] if repr(_label(each)) == repr(value)
-            )
-        overrides.append(f"{key}={_text(value)}")
-    return overrides
+    return [f"{key}={_text(_drawn(space[key], value))}" for key, value in params.items()]
+
+
+def _drawn(rule: Mapping[str, Any], value: Any) -> Any:
+    choices = rule.get("choices", [value])
+    return next(choice for choice in choices if repr(_label(choice)) == repr(value))
 
 
 def _text(value: Any) -> str:
-    """A value as Hydra reads it back."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ",".join(map(_text, value)) + "]"
-    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z_][\w./-]*", value):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return str(value)
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def check_space(space: Space, overrides: Sequence[str]) -> None:
-    """Refuse a space with a key, a value or a pair of values that no trial could train with."""
-    with hydra_explained():
-        base = compose_config(overrides)
-    checked_config(base)
-    for key, rule in space.items():
-        node = OmegaConf.select(base, key.lstrip("+"))
-        if node is None and not key.startswith("+") and not _has(base, key):
-            raise _space_error(key, "is no key of the config")
-        for value in rule.get("choices", [rule.get("low"), rule.get("high")]):
-            try:
-                _check_value(base, overrides, key, value)
-            except ConfigError as error:
-                raise _space_error(key, f"cannot be {value}: {one_line(error)}") from error
-    _check_fit(base, space)
+def is_group(key: str) -> bool:
+    """Whether the values of a key are files of conf/."""
+    return (CONF / key).is_dir()
 
 
-def _has(cfg: DictConfig, key: str) -> bool:
-    parent, _, name = key.rpartition(".")
-    node = OmegaConf.select(cfg, parent) if parent else cfg
-    return isinstance(node, DictConfig) and name in node
+def check_space(space: Space, cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a key, a value or a combination of integers that no trial could train with.
+
+    ``cfg`` is the config of ``overrides``, which all trials share.
+    """
+    cfg = copy.deepcopy(cfg)
+    tried = {key: _tried_values(rule) for key, rule in space.items()}
+    first = {key: values[0] for key, values in tried.items() if not _is_composed(key)}
+    for key, values in tried.items():
+        for value in values:
+            if _is_composed(key):
+                _check_composed(key, value, overrides)
+            else:
+                _check_point(cfg, {**first, key: value})
+    for point in _combinations({key: tried[key] for key in first}):
+        _check_point(cfg, {**first, **point})
 
 
-def _check_value(base: DictConfig, overrides: Sequence[str], key: str, value: Any) -> None:
-    if key.startswith("+") or isinstance(OmegaConf.select(base, key), DictConfig):  # a group
-        with hydra_explained():
-            checked_config(compose_config([*overrides, f"{key}={_text(value)}"]))
-        return
-    cfg = copy.deepcopy(base)
-    with hydra_explained():
-        # Whether a rollout cuts into equal minibatches is looked at for all values together.
-        cfg.agent.n_minibatches = 1
-        if key == "agent.n_minibatches" and isinstance(value, int) and value > 0:
-            cfg.agent.n_steps = value
-        OmegaConf.update(cfg, key, value)
-        checked_config(cfg)
-
-
-def _check_fit(base: DictConfig, space: Space) -> None:
-    """All n_steps with all n_minibatches: a rollout is cut into equal parts."""
-    keys = ("agent.n_steps", "n_envs", "agent.n_minibatches")
-    values = [
-        _values(space[key]) if key in space else [OmegaConf.select(base, key)] for key in keys
-    ]
-    if math.prod(map(len, values)) > _MOST_PAIRS or "auto" in values[1]:
-        return
-    for n_steps, n_envs, n_minibatches in itertools.product(*values):
-        if (n_steps * n_envs) % n_minibatches:
-            raise _space_error(
-                "agent.n_minibatches",
-                f"can be {n_minibatches}, which cuts a rollout of agent.n_steps {n_steps} x n_envs "
-                f"{n_envs} into unequal parts; choose powers of two, n_steps above n_minibatches",
-            )
-
-
-def _values(rule: Mapping[str, Any]) -> Sequence[Any]:
+def _tried_values(rule: Mapping[str, Any]) -> list[Any]:
+    """All choices, or the ends of a range; ``low + step`` shows what its integers divide by."""
     if "choices" in rule:
         return list(rule["choices"])
-    return range(rule["low"], rule["high"] + 1, rule.get("step", 1))
+    low, high = rule["low"], rule["high"]
+    return list(dict.fromkeys([low, min(low + rule.get("step", 1), high), high]))
 
 
-@contextmanager
-def hydra_explained() -> Iterator[None]:
-    """What Hydra refuses is a user's mistake, told in one line."""
+def _combinations(tried: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    """Integers are sizes, which may not fit together: all of them, or a sample of very many."""
+    sizes = {key: values for key, values in tried.items() if all(type(v) is int for v in values)}
+    combinations = list(itertools.product(*sizes.values()))
+    if len(combinations) > _MOST_COMBINATIONS:
+        combinations = random.Random(0).sample(combinations, _MOST_COMBINATIONS)
+    for values in combinations:
+        yield dict(zip(sizes, values, strict=True))
+
+
+def _is_composed(key: str) -> bool:
+    """Whether only Hydra can set this key: a group, or a key that is added."""
+    return key.startswith("+") or is_group(key)
+
+
+def _check_composed(key: str, value: Any, overrides: Sequence[str]) -> None:
     try:
-        yield
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(one_line(error)) from error
+        checked_config(compose_config([*overrides, f"{key}={_text(value)}"]))
+    except ConfigError as error:
+        raise _space_error(f"{key}={value}: {first_line(error)}") from error
 
 
-def one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(lines[:2]) if lines else type(error).__name__
+def _check_point(cfg: DictConfig, point: Mapping[str, Any]) -> None:
+    """Set all of ``point`` in ``cfg``, and check the result."""
+    for key, value in point.items():
+        try:
+            OmegaConf.update(cfg, key, value)
+        except OmegaConfBaseException as error:
+            raise _space_error(f"{key}={value}: {first_line(error)}") from error
+    try:
+        checked_config(cfg)
+    except ConfigError as error:
+        raise _space_error(first_line(error)) from error

@@ -156,7 +156,7 @@ def test_without_the_packages_for_a_report_the_tables_are_shown(
     monkeypatch.setitem(sys.modules, "plotly", None)  # as if not installed
 
     assert main(["compare", run]) == 0
-    assert 'the report needs plotly, which is not installed: pip install -e ".[plots]"' in (
+    assert 'the report needs plotly, which is not installed: pip install "ml_pipeline[plots]"' in (
         capsys.readouterr().out
     )
     assert main(["compare", run, "--report", "report"]) == 1

@@ -1,4 +1,4 @@
-"""Minibatch: takes and maps all fields together, with any observation and recurrent state."""
+"""Minibatch: an index takes the same transitions or sequences of every field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def numbered(*shape: int, plus: float = 0.0) -> Tensor:
     return (first + second + plus).expand(shape).clone()
 
 
-def test_take_takes_the_same_transitions_of_every_field() -> None:
+def test_take_gives_the_same_transitions_of_every_field() -> None:
     inputs = PolicyInput(numbered(4, 2), numbered(4, 3) > 15.0, None, None)
     fields = [numbered(4, plus=100.0 * i) for i in range(1, 6)]
 
@@ -33,7 +33,7 @@ def test_take_takes_the_same_transitions_of_every_field() -> None:
     ]
 
 
-def test_take_takes_every_leaf_of_an_observation() -> None:
+def test_take_gives_every_leaf_of_an_observation() -> None:
     obs = {"camera": numbered(4, 2), "arm/angle": numbered(4, plus=0.5)}
     fields = [numbered(4) for _ in range(5)]
 
@@ -46,7 +46,7 @@ def test_take_takes_every_leaf_of_an_observation() -> None:
     }
 
 
-def test_take_takes_whole_sequences_of_a_recurrent_policy() -> None:
+def test_take_gives_whole_sequences_of_a_recurrent_policy_with_their_memory() -> None:
     memory, start = numbered(4, 2, plus=0.5), torch.zeros(3, 4, dtype=torch.bool)
     start[0, 3] = True
     inputs = PolicyInput(numbered(3, 4), None, memory, start)
@@ -61,7 +61,7 @@ def test_take_takes_whole_sequences_of_a_recurrent_policy() -> None:
     assert taken.inputs.episode_start.tolist() == [[True, False], [False, False], [False, False]]
 
 
-def test_mapped_changes_every_per_step_field_and_replaces_the_memory() -> None:
+def test_mapped_changes_every_field_with_a_step_axis_and_sets_the_memory() -> None:
     inputs = PolicyInput(numbered(2, 3), None, numbered(3, 2), torch.ones(2, 3, dtype=torch.bool))
     batch = Minibatch(inputs, *(numbered(2, 3) for _ in range(5)))
 
@@ -72,4 +72,5 @@ def test_mapped_changes_every_per_step_field_and_replaces_the_memory() -> None:
     assert flat.inputs.episode_start.shape == (6,)
     for field in (flat.inputs.obs, *flat[1:]):
         assert field.tolist() == [0, 1, 2, 10, 11, 12]  # type: ignore[union-attr]
-    assert batch.mapped(lambda field: field, inputs.memory).inputs.memory is inputs.memory
+    kept = batch.mapped(lambda field: field, inputs.memory)
+    assert kept.inputs.memory is inputs.memory

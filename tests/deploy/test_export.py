@@ -21,9 +21,9 @@ from gymnasium import spaces
 from tiny_envs import ForbiddingEnv, SpaceEnv
 
 from ml_pipeline.__main__ import main
+from ml_pipeline.agents.policy import _leaf_names
 from ml_pipeline.analysis.evaluate import evaluate
 from ml_pipeline.build import train
-from ml_pipeline.deploy.export import _leaf_names
 from ml_pipeline.deploy.exported import ExportedPolicy, PolicyFileError
 from ml_pipeline.door.load import load_agent
 
@@ -277,7 +277,7 @@ def test_missing_package_is_named_with_its_install_command(
     assert main(["export", str(run), "--format", "onnx"]) == 1
 
     error = capsys.readouterr().err
-    assert "--format onnx needs onnxscript, which is not installed: pip install -e " in error
+    assert "--format onnx needs onnxscript, which is not installed: pip install " in error
 
 
 def test_file_that_is_not_an_exported_policy_is_refused(here: Path) -> None:

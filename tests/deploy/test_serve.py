@@ -111,7 +111,7 @@ def test_answers_to_one_observation_and_to_a_batch_equal_the_live_policy(
     expected = agent.act_batch(batch, True).tolist()
     assert one["action"] == expected[0]
     assert many["action"] == expected
-    logits = agent.outputs_of(agent.reader.read(batch)).numpy()
+    logits = agent.backend.outputs(agent.inputs(agent.reader.read(batch)))[0].numpy()
     assert np.allclose(many["policy"], logits, atol=1e-5)
     assert np.allclose(one["policy"], logits[0], atol=1e-5)
 
@@ -275,7 +275,7 @@ def test_many_clients_each_get_their_own_answer(
 ) -> None:
     agent = load_agent(files["cartpole"].parent).agent
     batch = np.random.default_rng(1).normal(size=(120, 4)).astype(np.float32)
-    logits = agent.outputs_of(agent.reader.read(batch)).numpy()
+    logits = agent.backend.outputs(agent.inputs(agent.reader.read(batch)))[0].numpy()
 
     def client(first: int) -> list[Any]:
         sizes = {0: 1, 1: 3, 2: 6}[first // 10 % 3]

@@ -1,4 +1,4 @@
-"""The config at the door: what is composed, and what is refused with its full key."""
+"""The composed config: defaults, ranges and types of keys, and every preset."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
 
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.config.train import EnvConfig, TrainConfig, VecEnvConfig
@@ -18,7 +19,13 @@ def config(*overrides: str) -> TrainConfig:
     return checked_config(compose_config(overrides))
 
 
-def test_the_defaults_of_the_yaml_are_the_defaults_of_the_dataclasses() -> None:
+@pytest.fixture(scope="module")
+def composed() -> DictConfig:
+    """The default config; Hydra takes a while to compose one."""
+    return compose_config([])
+
+
+def test_defaults_of_the_yaml_equal_the_defaults_of_the_dataclasses() -> None:
     composed, default = config(), TrainConfig()
 
     assert composed.agent == default.agent == PPOConfig()
@@ -29,13 +36,13 @@ def test_the_defaults_of_the_yaml_are_the_defaults_of_the_dataclasses() -> None:
 
 
 @pytest.mark.parametrize("written", ["100000", "100_000", "1e5"])
-def test_steps_may_be_written_in_three_ways(written: str) -> None:
+def test_steps_can_be_written_in_three_ways(written: str) -> None:
     composed = config(f"total_steps={written}", "agent.n_steps=125", "agent.n_minibatches=5")
 
     assert composed.wanted_steps == composed.total_steps == 100_000
 
 
-def test_a_run_is_the_whole_rollouts_that_fit_and_one_at_least() -> None:
+def test_steps_are_rounded_down_to_whole_rollouts_but_at_least_one() -> None:
     assert config("total_steps=100_000").wanted_steps == 97 * 128 * 8
     assert config("total_steps=1").wanted_steps == 128 * 8
 
@@ -58,8 +65,8 @@ def test_num_episodes_counts_calls_of_train_episode_vectorized() -> None:
         ("agent.gae_lambda=2", "agent.gae_lambda must be between 0 and 1"),
         ("n_envs=0", "n_envs must be auto, or at least 1, got 0"),
         ("seed=-1", "seed must be between 0 and"),
-        ("total_steps=0", "total_steps must be a whole number of at least 1"),
-        ("total_steps=10.5", "total_steps must be a whole number of at least 1, got 10.5"),
+        ("total_steps=0", "total_steps must be .* at least 1"),
+        ("total_steps=10.5", "total_steps must be .* at least 1, got 10.5"),
         ("num_episodes=0", "num_episodes must be at least 1"),
         ("device=tpu", r"device must be auto \| cpu \| cuda \| cuda:N \| mps, got tpu"),
         ("device=cuda:x", "device must be"),
@@ -86,9 +93,13 @@ def test_num_episodes_counts_calls_of_train_episode_vectorized() -> None:
         ),
     ],
 )
-def test_a_value_out_of_range_is_refused_with_its_full_key(override: str, words: str) -> None:
+def test_value_out_of_range_is_refused_with_its_full_key(
+    composed: DictConfig, override: str, words: str
+) -> None:
+    changed = OmegaConf.merge(composed, OmegaConf.from_dotlist([override]))
+
     with pytest.raises(ConfigError, match=words):
-        config(override)
+        checked_config(changed)
 
 
 @pytest.mark.parametrize(
@@ -97,30 +108,28 @@ def test_a_value_out_of_range_is_refused_with_its_full_key(override: str, words:
         ("agent.learning_rat=1", "agent.learning_rat"),
         ("n_env=3", "n_env"),
         ("agent.n_steps=1.5", "agent.n_steps"),
-        ("agent.anneal_learning_rate=maybe", "agent.anneal_learning_rate"),
+        ("trust=maybe", "trust"),
         ("callbacks.evaluation.every=1", "callbacks.evaluation.every"),
         ("total_steps=long", "total_steps"),
     ],
 )
-def test_an_unknown_key_or_a_wrong_type_is_refused_with_its_full_key(
-    override: str, key: str
-) -> None:
+def test_unknown_key_or_wrong_type_is_refused_with_its_full_key(override: str, key: str) -> None:
     with pytest.raises(ConfigCompositionException) as caught:
         config(override)
 
     assert f"full_key: {key}\n" in str(caught.value.__cause__)
 
 
-def test_devices_with_an_index_are_one_word() -> None:
+def test_device_can_have_an_index() -> None:
     assert config("device=cuda:1").device == "cuda:1"
 
 
-@pytest.mark.parametrize("written", ["off", "'off'", "false"])  # as YAML reads off
-def test_an_off_in_yaml_is_an_off(written: str) -> None:
+@pytest.mark.parametrize("written", ["off", "'off'", "false"])  # YAML reads off as false
+def test_compile_can_be_off(written: str) -> None:
     assert config(f"compile={written}").compile == "off"
 
 
-def test_an_env_takes_new_arguments_and_wrappers() -> None:
+def test_env_accepts_new_arguments_and_wrappers() -> None:
     composed = config(
         "env.id=Pendulum-v1",
         "+env.kwargs.g=9.81",
@@ -131,33 +140,33 @@ def test_an_env_takes_new_arguments_and_wrappers() -> None:
     assert composed.env.wrappers["clip"]["min_reward"] == -1
 
 
-def test_several_loggers_can_be_chosen_at_once_or_none() -> None:
+def test_several_loggers_or_none_can_be_chosen() -> None:
     assert list(config("logger=[wandb,none]").logger) == ["wandb"]
     assert config("logger=none").logger == {}
     assert config("logger=[]").logger == {}
 
 
-def test_an_experiment_changes_many_keys_at_once_and_the_command_line_wins() -> None:
+def test_command_line_overrides_an_experiment() -> None:
     composed = config("experiment=cartpole", "agent.n_epochs=3")
 
     assert (composed.agent.n_steps, composed.agent.n_epochs) == (32, 3)
 
 
-def test_every_preset_composes_and_names_a_command_in_its_first_line() -> None:
+def test_every_preset_composes_and_shows_a_command_in_its_first_line() -> None:
     files = sorted(Path(REPOSITORY / "conf").rglob("*.yaml"))
     assert len(files) > 15
     for file in files:
         lines = [line for line in file.read_text().splitlines() if "@package" not in line]
         group, option = file.relative_to(REPOSITORY / "conf").parent, file.stem
-        if str(group) == "study":  # search spaces, no group of Hydra
+        if str(group) == "study":  # search spaces, not a Hydra group
             assert "python -m ml_pipeline study start" in lines[0], file
             continue
         assert "python train_ppo.py" in lines[0], file
         if str(group) != ".":
-            own = ["network._target_=my_module.Mine"] if option == "own" else []  # to be named
+            own = ["network._target_=my_module.Mine"] if option == "own" else []
             config(f"{group}={option}", *own)
 
 
-def test_env_presets_use_the_one_shape_of_an_env() -> None:
+def test_env_presets_have_no_keys_but_those_of_an_env() -> None:
     for file in (REPOSITORY / "conf" / "env").glob("*.yaml"):
         assert set(yaml.safe_load(file.read_text())) <= {"id", "target", "kwargs", "wrappers"}

@@ -1,13 +1,16 @@
-"""python -m ml_pipeline: evaluate what was trained."""
+"""python -m ml_pipeline: the shelf of commands, their errors, and evaluate."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import small
+from conftest import REPOSITORY, small
 from tiny_envs import CountingEnv, EndlessEnv
 
+from ml_pipeline import commands
 from ml_pipeline.__main__ import main
 from ml_pipeline.analysis.evaluate import evaluate
 from ml_pipeline.build import load_agent, train
@@ -16,6 +19,76 @@ from ml_pipeline.build import load_agent, train
 @pytest.fixture
 def run(here: Path) -> str:
     return str(train([*small(), "env.target=tiny_envs.CountingEnv"]).run_dir)
+
+
+def test_help_lists_every_command_without_importing_torch_or_hydra() -> None:
+    code = """
+import sys
+from ml_pipeline.__main__ import main
+try:
+    main(["--help"])
+finally:
+    print([name for name in ("torch", "hydra", "wandb", "optuna") if name in sys.modules])
+"""
+
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("\n[]\n")
+    listed = {line.split()[0] for line in result.stdout.splitlines() if line.startswith("    ")}
+    names = {"compare", "evaluate", "export", "play", "runs", "serve", "study", "train"}
+    assert names <= listed
+
+
+def test_file_in_the_commands_folder_is_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "greet.py").write_text(
+        "HELP = 'greet someone'\n"
+        "def add_arguments(parser): parser.add_argument('name')\n"
+        "def run(options): print('hello', options.name)\n"
+    )
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+
+    assert main(["greet", "world"]) == 0
+
+    assert capsys.readouterr().out == "hello world\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["evaluate", "nowhere"], 1, "nowhere"),
+        (["evaluate", "."], 1, "config.yaml"),
+        (["evaluate", "run", "--video", "--render", "human"], 1, "--video and --render"),
+        (["train", "n_env=8"], 1, "n_env=8: unknown key; did you mean n_envs?"),
+        (["serve", "file", "--port", "99999"], 2, "--port: must be an integer from 0 to 65535"),
+        (["evaluate", "run", "--episodes", "0"], 2, "--episodes: must be an integer of at least 1"),
+        (["evalute", "run"], 2, "invalid choice: 'evalute'"),
+        ([], 2, "required: COMMAND; see python -m ml_pipeline --help"),
+    ],
+)
+def test_mistake_is_one_line_with_its_exit_code(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ml_pipeline/__main__.py"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    try:
+        returned = main(arguments)
+    except SystemExit as stop:
+        returned = int(stop.code or 0)
+
+    assert returned == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
 
 
 def test_evaluate_prints_mean_std_min_and_max(run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,19 +103,21 @@ def test_evaluate_prints_mean_std_min_and_max(run: str, capsys: pytest.CaptureFi
     assert "mean 60.0  std 0.0  min 60.0  max 60.0" in out
 
 
-def test_evaluate_repeats_itself(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_gives_the_same_returns_again(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = str(train(small()).run_dir)
     outputs = []
     for _ in range(2):
         capsys.readouterr()
-        assert main(["evaluate", run, "--checkpoint", "latest"]) == 0
+        assert main(["evaluate", run, "--checkpoint", "latest", "--episodes", "5"]) == 0
         outputs.append(capsys.readouterr().out)
 
     assert outputs[0] == outputs[1]
     assert "sampled actions" in outputs[0]
 
 
-def test_each_episode_of_an_evaluation_has_a_seed_of_its_own(run: str) -> None:
+def test_every_episode_of_an_evaluation_has_its_own_seed(run: str) -> None:
     seeds = []
 
     class Spy(CountingEnv):
@@ -55,23 +130,7 @@ def test_each_episode_of_an_evaluation_has_a_seed_of_its_own(run: str) -> None:
     assert seeds == [100, 101, 102]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["evaluate", "nowhere"], "nowhere is no run folder: there is no such folder"),
-    ],
-)
-def test_a_users_mistake_is_one_line_and_exit_code_1(
-    here: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 1
-
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
-
-
-def test_an_episode_that_never_ends_is_cut(run: str) -> None:
+def test_endless_episode_is_cut(run: str) -> None:
     agent = load_agent(run).agent
 
     result = evaluate(
@@ -82,7 +141,7 @@ def test_an_episode_that_never_ends_is_cut(run: str) -> None:
     assert result.mean_length == 50
 
 
-def test_a_run_without_a_checkpoint_says_so(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_checkpoint_is_reported(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     for checkpoint in Path(run).glob("checkpoints/*.pt"):
         checkpoint.unlink()
 

@@ -1,4 +1,4 @@
-"""The make targets: arguments pass on, and a second call has nothing to install."""
+"""make: arguments reach training, and a second call installs nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, old_python
 
-pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -17,14 +17,14 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_arguments_pass_on_to_the_training(tmp_path: Path) -> None:
+def test_arguments_reach_training(tmp_path: Path) -> None:
     result = make("-n", "train", f"VENV={tmp_path}", "ARGS=n_envs=8 seed=3")
 
     assert f"{tmp_path}/bin/python train_ppo.py n_envs=8 seed=3" in result.stdout
     assert "-m pip install" in result.stdout
 
 
-def test_a_stamp_newer_than_the_project_file_keeps_pip_away(tmp_path: Path) -> None:
+def test_nothing_is_installed_if_the_stamp_is_newer_than_the_project_file(tmp_path: Path) -> None:
     for stamp in (".installed", ".installed-dev"):
         (tmp_path / stamp).touch()
 
@@ -34,7 +34,7 @@ def test_a_stamp_newer_than_the_project_file_keeps_pip_away(tmp_path: Path) -> N
     assert "train_ppo.py" in result.stdout
 
 
-def test_an_old_python_is_told_in_one_line_and_makes_nothing(tmp_path: Path) -> None:
+def test_old_python_is_refused_in_one_line_before_anything_is_created(tmp_path: Path) -> None:
     old = old_python()
     if old is None:
         pytest.skip("no Python older than 3.10 on this machine")

@@ -1,4 +1,4 @@
-"""StopSignals: raised at once, held back by a shield, and everything as before afterwards."""
+"""StopSignals: when a stop signal raises, and that the old handlers come back."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def send(number: int) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_a_stop_signal_is_raised_at_once_with_its_exit_code(number: int, code: int) -> None:
+def test_stop_signal_raises_at_once_with_its_exit_code(number: int, code: int) -> None:
     with StopSignals(), pytest.raises(Interrupted) as caught:
         send(number)
 
     assert caught.value.exit_code == code
 
 
-def test_a_shielded_block_is_finished_first_however_often_the_signal_comes() -> None:
+def test_shielded_block_ends_before_any_number_of_signals_raise() -> None:
     done: list[str] = []
 
     def work(signals: StopSignals) -> None:
@@ -44,13 +44,13 @@ def test_a_shielded_block_is_finished_first_however_often_the_signal_comes() -> 
     assert done == ["all of it"]
 
 
-def test_a_signal_that_comes_twice_at_once_is_one() -> None:
+def test_two_signals_at_once_count_as_one() -> None:
     done: list[str] = []
 
     def work(signals: StopSignals) -> None:
-        with signals.patient():
+        with signals.transaction():
             send(signal.SIGINT)
-            send(signal.SIGTERM)  # told to the group, too
+            send(signal.SIGTERM)  # sent to the process group, too
             done.append("patience")
 
     with StopSignals(echo_seconds=60) as signals, pytest.raises(Interrupted, match="SIGINT"):
@@ -59,7 +59,7 @@ def test_a_signal_that_comes_twice_at_once_is_one() -> None:
     assert done == ["patience"]
 
 
-def test_the_handlers_before_are_back_afterwards() -> None:
+def test_old_handlers_are_restored() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
 
@@ -69,7 +69,7 @@ def test_the_handlers_before_are_back_afterwards() -> None:
     assert [signal.getsignal(number) for number in numbers] == before
 
 
-def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+def test_closed_terminal_is_ignored_under_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals():
@@ -78,7 +78,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_job_that_a_script_put_into_the_background_can_be_stopped() -> None:
+def test_background_job_of_a_script_can_be_stopped() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's & does
     try:
         with StopSignals(), pytest.raises(Interrupted, match="SIGINT"):
@@ -87,7 +87,7 @@ def test_a_job_that_a_script_put_into_the_background_can_be_stopped() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_outside_the_main_thread_it_does_nothing() -> None:
+def test_handlers_stay_unchanged_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen = []
 

@@ -65,7 +65,7 @@ def test_an_id_or_argument_that_gymnasium_does_not_know_is_named(
 @pytest.mark.parametrize(
     ("target", "kwargs", "words"),
     [
-        ("MyEnv", {}, "env.target=MyEnv is no dotted path"),
+        ("MyEnv", {}, "env.target=MyEnv: this is not a dotted path"),
         ("no_such_module.MyEnv", {}, "no module named 'no_such_module'"),
         ("tiny_envs.MyEnv", {}, "module tiny_envs has no 'MyEnv'"),
         ("tiny_envs.STARTED", {}, "module tiny_envs has no 'STARTED'"),
@@ -122,11 +122,17 @@ def test_a_wrapper_without_a_target_is_named_by_its_key() -> None:
 @pytest.mark.parametrize(
     ("message", "command"),
     [
-        ("Box2D is not installed, you can install it by run `pip install swig`", "make box2d"),
-        ('MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`', "make mujoco"),
-        ("Namespace ALE not found.", r'make atari \(or: pip install -e "\.\[atari\]"\)'),
-        ("No module named 'ale_py'", r'make atari \(or: pip install -e "\.\[atari\]"\)'),
-        ("No module named 'matplotlib'", r'pip install -e "\.\[plots\]"'),
+        (
+            "Box2D is not installed, you can install it by run `pip install swig`",
+            "pip install swig",
+        ),
+        (
+            'MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`',
+            r'pip install "ml_pipeline\[mujoco\]"',
+        ),
+        ("Namespace ALE not found.", r'pip install "ml_pipeline\[atari\]"'),
+        ("No module named 'ale_py'", r'pip install "ml_pipeline\[atari\]"'),
+        ("No module named 'matplotlib'", r'pip install "ml_pipeline\[plots\]"'),
         ("pygame is not installed", r'pip install "gymnasium\[classic-control\]"'),
     ],
 )

@@ -104,10 +104,10 @@ def test_a_full_disk_is_one_line_and_the_checkpoint_before_is_kept(here: Path) -
 
     assert result.returncode == 1
     assert re.search(
-        r"could not save .*(best|latest)\.pt: .*; the one before is kept", result.stderr
+        r"could not save .*(best|latest)\.pt: .*; the previous checkpoint is kept", result.stderr
     )
     assert "Traceback" not in result.stderr
-    assert "go on with: " in result.stdout
+    assert "resume with: " in result.stdout
     assert (run / "checkpoints" / "latest.pt").read_bytes() == kept
     assert not list(run.rglob("*.tmp"))
 
@@ -132,7 +132,7 @@ def test_an_env_that_raises_in_close_does_not_spoil_a_finished_run(here: Path) -
         (
             "checkpoints/latest.pt",
             b"hello",
-            r"latest\.pt is no checkpoint of format 2: it is cut off",
+            r"latest\.pt is not a checkpoint of format 2: it is truncated",
         ),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_summary_with_holes_is_no_reason_to_refuse_a_resume(here: Path) -> Non
 def test_a_run_folder_that_cannot_be_made_is_one_line(here: Path) -> None:
     (here / "runs").touch()
 
-    with pytest.raises(RunFolderError, match="cannot make the run folder"):
+    with pytest.raises(RunFolderError, match="cannot create the run folder"):
         train(small())
 
 
@@ -209,12 +209,12 @@ def own_network(name: str) -> list[str]:
             ["env.target=own_broken.Env"],
             "env.target=own_broken.Env: ZeroDivisionError in own_broken",
         ),
-        (["env.target=own_lacking.Env"], "own_lacking needs no_such_package, which is missing"),
+        (["env.target=own_lacking.Env"], "own_lacking needs no_such_package, which is not"),
         (["env.target=own_parts.LateMask"], "gives an action_mask with a step, but none with"),
         (["env.target=own_parts.NoInfo"], "TypeError: info is None, no dict"),
         (
             ["+callbacks.x={_target_: own_parts.OddState}"],
-            "the state of callbacks.x['best'][0] is a numpy.float64, which a checkpoint cannot",
+            "the state of callbacks.x['best'][0]: a checkpoint cannot contain a numpy.float64",
         ),
         (own_network("Lazy"), "network Lazy has lazy layers"),
         (own_network("Failing"), "network: RuntimeError: out of luck"),

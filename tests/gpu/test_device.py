@@ -101,7 +101,7 @@ def test_auto_takes_what_is_there() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 def test_a_gpu_that_is_not_there_is_refused(name: str) -> None:
-    with pytest.raises(DeviceError, match=f"device={name} asked for, but this torch sees no GPU"):
+    with pytest.raises(DeviceError, match=f"device={name}: this torch sees no GPU"):
         resolve_device(name)
 
 
@@ -337,7 +337,7 @@ def test_a_run_of_graphs_goes_on_bit_for_bit(
     said = capsys.readouterr().out
     whole = train(settings).run_dir
 
-    assert "resumed at env step 1,024 in the midst of its episodes" in said
+    assert "resumed at env step 1,024 in the middle of its episodes" in said
     assert len(read_rows(whole)) == 5
     assert read_rows(run) == read_rows(whole)
     assert numbers(run) == numbers(whole)
@@ -408,7 +408,7 @@ def test_a_tensor_run_of_the_gpu_goes_on_on_the_cpu_and_back(
     result = train([f"resume={run}", "total_steps=192", "device=cuda"])
 
     assert result.env_steps == 192
-    assert capsys.readouterr().out.count("in the midst of its episodes") == 2
+    assert capsys.readouterr().out.count("in the middle of its episodes") == 2
 
 
 @pytest.mark.gpu
@@ -442,7 +442,7 @@ def test_graphs_are_made_on_a_gpu_unless_they_are_off(wanted: str, device: str, 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_graphs_where_there_are_none_are_refused(device: str) -> None:
-    with pytest.raises(DeviceError, match=f"compile=graph asked for, but {device} has no graphs"):
+    with pytest.raises(DeviceError, match=f"compile=graph: device={device} has no CUDA"):
         program_mode("graph", torch.device(device))
 
 

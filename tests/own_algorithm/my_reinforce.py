@@ -1,6 +1,6 @@
 """REINFORCE as a user writes it: one file, outside the package, with no edit to the package.
 
-``python train_ppo.py agent=reinforce`` finds it in the current folder, by conf/agent/reinforce.yaml.
+``python train_ppo.py agent=reinforce`` finds it through conf/agent/reinforce.yaml beside it.
 """
 
 from __future__ import annotations

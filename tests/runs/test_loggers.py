@@ -1,163 +1,193 @@
-"""Loggers: the local record, and a W&B that is never in the way."""
+"""Loggers: metrics.csv is complete at any time, and W&B never blocks or stops a run."""
 
 from __future__ import annotations
 
-import csv
 import http.server
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 import pytest
 import wandb
-from conftest import Door, door_command, only_run, read_rows, small, wait_until
+from conftest import REPOSITORY, read_rows, small, wait_until
 
 from ml_pipeline.build import train
 from ml_pipeline.runs.loggers import CsvLogger, WandbLogger, has_wandb_key
 from ml_pipeline.runs.run_folder import RunFolder
 
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+CONFIG = {"env_name": "CartPole-v1", "agent_name": "ppo", "agent": {"gamma": 0.9}}
 
 
-def test_a_metric_that_comes_later_adds_its_column(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
-    logger = CsvLogger(path)
-    logger.log({"a": 1.0}, env_steps=10)
-    logger.log({"a": 2.0, "b": 5.0}, env_steps=20)
-    logger.log({"b": 6.0}, env_steps=30)
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return new_run(tmp_path / "run")
+
+
+def new_run(path: Path) -> RunFolder:
+    run = RunFolder(path)
+    run.make()
+    return run
+
+
+def test_new_metric_adds_a_column_and_each_row_is_readable_at_once(run: RunFolder) -> None:
+    logger = CsvLogger(run.metrics)
+    rows = [{"a": 1.0}, {"a": 2.0, "b": 5.0}, {"b": 6.0}]
+
+    for number, row in enumerate(rows, start=1):
+        logger.log(row, env_steps=10 * number)
+        assert len(read_rows(run.path)) == number
     logger.close()
 
-    assert rows_of(path) == [
+    assert read_rows(run.path) == [
         {"env_steps": "10", "a": "1.0", "b": ""},
         {"env_steps": "20", "a": "2.0", "b": "5.0"},
         {"env_steps": "30", "a": "", "b": "6.0"},
     ]
 
 
-def test_a_resumed_record_drops_what_came_after_the_checkpoint_and_a_torn_row(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "metrics.csv"
-    path.write_text("env_steps,a\n10,1.0\n20,2.0\n30,3.0\n4")
+def test_resume_drops_rows_after_the_checkpoint_and_a_truncated_row(run: RunFolder) -> None:
+    run.metrics.write_text("env_steps,a\n10,1.0\n20,2.0\n30,3.0\n4")
 
-    logger = CsvLogger(path, from_env_steps=20)
+    logger = CsvLogger(run.metrics, from_env_steps=20)
     logger.log({"a": 9.0}, env_steps=30)
     logger.close()
 
-    assert [(row["env_steps"], row["a"]) for row in rows_of(path)] == [
+    assert [tuple(row.values()) for row in read_rows(run.path)] == [
         ("10", "1.0"),
         ("20", "2.0"),
         ("30", "9.0"),
     ]
 
 
-def test_each_row_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    logger = CsvLogger(tmp_path / "metrics.csv")
-
-    logger.log({"a": 1.0}, env_steps=10)
-
-    assert len(rows_of(tmp_path / "metrics.csv")) == 1
-    logger.close()
-
-
 def test_without_a_key_wandb_works_offline_and_says_how_to_upload(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = train(small(logger="wandb"))
+    result = train([*small(logger="wandb", total_steps=32), "vec_env=serial"])
 
     offline = list((result.run_dir / "wandb").glob("offline-run-*"))
     assert len(offline) == 1
     assert offline[0].name.endswith(result.run_dir.name)
-    # W&B's own process writes the file, and may still be at it.
+    # W&B's own process writes the file.
     wait_until(lambda: any(path.stat().st_size for path in offline[0].glob("*.wandb")))
     out = capsys.readouterr().out
     assert f"-m wandb sync {result.run_dir}/wandb/offline-*\n" in out
 
 
-def test_wandb_writes_into_the_run_folder_wherever_its_process_was_started(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at_once", [True, False], ids=["at the same time", "one by one"])
+def test_wandb_runs_of_one_process_have_their_own_ids_and_folders(
+    at_once: bool, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """W&B's process keeps the working directory of the first run."""
+    loggers = []
     for name in ("first", "second"):
         (here / name).mkdir()
         monkeypatch.chdir(here / name)
-        train([*small(logger="wandb"), "logger.wandb.mode=offline"])
+        logger = WandbLogger(new_run(Path(f"run_{name}")), CONFIG, None, mode="offline")
+        loggers.append(logger)
+        assert logger.wandb_run.id == f"run_{name}"
+        if not at_once:
+            logger.close()
+    if at_once:
+        for logger in loggers:
+            logger.close()
 
-    pattern = "*/runs/*/*/wandb/offline-run-*/run-*.wandb"
-    wait_until(lambda: len(list(here.glob(pattern))) == 2, 20)
+    pattern = "{0}/run_{0}/wandb/offline-run-*/run-run_{0}.wandb"
+    for name in ("first", "second"):
+        wait_until(lambda name=name: len(list(here.glob(pattern.format(name)))) == 1, 20)
 
 
-def test_two_wandb_runs_in_one_process_are_two_records(here: Path) -> None:
-    folders = [train(small(logger="wandb", seed=seed)).run_dir / "wandb" for seed in (1, 2)]
+def test_resumed_run_keeps_its_wandb_id(run: RunFolder) -> None:
+    for _ in range(2):
+        logger = WandbLogger(run, CONFIG, None, mode="offline")
+        assert (logger.mode, logger.wandb_run.id) == ("offline", run.name)
+        logger.close()
 
-    assert [len(list(folder.glob("offline-run-*"))) for folder in folders] == [1, 1]
+
+# A process that uses W&B as a run does. With an argument it waits for a line of input.
+LOGGING = """
+import sys
+from pathlib import Path
+from ml_pipeline.runs.loggers import CsvLogger, WandbLogger
+from ml_pipeline.runs.run_folder import RunFolder
+
+run = RunFolder(Path(sys.argv[1]))
+config = {"env_name": "CartPole-v1", "agent_name": "ppo"}
+loggers = [CsvLogger(run.metrics), WandbLogger(run, config, None, timeout_seconds=3)]
+print(loggers[1].status, flush=True)
+if sys.argv[2:]:
+    input()
+for env_steps in range(200):
+    for logger in loggers:
+        logger.log({"a": 1.0}, env_steps=env_steps)
+for logger in loggers:
+    logger.close()
+print(loggers[1].status)
+"""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("listens", [True, False], ids=["silent server", "refused"])
-def test_with_a_key_but_no_server_the_run_goes_on_offline(
-    door: Door, here: Path, listens: bool
-) -> None:
+def start_logging(run: RunFolder, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    # W&B's own variables lead to the W&B service of the test process.
+    inherited = {name: value for name, value in os.environ.items() if "WANDB" not in name}
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", LOGGING, str(run.path), *arguments],
+        cwd=REPOSITORY,
+        env={**inherited, **environment},
+        text=True,
+        **pipes,
+    )
+
+
+def output_of(process: subprocess.Popen[str], run: RunFolder) -> str:
+    """The output of a process that must have succeeded and logged every row."""
+    stdout, stderr = process.communicate("\n", timeout=60)
+    assert process.returncode == 0, stderr
+    assert "Traceback" not in stdout + stderr
+    assert len(read_rows(run.path)) == 200
+    return stdout
+
+
+def local_url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    "listens",
+    [pytest.param(True, marks=pytest.mark.slow, id="silent"), pytest.param(False, id="refused")],
+)
+def test_without_a_server_wandb_works_offline(run: RunFolder, listens: bool) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if listens:
             server.listen()
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        result = door(
-            *small(logger="wandb"),
-            "logger.wandb.timeout_seconds=15",
-            WANDB_API_KEY="0" * 40,
-            WANDB_BASE_URL=address,
-        )
+        url = local_url(server.getsockname()[1])
+        process = start_logging(run, WANDB_API_KEY="0" * 40, WANDB_BASE_URL=url)
+        output = output_of(process, run)
 
-    assert result.returncode == 0, result.stderr
-    assert "W&B offline, its server does not answer; upload later with" in result.stdout
-    assert len(read_rows(only_run(here))) == 2
+    assert "W&B offline, its server does not answer; upload later with" in output
 
 
-def test_without_a_key_nothing_is_sent_to_the_server(door: Door) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        server.setblocking(False)
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-
-        result = door(*small(logger="wandb"), WANDB_BASE_URL=address)
-
-        assert result.returncode == 0, result.stderr
-        with pytest.raises(BlockingIOError):  # nobody has knocked
-            server.accept()
-
-
-def test_with_a_key_and_a_server_that_is_no_wandb_the_run_goes_on_offline(
-    door: Door, here: Path
-) -> None:
+def test_with_a_server_that_is_not_wandb_it_works_offline(run: RunFolder) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotFound) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        result = door(
-            *small(logger="wandb"),
-            "logger.wandb.timeout_seconds=15",
-            WANDB_API_KEY="0" * 40,
-            WANDB_BASE_URL=f"http://127.0.0.1:{server.server_address[1]}",
-        )
+        url = local_url(server.server_address[1])
+        process = start_logging(run, WANDB_API_KEY="0" * 40, WANDB_BASE_URL=url)
+        output = output_of(process, run)
         server.shutdown()
 
-    assert result.returncode == 0, result.stderr
-    assert "W&B offline, online failed: " in result.stdout
-    assert len(read_rows(only_run(here))) == 2
+    assert "W&B offline, online failed: " in output
 
 
 class NotFound(http.server.BaseHTTPRequestHandler):
-    """Answers everything with a 404."""
+    """Answers every request with 404."""
 
     def do_GET(self) -> None:
         self.send_error(404)
@@ -165,29 +195,31 @@ class NotFound(http.server.BaseHTTPRequestHandler):
     do_POST = do_GET  # noqa: N815
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Keep the test's output clean."""
+        """Keep the output of the tests clean."""
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for the process in /proc")
-def test_a_wandb_process_that_dies_stops_nothing_and_loses_no_row(here: Path) -> None:
-    settings = [*small(total_steps=6_400), "logger=wandb", "logger.wandb.mode=offline"]
-    settings += ["callbacks.media.every_steps=320", "vec_env=serial"]
-    command = door_command(*settings)
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # Without W&B's own variables: they would lead to this process's W&B service.
-    environment = {k: v for k, v in os.environ.items() if "WANDB" not in k}
-    process = subprocess.Popen(command, cwd=here, text=True, env=environment, **pipes)
-    service = partial(children_named, process.pid, "wandb-core")
-    wait_until(lambda: bool(service()) and bool(list(here.glob("runs/*/*/metrics.csv"))), 60)
+def test_without_a_key_wandb_never_contacts_the_server(run: RunFolder) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        server.setblocking(False)
+        process = start_logging(run, WANDB_BASE_URL=local_url(server.getsockname()[1]))
+        output_of(process, run)
 
-    for pid in service():
-        os.kill(pid, signal.SIGKILL)
-    stdout, stderr = process.communicate(timeout=60)
+        with pytest.raises(BlockingIOError):  # no connection is waiting
+            server.accept()
 
-    assert process.returncode == 0, stderr
-    assert "Traceback" not in stdout + stderr
-    assert "W&B " in stdout
-    assert len(read_rows(only_run(here))) == 200
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds the process in /proc")
+def test_death_of_the_wandb_process_stops_nothing_and_loses_no_row(run: RunFolder) -> None:
+    process = start_logging(run, "wait")
+    assert process.stdout is not None
+    assert "W&B offline" in process.stdout.readline()
+
+    (service,) = children_named(process.pid, "wandb-core")
+    os.kill(service, signal.SIGKILL)
+
+    assert re.search(r"W&B (stopped at env step|did not finish)", output_of(process, run))
 
 
 def children_named(parent: int, name: str) -> list[int]:
@@ -201,7 +233,7 @@ def children_named(parent: int, name: str) -> list[int]:
     return found
 
 
-def test_a_key_is_found_in_the_environment_and_in_netrc(
+def test_key_is_found_in_the_environment_and_in_netrc(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert not has_wandb_key()
@@ -218,21 +250,11 @@ def test_a_key_is_found_in_the_environment_and_in_netrc(
     assert has_wandb_key()
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
-    run = RunFolder.unused(tmp_path, "env")
-    run.make()
-    return run
-
-
-CONFIG = {"env_name": "CartPole-v1", "agent_name": "ppo", "agent": {"gamma": 0.9}}
-
-
 @pytest.mark.parametrize(
     ("sweep", "group", "expected"),
     [(None, None, "CartPole-v1-ppo"), ("morning", None, "morning"), ("morning", "mine", "mine")],
 )
-def test_a_wandb_run_carries_what_comparison_needs(
+def test_wandb_run_carries_what_comparisons_need(
     run: RunFolder, sweep: str | None, group: str | None, expected: str
 ) -> None:
     logger = WandbLogger(run, CONFIG, sweep, mode="offline", group=group, tags=["try"])
@@ -246,19 +268,9 @@ def test_a_wandb_run_carries_what_comparison_needs(
     assert described.config["agent"] == {"gamma": 0.9}
 
 
-def test_a_second_wandb_run_is_never_the_first_one_again(run: RunFolder, tmp_path: Path) -> None:
-    other = RunFolder.unused(tmp_path, "other")
-    other.make()
-
-    first = WandbLogger(run, CONFIG, None, mode="offline")
-    second = WandbLogger(other, CONFIG, None, mode="offline")
-
-    assert (first.wandb_run.id, second.wandb_run.id) == (run.name, other.name)
-    first.close()
-    second.close()
-
-
-def test_the_users_wandb_mode_is_respected(monkeypatch: pytest.MonkeyPatch, run: RunFolder) -> None:
+def test_wandb_mode_of_the_environment_is_respected(
+    monkeypatch: pytest.MonkeyPatch, run: RunFolder
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
 
     logger = WandbLogger(run, CONFIG, None)
@@ -269,7 +281,7 @@ def test_the_users_wandb_mode_is_respected(monkeypatch: pytest.MonkeyPatch, run:
     assert not (run.path / "wandb").exists()
 
 
-def test_a_wandb_that_refuses_its_settings_does_not_stop_the_run(run: RunFolder) -> None:
+def test_settings_that_wandb_refuses_do_not_stop_the_run(run: RunFolder) -> None:
     logger = WandbLogger(run, CONFIG, None, mode="offline", project="a/b?c")
     logger.log({"a": 1.0}, env_steps=1)
     logger.close()

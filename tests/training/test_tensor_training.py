@@ -112,7 +112,7 @@ def test_a_stopped_and_resumed_run_equals_a_whole_one(
     output = capsys.readouterr().out
     whole = train(overrides).run_dir
 
-    assert "resumed at env step 128 in " in output
+    assert "resumed at env step 128 in the middle of its episodes" in output
     assert len(read_rows(whole)) == 4
     assert read_rows(run) == read_rows(whole)
     ours, theirs = numbers(run), numbers(whole)
@@ -206,7 +206,7 @@ def test_a_run_that_is_resumed_and_stopped_at_once_can_be_resumed_exactly(
     output = capsys.readouterr().out
     whole = train(settings).run_dir
 
-    assert "resumed at env step 128 in " in output
+    assert "resumed at env step 128 in the middle of its episodes" in output
     assert numbers(run) == numbers(whole)
 
 
@@ -237,7 +237,7 @@ def test_a_stop_signal_leaves_a_checkpoint_that_resumes_exactly(
     resumed = capsys.readouterr().out
     whole = train([*settings, total]).run_dir
 
-    assert f"resumed at env step {64 * n_rows:,} in " in resumed
+    assert f"resumed at env step {64 * n_rows:,} in the middle of its episodes" in resumed
     assert read_rows(run) == read_rows(whole)
     assert numbers(run) == numbers(whole)
 

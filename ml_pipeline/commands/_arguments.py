@@ -1,0 +1,18 @@
+"""Argument types that several commands share; the underscore keeps this file off the shelf."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+
+
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An argparse type: an integer of at least ``least`` and at most ``most``."""
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise ArgumentTypeError(f"must be an integer {limits}, got {text}")
+        return int(text)
+
+    return parse

@@ -1,0 +1,92 @@
+"""compare: tables of several runs, and a report with learning curves."""
+
+from __future__ import annotations
+
+import re
+import sys
+import webbrowser
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ml_pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from ml_pipeline.analysis.compare import RunData
+
+HELP = "compare runs in tables and in a report"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run folder, or wandb:ENTITY/PROJECT[/RUN]"
+    )
+    parser.add_argument(
+        "--by",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="group runs by this config key; repeatable; default: every key that differs",
+    )
+    parser.add_argument(
+        "--metric", help="column of metrics.csv; default: the return of the evaluation"
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="folder of the report; default: runs/reports/<env>_<date>_<time>",
+    )
+    parser.add_argument("--open", action="store_true", help="open the report in a browser")
+
+
+def run(options: Namespace) -> None:
+    from ml_pipeline.analysis import compare
+    from ml_pipeline.analysis.report import write_report
+    from ml_pipeline.extras import MissingExtraError
+    from ml_pipeline.runs.console import wide_console
+
+    runs = _read_runs(options.runs)
+    compare.check_one_env(runs)
+    metric = compare.chosen_metric(runs, options.metric)
+    groups = compare.grouped(runs, options.by)
+    console = wide_console()
+    console.print(compare.comparison_table(runs))
+    console.print()
+    console.print(compare.groups_table(groups, metric))
+    for line in compare.verdicts(groups, metric):
+        console.print(line, soft_wrap=True)
+    try:
+        page = write_report(options.report or _report_folder(runs[0].env), groups, metric)
+    except MissingExtraError as error:
+        if options.report is not None or options.open:
+            raise
+        print(error)  # the tables are complete without a report
+        return
+    print(f"report: {page}")
+    if options.open:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def _read_runs(paths: Sequence[str]) -> list[RunData]:
+    from ml_pipeline.analysis.compare import read_run
+    from ml_pipeline.analysis.wandb_runs import PREFIX, download
+    from ml_pipeline.door.compose import plain_config
+
+    runs = []
+    for given in paths:
+        for path in download(given) if given.startswith(PREFIX) else [given]:
+            try:
+                runs.append(read_run(path, plain_config(path)))
+            except UserError as error:  # runs/<env>/* may contain a run that stopped at its start
+                print(f"left out: {error}", file=sys.stderr)
+    if not runs:
+        raise UserError("no run is left to compare")
+    return runs
+
+
+def _report_folder(env: str) -> Path:
+    name = re.sub(r"[^\w.-]+", "-", env)
+    return Path("runs") / "reports" / f"{name}_{datetime.now():%Y-%m-%d_%H-%M-%S}"

@@ -1,0 +1,45 @@
+"""runs: the list of runs, and the removal of some of them."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from ml_pipeline.errors import UserError
+
+HELP = "list runs, or remove some with: runs prune"
+
+_STATUSES = ("running", "finished", "interrupted", "failed", "died", "unknown")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="default: runs")
+    parser.add_argument("--env", help="only runs of this env")
+    parser.add_argument(
+        "--status", action="append", choices=_STATUSES, help="only runs of this status; repeatable"
+    )
+    parser.add_argument("--yes", action="store_true", help="prune: remove; default: only show")
+
+
+def run(options: Namespace) -> None:
+    from ml_pipeline.analysis.listing import find_runs, prune, runs_table
+    from ml_pipeline.runs.console import wide_console
+
+    if options.action == "prune" and options.status is None:
+        raise UserError("prune needs a status, for example: --status failed --status died")
+    runs = [
+        info
+        for info in find_runs(options.root)
+        if info.status in (options.status or _STATUSES)
+        and options.env in (None, info.summary.get("env"))
+    ]
+    if not runs:
+        print(f"no such runs in {options.root}")
+        return
+    wide_console().print(runs_table(runs))
+    if options.action == "prune" and not options.yes:
+        print(f"nothing removed yet; add --yes to remove these {len(runs)} run folders")
+    elif options.action == "prune":
+        prune(runs)
+        print(f"{len(runs)} runs removed")

@@ -1,0 +1,32 @@
+"""serve: an exported policy that answers observations over HTTP."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from ml_pipeline.commands._arguments import integer
+
+HELP = "answer observations over HTTP with an exported policy"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="file that export wrote")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only")
+    parser.add_argument(
+        "--port", type=integer(0, 65_535), default=8321, help="default: 8321; 0: any free port"
+    )
+    parser.add_argument(
+        "--max-batch",
+        type=integer(1),
+        default=64,
+        metavar="N",
+        help="most observations in one call of the policy; default: 64",
+    )
+
+
+def run(options: Namespace) -> None:
+    from ml_pipeline.deploy.exported import ExportedPolicy
+    from ml_pipeline.deploy.serve import serve
+
+    policy = ExportedPolicy.load(options.file)
+    serve(policy, host=options.host, port=options.port, max_batch=options.max_batch)

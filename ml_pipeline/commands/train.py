@@ -1,0 +1,20 @@
+"""train: the command line of a train_*.py script, for the installed package."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+
+HELP = "train an agent; train --help lists all settings"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    # Hydra parses this command line, options included: no word is an option of this parser.
+    parser.prefix_chars = "\0"
+    parser.add_argument("arguments", nargs="*", metavar="KEY=VALUE")
+
+
+def run(options: Namespace) -> None:
+    from ml_pipeline.door.entry import train
+
+    train([f"{sys.argv[0]} train", *options.arguments])

@@ -1,0 +1,105 @@
+"""Training from a command line: Hydra composes the config, ``build.run`` trains.
+
+Spawned workers import the script that was started, and so this module: torch is imported inside
+functions.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from ml_pipeline.door.compose import CONF, ConfigError, own_conf, store_schema
+from ml_pipeline.door.exits import exit_code
+from ml_pipeline.door.explain import explained
+from ml_pipeline.errors import UserError
+from ml_pipeline.runs.console import user_command
+from ml_pipeline.sweeps import SweepReport, check_launcher
+
+
+def main() -> int:
+    """Train as the command line says and return the exit code: all that a train_*.py calls."""
+    return exit_code(lambda: train(sys.argv))
+
+
+def train(command_line: Sequence[str]) -> None:
+    """Train with a program name and Hydra's arguments; raises ``UserError``."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    store_schema()
+    OmegaConf.register_new_resolver("command", partial(user_command, python="python"), replace=True)
+
+    def run_job(cfg: DictConfig) -> float:
+        sys.argv = list(command_line)  # the run folder records it
+        return _run(cfg)
+
+    failure: Exception | None = None
+    check_launcher(command_line)
+    sys.argv = [*command_line, *own_conf(command_line)]  # Hydra parses it
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
+    except _FailedError as failed:
+        failure = failed.error
+    except HydraException as error:
+        raise ConfigError(explained(error)) from error
+    except UserError:
+        sys.exit(1)  # a job of a sweep has failed, and has reported why
+    finally:
+        SweepReport.tell()
+    if failure is not None:
+        raise failure
+
+
+class _FailedError(BaseException):
+    """Carries an error past Hydra, which adds its own lines to every ``Exception``."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _run(cfg: DictConfig) -> float:
+    """One run; returns the value of ``cfg.objective`` for sweepers."""
+    from ml_pipeline import build
+
+    job = HydraConfig.get()
+    if job.mode == RunMode.MULTIRUN:
+        return _run_in_sweep(cfg, job)
+    try:
+        return build.run(cfg, job.overrides.task).objective
+    except Exception as error:
+        raise _FailedError(error) from None
+
+
+def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
+    """One job of a sweep, recorded in the folder of the sweep, with its share of the cores."""
+    from ml_pipeline import build
+    from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
+    from ml_pipeline.signals import Interrupted
+    from ml_pipeline.sweeps import end_with_parent, noted_job, share_of_cores
+
+    if "n_jobs" in job.launcher and CORES_VARIABLE not in os.environ:  # jobs run in own processes
+        os.environ[CORES_VARIABLE] = str(share_of_cores(job.launcher, available_cores()))
+        end_with_parent()
+    folder, overrides = Path(job.sweep.dir), job.overrides.task
+    try:
+        with noted_job(folder, job.job.num, overrides) as note:
+            result = build.run(cfg, overrides, sweep=folder.name)
+            note.finished(result.run_dir, result.objective)
+    except Interrupted as stop:
+        raise SystemExit(stop.exit_code) from None
+    except UserError as error:
+        # Hydra reports a failed job after all others; report it now as well.
+        print(f"job {job.job.num} failed: {error}", file=sys.stderr, flush=True)
+        # Launchers pickle the error, which not every subclass survives.
+        raise UserError(str(error)) from error
+    return result.objective

@@ -1,0 +1,66 @@
+"""explained: an error of Hydra or OmegaConf as one line, ``key=value: fact; fix``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from ml_pipeline.errors import first_line
+
+_TYPES = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false"}
+
+
+def explained(error: Exception) -> str:
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        return f"{group}={option}: no such option" + _choice(option, error.options or ())
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: expected key=value; quote special characters: 'key=\"value\"'"
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        return _unknown_key(str(error), cause)
+    if isinstance(cause, ValidationError):
+        return f"{cause.full_key}={cause.value}: {_wrong_type(str(cause))}"
+    folder = re.match(r"Additional config directory '(.*)' not found", str(error))
+    if folder:
+        return f"--config-dir {folder[1]}: no such folder"
+    ambiguous = re.match(r"Ambiguous value for argument '(.+?)=(.*)'", str(error))
+    if ambiguous:
+        key, values = ambiguous.groups()
+        return f"{key}={values}: several values; add -m for a sweep, or write '{key}=[{values}]'"
+    return first_line(cause or error)
+
+
+def _unknown_key(message: str, cause: ConfigAttributeError | ConfigKeyError) -> str:
+    appended = re.search(r"\+(\S+=.*)", message)  # "To append to your config use +key=value"
+    override = appended[1] if appended else cause.full_key
+    parent, dot, name = str(cause.full_key).rpartition(".")
+    known = [str(key) for key in cause.parent_node or ()]
+    line = f"{override}: unknown key{_choice(name, known, parent + dot)}"
+    is_free_form = cause.object_type is dict and parent != "agent"
+    if is_free_form:  # arguments of an env, a network, a callback
+        line += f"; to add a key, write +{override}"
+    return line
+
+
+def _choice(word: str, known: Sequence[str], prefix: str = "") -> str:
+    close = get_close_matches(word, known, n=1)
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    return f"; choose from {', '.join(known)}" if known else ""
+
+
+def _wrong_type(message: str) -> str:
+    wanted = re.search(r"could not be converted to (\w+)", message)
+    if wanted and wanted[1] in _TYPES:
+        return f"must be {_TYPES[wanted[1]]}"
+    return message.splitlines()[0]

@@ -1,0 +1,237 @@
+"""build.train: the record of a run, its seed, mistakes in the config, and resuming."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY, only_run, read_rows, small
+
+from ml_pipeline.build import train
+from ml_pipeline.door.compose import checked_config, compose_config
+from ml_pipeline.door.parts import build_agent
+from ml_pipeline.errors import UserError
+from ml_pipeline.runs.checkpoint import load_checkpoint
+from ml_pipeline.runs.run_folder import RunFolder
+
+
+def test_run_leaves_its_record_and_nothing_else(here: Path) -> None:
+    result = train(small())
+
+    assert result.run_dir == only_run(here).relative_to(here)
+    assert re.fullmatch(
+        r"runs/CartPole-v1/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{4}", str(result.run_dir)
+    )
+    assert (result.env_steps, len(read_rows(result.run_dir))) == (64, 2)
+    assert result.agent.act_batch(np.zeros((1, 4)), deterministic=True).shape == (1,)
+    names = {path.name for path in result.run_dir.iterdir()} - {"changes.diff"}
+    assert names == {"checkpoints", "config.yaml", "metrics.csv", "summary.json"}
+    kept = {path.name for path in (result.run_dir / "checkpoints").iterdir()}
+    (envs,) = kept - {"best.pt", "latest.pt"}
+    assert re.fullmatch(r"[0-9a-f]{16}\.envs", envs)
+    assert [path.name for path in here.iterdir()] == ["runs"]
+    summary = json.loads((result.run_dir / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["mean_reward"] == result.mean_reward == result.objective
+    assert summary["versions"]["torch"]
+    assert summary["commands"] == [f"train({small()})"]
+    head = subprocess.run(
+        ["git", "-C", REPOSITORY, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    assert (summary["git_commit"] or "").rstrip("+") == head.stdout.strip()
+
+
+def test_one_env_starts_no_process(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    count = "+callbacks.count={_target_: own_parts.CountChildren}"
+
+    train([*small(n_envs=1, agent__n_steps=32), count])
+    train([*small(), "vec_env=parallel", "vec_env.n_workers=2", count])
+
+    assert (here / "children").read_text().split() == ["0", "0", "2", "2"]
+    assert capsys.readouterr().out.startswith("CartPole-v1: 1 env in this process")
+
+
+@pytest.mark.parametrize("preset", ["pendulum", "acrobot", "mountain_car_continuous"])
+def test_preset_trains(here: Path, preset: str) -> None:
+    assert train([*small(), f"env={preset}", "~callbacks.evaluation"]).env_steps == 64
+
+
+@pytest.mark.parametrize("preset", ["lunar_lander", "half_cheetah", "hopper", "walker2d"])
+def test_preset_of_an_extra_trains(here: Path, preset: str) -> None:
+    package = "Box2D" if preset == "lunar_lander" else "mujoco"
+    pytest.importorskip(package, reason=f"make {package.lower()} installs it; .ci/run does")
+
+    assert train([*small(), f"env={preset}", "~callbacks.evaluation"]).env_steps == 64
+
+
+def test_seed_alone_decides_the_metrics_for_every_vec_env(here: Path) -> None:
+    settings = small(n_envs=8, total_steps=512, callbacks__evaluation__eval_every_steps=200)
+    ways = [
+        ["vec_env=serial"],
+        ["vec_env=parallel", "vec_env.n_workers=2", "vec_env.start_method=spawn"],
+        ["vec_env=parallel", "vec_env.n_workers=1", "vec_env.start_method=fork"],
+        ["vec_env=shared"],
+    ]
+
+    records = [read_rows(train([*settings, *way]).run_dir) for way in ways]
+
+    assert len(records[0]) == 4
+    assert records[1:] == records[:1] * 3
+    assert read_rows(train([*settings, "seed=2"]).run_dir) != records[0]
+
+
+def test_first_weights_do_not_depend_on_the_number_of_threads() -> None:
+    config, before = checked_config(compose_config(small())), torch.get_num_threads()
+    env, weights = gym.make("CartPole-v1"), []
+    try:
+        for n_threads in (1, 2, 4):
+            torch.set_num_threads(n_threads)
+            weights.append(build_agent(config, env, torch.device("cpu")).adam.values)
+            assert torch.get_num_threads() == n_threads
+    finally:
+        torch.set_num_threads(before)
+
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["env.id=CartPol-v1"], "did you mean CartPole-v1"),
+        (["resume=nowhere"], "nowhere is no"),
+        (["resume=."], "config.yaml"),
+        (["device=cuda:9"], "device=cuda:9"),
+        pytest.param(
+            ["device=mps"],
+            "this torch has no MPS; use device=cpu",
+            marks=pytest.mark.skipif(sys.platform == "darwin", reason="may have MPS"),
+        ),
+        (["agent.gamma=2"], "agent.gamma"),
+        (["agent.n_minibatches=7"], "agent.n_minibatches=7"),
+        (["env.target=tiny_envs.WordsEnv"], "Text"),
+        pytest.param(
+            ["env.id=ALE/Pong-v5"],
+            "[atari]",
+            marks=pytest.mark.skipif(bool(find_spec("ale_py")), reason="it is installed here"),
+        ),
+        (["+env.kwargs.speed=9"], "env.id=CartPole-v1"),
+        (["callbacks.evaluation.n_episodes=0"], "callbacks.evaluation.n_episodes"),
+        (["callbacks.checkpoints.every_steps=often"], "callbacks.checkpoints.every_steps"),
+        (["logger=wandb", "logger.wandb.mode=loud"], "logger.wandb.mode"),
+        (["network.hidden_sizes=[]"], "network.hidden_sizes"),
+        (["network.hidden_sizes=64"], "network.hidden_sizes"),
+    ],
+)
+def test_mistake_is_found_before_anything_is_created(
+    here: Path, arguments: list[str], words: str
+) -> None:
+    before = multiprocessing.active_children()
+
+    with pytest.raises(UserError, match=re.escape(words)):
+        train(["vec_env=parallel", "logger=none", *arguments])
+
+    assert not list(here.glob("runs/*/*"))
+    assert set(multiprocessing.active_children()) <= set(before)
+
+
+def test_crashing_env_ends_the_run_with_its_traceback_and_marks_it_failed(here: Path) -> None:
+    settings = [*small(), "env.target=tiny_envs.FaultyEnv", "+env.kwargs.fault=raise"]
+
+    with pytest.raises(UserError, match=r"env 1 \(seed 2\) raised:[\s\S]*puck left the table"):
+        train([*settings, "+env.kwargs.culprit=2", "vec_env=parallel"])
+
+    summary = json.loads((only_run(here) / "summary.json").read_text())
+    assert summary["status"] == "failed"
+
+
+def test_nan_weights_never_reach_a_checkpoint(here: Path) -> None:
+    settings = [*small(), "env.target=tiny_envs.NanEnv", "~callbacks.evaluation"]
+
+    with pytest.raises(UserError, match=r"env 0.*nan"):
+        train([*settings, "callbacks.checkpoints.every_steps=1"])
+
+    state = load_checkpoint(RunFolder.open(only_run(here)), "latest")
+    assert state["iteration"] == 1
+    assert all(value.isfinite().all() for value in state["agent"]["model"].values())
+
+
+def test_resume_keeps_the_config_except_for_the_keys_on_the_command_line(here: Path) -> None:
+    first = train(
+        [*small(), "agent.gamma=0.9", "env=pendulum", "callbacks.evaluation.n_episodes=1"]
+    )
+    text = (first.run_dir / "config.yaml").read_text()
+
+    second = train([f"resume={first.run_dir}", "total_steps=128", "agent.clip_range=0.1"])
+
+    assert second.run_dir == first.run_dir
+    assert second.env_steps == 128
+    expected = text.replace("total_steps: 64", "total_steps: 128")
+    expected = expected.replace("clip_range: 0.2", "clip_range: 0.1")
+    assert (first.run_dir / "config.yaml").read_text() == expected
+    iterations = [int(row["iteration"]) for row in read_rows(first.run_dir)]
+    assert iterations == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "expected", "unexpected"),
+    [
+        ([], ["vec_env=serial", "~callbacks.evaluation"], "mode: serial", "evaluation:"),
+        (["num_episodes=1"], [], "num_episodes: null", "num_episodes: 1"),
+        ([], ["logger.wandb.mode=disabled"], "loggers.WandbLogger", "logger: {}"),
+    ],
+    ids=["groups", "steps instead of episodes", "wandb"],
+)
+def test_resume_can_replace_add_and_drop_parts_of_the_config(
+    here: Path, first: list[str], then: list[str], expected: str, unexpected: str
+) -> None:
+    run = train([*small(), *first]).run_dir
+
+    assert train([f"resume={run}", "total_steps=96", *then]).env_steps == 96
+
+    text = (run / "config.yaml").read_text()
+    assert expected in text
+    assert unexpected not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "64 of 64"),
+        (["experiment=cartpole"], "experiment="),
+        (["total_steps=96", "env=acrobot"], "does not fit"),
+    ],
+)
+def test_impossible_resume_is_refused_and_changes_no_file(
+    here: Path, arguments: list[str], words: str
+) -> None:
+    run = train(small()).run_dir
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    with pytest.raises(UserError, match=words):
+        train([f"resume={run}", *arguments])
+
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+
+
+def test_resumed_run_that_stops_at_once_keeps_its_metrics(here: Path) -> None:
+    run = train(small()).run_dir
+    before = json.loads((run / "summary.json").read_text())
+    stop = "+callbacks.stop={_target_: own_parts.InterruptAtStart}"
+
+    with pytest.raises(KeyboardInterrupt):
+        train([f"resume={run}", "total_steps=96", stop])
+
+    after = json.loads((run / "summary.json").read_text())
+    assert after["env_steps"] == before["env_steps"] == 64
+    assert after["metrics"] == before["metrics"]
+    assert len(after["commands"]) == 2

@@ -1,0 +1,130 @@
+"""StopSignals.transaction: a stop signal discards an iteration, or waits for its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from ml_pipeline.signals import Interrupted, NoSignals, StopSignals, Transaction
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def train(signals: StopSignals, iteration: Callable[[Transaction], None]) -> str:
+    """Run one iteration; returns the signal that stopped it, and where."""
+    where = "inside"
+    try:
+        with signals, signals.transaction() as transaction:
+            iteration(transaction)
+            where = "at the end"
+    except Interrupted as stop:
+        return f"{stop.signal_name} {where}"
+    return "not stopped"
+
+
+def test_signal_before_hold_waits_for_the_end() -> None:
+    waits: list[str] = []
+
+    def iteration(transaction: Transaction) -> None:
+        send(signal.SIGTERM)
+        waits.append("after the signal")
+
+    signals = StopSignals(on_wait=lambda: waits.append("on_wait"))
+
+    assert train(signals, iteration) == "SIGTERM at the end"
+    assert waits == ["on_wait", "after the signal"]
+
+
+def test_second_signal_before_hold_discards_the_iteration() -> None:
+    def iteration(transaction: Transaction) -> None:
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+
+    assert train(StopSignals(echo_seconds=0), iteration) == "SIGINT inside"
+
+
+def test_second_signal_within_echo_seconds_is_ignored() -> None:
+    def iteration(transaction: Transaction) -> None:
+        send(signal.SIGINT)
+        send(signal.SIGTERM)
+
+    assert train(StopSignals(echo_seconds=60), iteration) == "SIGINT at the end"
+
+
+def test_signal_before_hold_discards_the_iteration_after_the_grace_time() -> None:
+    def iteration(transaction: Transaction) -> None:
+        send(signal.SIGTERM)
+        time.sleep(60)  # the exception ends it
+
+    assert train(StopSignals(grace_seconds=0.01), iteration) == "SIGTERM inside"
+
+
+@pytest.mark.parametrize("is_signalled_first", [True, False])
+def test_after_hold_neither_a_second_signal_nor_the_grace_time_stops_the_iteration(
+    is_signalled_first: bool,
+) -> None:
+    signals = StopSignals(grace_seconds=0.01, echo_seconds=0)
+
+    def iteration(transaction: Transaction) -> None:
+        if is_signalled_first:
+            with signals.shielded():  # the grace time must not end before ``hold``
+                send(signal.SIGINT)
+                transaction.hold()
+        else:
+            transaction.hold()
+            send(signal.SIGINT)
+        while not signals._is_grace_over:
+            time.sleep(0.001)
+        send(signal.SIGTERM)
+
+    assert train(signals, iteration) == "SIGTERM at the end"
+
+
+def test_shielded_block_in_a_transaction_finishes_before_the_iteration_is_discarded() -> None:
+    done: list[str] = []
+    signals = StopSignals(echo_seconds=0)
+
+    def iteration(transaction: Transaction) -> None:
+        with signals.shielded():
+            send(signal.SIGINT)
+            send(signal.SIGTERM)
+            done.append("shielded")
+        done.append("after the shielded block")
+
+    assert train(signals, iteration) == "SIGTERM inside"
+    assert done == ["shielded"]
+
+
+def test_after_a_held_transaction_signals_are_raised_at_once() -> None:
+    with StopSignals() as signals:
+        with signals.transaction() as transaction:
+            transaction.hold()
+        with pytest.raises(Interrupted):
+            send(signal.SIGINT)
+
+
+def test_after_commit_a_second_signal_stops_the_iteration_again() -> None:
+    def iteration(transaction: Transaction) -> None:
+        transaction.hold()
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+        transaction.commit()
+        raise AssertionError("the pending signal was not raised")
+
+    assert train(StopSignals(echo_seconds=0), iteration) == "SIGINT inside"
+
+
+def test_no_signals_has_the_same_interface() -> None:
+    signals = NoSignals()
+    with signals.transaction() as transaction, signals.shielded():
+        transaction.hold()
+        transaction.commit()
