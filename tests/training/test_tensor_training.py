@@ -6,23 +6,17 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import door_command, only_run, read_rows, small, wait_until
-from test_resume import all_numbers
+from stopped_runs import StopAfter, checkpoint_numbers
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.build import load_agent, train
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import Callback
-from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
-from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.signals import Interrupted
 from ml_pipeline.training.checks import TrainingError
-from ml_pipeline.training.loop import Loop
 
 # 4 iterations of 4 envs x 16 steps; EVALUATED after the last one.
 EVALUATED = small(n_envs=4, total_steps=256, callbacks__evaluation__eval_every_steps=200)
@@ -53,26 +47,6 @@ CASES: dict[str, list[str]] = {
 SLOW_CASES = ("squashed", "gsde", "shared trunk")
 
 
-def numbers(run_dir: Path) -> dict[str, Any]:
-    """The latest checkpoint: weights, Adam, envs, generators and the rest."""
-    return all_numbers(load_checkpoint(RunFolder.open(run_dir), LATEST))
-
-
-class StopAfter(Callback):
-    """Interrupts like SIGTERM; after 0 iterations: before the first rollout."""
-
-    def __init__(self, n_iterations: int) -> None:
-        self.n_iterations = n_iterations
-
-    def on_train_start(self, loop: Loop) -> None:
-        if self.n_iterations == 0:
-            raise Interrupted(signal.SIGTERM)
-
-    def on_iteration_logged(self, loop: Loop, metrics: Mapping[str, float]) -> None:
-        if loop.iteration == self.n_iterations:
-            raise Interrupted(signal.SIGTERM)
-
-
 @pytest.mark.parametrize("task", ["cartpole", "acrobot", "pendulum", "mountain_car_continuous"])
 def test_each_task_trains(task: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = train([f"env=torch_{task}", *EVALUATED])
@@ -88,7 +62,7 @@ def test_the_seed_determines_the_numbers(here: Path) -> None:
     ours, again, other = (train([*CARTPOLE, f"seed={seed}"]).run_dir for seed in (1, 1, 2))
 
     assert read_rows(ours) == read_rows(again)
-    assert numbers(ours) == numbers(again)
+    assert checkpoint_numbers(ours) == checkpoint_numbers(again)
     assert read_rows(ours) != read_rows(other)
 
 
@@ -115,7 +89,7 @@ def test_a_stopped_and_resumed_run_equals_a_whole_one(
     assert "resumed at env step 128 in the middle of its episodes" in output
     assert len(read_rows(whole)) == 4
     assert read_rows(run) == read_rows(whole)
-    ours, theirs = numbers(run), numbers(whole)
+    ours, theirs = checkpoint_numbers(run), checkpoint_numbers(whole)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
 
@@ -207,7 +181,7 @@ def test_a_run_that_is_resumed_and_stopped_at_once_can_be_resumed_exactly(
     whole = train(settings).run_dir
 
     assert "resumed at env step 128 in the middle of its episodes" in output
-    assert numbers(run) == numbers(whole)
+    assert checkpoint_numbers(run) == checkpoint_numbers(whole)
 
 
 @pytest.mark.slow
@@ -239,7 +213,7 @@ def test_a_stop_signal_leaves_a_checkpoint_that_resumes_exactly(
 
     assert f"resumed at env step {64 * n_rows:,} in the middle of its episodes" in resumed
     assert read_rows(run) == read_rows(whole)
-    assert numbers(run) == numbers(whole)
+    assert checkpoint_numbers(run) == checkpoint_numbers(whole)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +293,7 @@ def test_updates_that_are_not_finite_can_be_skipped_and_are_counted(
     rows = read_rows(result.run_dir)
     assert len(rows) == 4
     assert all(float(row["loss/skipped_updates"]) > 0 for row in rows)
-    weights = numbers(result.run_dir)
+    weights = checkpoint_numbers(result.run_dir)
     found = [values for name, values in weights.items() if name.startswith("/agent/model")]
     assert len(found) > 5
     assert "nan" not in str(found)
