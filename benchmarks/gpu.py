@@ -75,9 +75,10 @@ def new_trainer(
 def learn(precision: str, seed: int) -> dict[str, Any]:
     """Train until the mean episode length of an iteration is SOLVED, or for MAX_ITERATIONS."""
     trainer = new_trainer("2048x32", "graph", precision, learning_rate=1e-3, seed=seed)
-    begin, length = time.perf_counter(), 0.0
-    for _ in range(MAX_ITERATIONS):
+    begin, length, n_iterations = time.perf_counter(), 0.0, 0
+    while n_iterations < MAX_ITERATIONS:
         metrics = trainer.train_episode_vectorized()
+        n_iterations += 1
         length = metrics.get("rollout/episode_length", 0.0)
         if length >= SOLVED:
             break
@@ -85,8 +86,8 @@ def learn(precision: str, seed: int) -> dict[str, Any]:
         "precision": precision,
         "seed": seed,
         "mean_episode_length": length,
-        "iterations": trainer.iteration,
-        "env_steps": trainer.env_steps,
+        "iterations": n_iterations,
+        "env_steps": n_iterations * trainer.iteration_steps,
         "seconds": time.perf_counter() - begin,  # includes compilation
     }
 
@@ -119,7 +120,7 @@ def timed(trainer: PPOTrainer, rounds: int) -> dict[str, Any]:
 
 def parts(trainer: PPOTrainer, rounds: int) -> dict[str, float]:
     """Milliseconds of the rollout, its scores and GAE, and all epochs, by the device's clock."""
-    config, rates = trainer.config, trainer._rates()
+    config, rates = trainer.config, trainer.schedules.rates(trainer.progress)
     found: dict[str, list[float]] = {"rollout": [], "gae": [], "update": []}
 
     def finish() -> None:
@@ -127,7 +128,7 @@ def parts(trainer: PPOTrainer, rounds: int) -> dict[str, float]:
         trainer.buffer.finish(last, gamma=config.gamma, lam=config.gae_lambda, scaler=None)
 
     def update() -> None:
-        trainer._epochs.run(rates, trainer._generator)  # type: ignore[union-attr]
+        trainer._epochs.run(rates, trainer._generator)
 
     def collect() -> None:
         trainer.collector.collect(trainer.agent, trainer.buffer)
@@ -243,7 +244,7 @@ def row(
     floor = floor_ms(size, rate, precision)
     result |= {"size": size, "mode": mode, "precision": precision, "floor": floor}
     result["peak_megabytes"] = torch.cuda.max_memory_allocated() / 1e6
-    result["fused"] = trainer.agent.fused is not None
+    result["fused"] = type(trainer.agent.backend).__name__ == "TritonPPO"
     speed = result["million_steps_per_second"]
     reference = PUREJAXRL.get(size)
     result["times_purejaxrl"] = speed / reference if reference else None

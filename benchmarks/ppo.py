@@ -231,7 +231,7 @@ def parts() -> None:
     for name in ("CartPole", "HalfCheetah"):
         for size in (64, 256):
             (update, act), (plain_update, plain_act) = (
-                update_and_act(name, size, by_hand=by_hand) for by_hand in (True, False)
+                update_and_act(name, size, fast=fast) for fast in (True, False)
             )
             times = " | ".join(f"{t:.0f} µs" for t in (update, plain_update, act, plain_act))
             print(f"| {name} | {size} | {times} |", flush=True)
@@ -249,16 +249,16 @@ def parts() -> None:
         print(f"| {size} | {one:.0f} µs | {without:.0f} µs | {every:.0f} µs |", flush=True)
 
 
-def update_and_act(name: str, size: int, *, by_hand: bool) -> tuple[float, float]:
+def update_and_act(name: str, size: int, *, fast: bool) -> tuple[float, float]:
     """Microseconds of an update on ``size`` transitions, and of acting in 8 envs."""
     import numpy as np
     import torch
     from gymnasium import spaces
 
     from ml_pipeline.agents.networks import MLP
-    from ml_pipeline.agents.ppo import PPOAgent, Rates
+    from ml_pipeline.agents.ppo import PPOAgent
     from ml_pipeline.config.ppo import PPOConfig
-    from ml_pipeline.protocols import Minibatch, PolicyInput
+    from ml_pipeline.protocols import Minibatch, PolicyInput, Rates
 
     n_obs, action_space = {
         "CartPole": (4, spaces.Discrete(2)),
@@ -266,7 +266,7 @@ def update_and_act(name: str, size: int, *, by_hand: bool) -> tuple[float, float
     }[name]
     space = spaces.Box(-1, 1, (n_obs,), np.float32)
     cpu = torch.device("cpu")
-    agent = PPOAgent(space, action_space, MLP, PPOConfig(), device=cpu, seed=1, by_hand=by_hand)
+    agent = PPOAgent(space, action_space, MLP, PPOConfig(), device=cpu, seed=1, fast=fast)
     generator = torch.Generator().manual_seed(1)
     obs, advantage = (torch.randn(size, n, generator=generator) for n in (n_obs, 1))
     inputs, few = (PolicyInput(each, None, None, None) for each in (obs, obs[:8]))

@@ -92,9 +92,8 @@ class Columns:
         """Between two rollouts; envs that stay keep their episodes."""
         if not isinstance(self.env, Resizable):
             raise TypeError(f"{type(self.env).__name__} cannot change its number of envs")
-        n_old = self.env.num_envs
         obs, infos = self.env.resize(n_envs)
-        n_new = max(n_envs - n_old, 0)
+        n_new = max(n_envs - len(self.episode_start), 0)
         if self.leaves:
             self.leaves = agent.reader.read(obs)
             self.mask = self._resized_mask(infos, n_envs, agent)

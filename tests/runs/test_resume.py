@@ -11,11 +11,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from conftest import REPOSITORY, TESTS, Door, door_command, only_run, read_rows, small, wait_until
+from stopped_runs import checkpoint_numbers
 
 from ml_pipeline.build import load_agent, train
 from ml_pipeline.envs.workers.errors import WorkerError
@@ -71,22 +70,6 @@ CASES: dict[str, tuple[list[str], str]] = {
 }
 
 
-def all_numbers(state: Any, path: str = "") -> dict[str, Any]:
-    """Every number of a checkpoint by its path, without the entries that identify the run."""
-    if isinstance(state, dict):
-        parts = {str(name): part for name, part in state.items()}
-    elif isinstance(state, (list, tuple)):
-        parts = {str(place): part for place, part in enumerate(state)}
-    else:
-        return {path: state.tolist() if isinstance(state, torch.Tensor) else state}
-    skipped = ("config", "env_snapshots") if not path else ()
-    found: dict[str, Any] = {}
-    for name, part in parts.items():
-        if name not in skipped:
-            found |= all_numbers(part, f"{path}/{name}")
-    return found
-
-
 @pytest.mark.parametrize(("overrides", "ending"), CASES.values(), ids=list(CASES))
 def test_run_that_crashes_and_resumes_equals_an_uninterrupted_run(
     overrides: list[str], ending: str, door: Door, here: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,10 +92,7 @@ def test_run_that_crashes_and_resumes_equals_an_uninterrupted_run(
     assert resumed.run_dir == run_dir
     assert read_rows(run_dir) == read_rows(complete.run_dir)
     assert len(read_rows(run_dir)) == 10
-    ours, theirs = (
-        all_numbers(load_checkpoint(RunFolder.open(each.run_dir), LATEST))
-        for each in (resumed, complete)
-    )
+    ours, theirs = (checkpoint_numbers(each.run_dir) for each in (resumed, complete))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
 

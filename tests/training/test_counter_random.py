@@ -1,4 +1,4 @@
-"""Random numbers by key and counter: the published answers, and what a user of them relies on."""
+"""Random numbers by key and counter: published values, distributions and permutations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def key(number: int) -> Tensor:
         ),
     ],
 )
-def test_philox_gives_the_known_answers_of_random123(given: str, answer: str) -> None:
+def test_philox_returns_the_published_values_of_random123(given: str, answer: str) -> None:
     a, b, c, d, low, high = (torch.tensor(int(word, 16)) for word in given.split())
 
     words = philox((a, b, c, d), (low, high))
@@ -41,7 +41,7 @@ def test_philox_gives_the_known_answers_of_random123(given: str, answer: str) ->
     assert " ".join(f"{int(word):08x}" for word in words) == answer
 
 
-def test_a_row_depends_on_its_own_seed_and_counter_only() -> None:
+def test_a_row_depends_only_on_its_own_seed_and_counter() -> None:
     seed, counter = torch.tensor([3, 2**40, 5, 3]), torch.tensor([0, 1, 2**33, 1])
 
     together = uniform(seed, counter, 7)
@@ -52,26 +52,25 @@ def test_a_row_depends_on_its_own_seed_and_counter_only() -> None:
     assert len(set(together.flatten().tolist())) == 28
 
 
-def test_both_halves_of_seed_and_counter_count() -> None:
+def test_all_64_bits_of_seed_and_counter_matter() -> None:
     seed = torch.tensor([1, 1 + 2**32, 1, 1, -1])
     counter = torch.tensor([1, 1, 2, 1 + 2**32, 1])
 
     assert len(set(uniform(seed, counter, 1).flatten().tolist())) == 5
 
 
-def test_uniform_numbers_fill_the_unit_interval_evenly() -> None:
+def test_uniform_numbers_are_uniform() -> None:
     n = 100_000
     for numbers in (rand(key(1), (n,)), uniform(torch.arange(n), torch.zeros(n).long(), 1)[:, 0]):
         assert numbers.dtype == torch.float32
         assert numbers.min() >= 0
         assert numbers.max() < 1
-        # The largest gap to the straight line (Kolmogorov, Smirnov): 1.95 / sqrt(n) is exceeded
-        # once in a thousand times.
+        # Kolmogorov-Smirnov: the largest gap exceeds 1.95 / sqrt(n) once in a thousand times.
         ranks = torch.arange(1, n + 1) / n
         assert (numbers.sort().values - ranks).abs().max() < 1.95 / math.sqrt(n)
 
 
-def test_element_i_is_the_same_whatever_the_shape() -> None:
+def test_an_element_does_not_depend_on_the_shape() -> None:
     whole = rand(key(5), (40,))
 
     assert torch.equal(rand(key(5), (13,)), whole[:13])
@@ -81,15 +80,15 @@ def test_element_i_is_the_same_whatever_the_shape() -> None:
     assert rand(key(5), (0, 3)).shape == (0, 3)
 
 
-def test_neighbouring_elements_and_keys_are_unrelated() -> None:
+def test_neighbouring_elements_and_keys_are_uncorrelated() -> None:
     n = 100_000
     numbers, others = rand(key(1), (n,)) - 0.5, rand(key(2), (n,)) - 0.5
     for other in (numbers.roll(1), numbers.roll(4), others, randn(key(1), (n,)) / math.sqrt(12)):
-        # A correlation of unrelated numbers has a deviation of 1 / sqrt(n); four of these.
+        # The correlation of independent numbers has a deviation of 1 / sqrt(n).
         assert (numbers * other).mean().abs() * 12 < 4 / math.sqrt(n)
 
 
-def test_normal_numbers_have_the_moments_and_tails_of_a_normal() -> None:
+def test_normal_numbers_have_the_right_moments_and_tails() -> None:
     n = 100_000
     numbers = randn(key(3), (n,))
 
@@ -101,28 +100,27 @@ def test_normal_numbers_have_the_moments_and_tails_of_a_normal() -> None:
     assert abs(beyond_two - 0.0455) < 4 * math.sqrt(0.0455 / n)
 
 
-@pytest.mark.parametrize("n", [*range(1, 71), 1000, 4096, 12345])
-def test_a_permutation_has_every_element_once(n: int) -> None:
-    order = permutation(n, key(7))
+def test_a_permutation_contains_every_element_once() -> None:
+    for n in (*range(1, 71), 1000, 4096, 12345):
+        order = permutation(n, key(7))
+        assert order.dtype == torch.int64
+        assert torch.equal(order.sort().values, torch.arange(n)), n
 
-    assert order.dtype == torch.int64
-    assert torch.equal(order.sort().values, torch.arange(n))
 
-
-def test_other_keys_give_other_permutations_and_the_same_key_the_same() -> None:
+def test_the_key_determines_the_permutation() -> None:
     orders = {tuple(permutation(1000, key(k)).tolist()) for k in (0, 1, 2**32, -1)}
 
     assert len(orders) == 4
     assert torch.equal(permutation(1000, key(1)), permutation(1000, key(1)))
 
 
-def test_no_permutation_of_nothing() -> None:
+def test_a_permutation_of_no_elements_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one element, got n=0"):
         permutation(0, key(1))
 
 
 def chi_square_excess(count: Tensor, freedom: int) -> float:
-    """In deviations: a chi-square has mean ``freedom`` and deviation sqrt(2 freedom)."""
+    """In standard deviations: chi-square has mean ``freedom`` and variance 2 ``freedom``."""
     expected = count.float().mean()
     chi_square = ((count - expected) ** 2 / expected).sum()
     return float(chi_square - freedom) / math.sqrt(2 * freedom)
@@ -133,7 +131,7 @@ def permutations(n: int, n_keys: int) -> Tensor:
 
 
 @pytest.mark.parametrize("n", [7, 8])
-def test_every_element_lands_everywhere_equally_often(n: int) -> None:
+def test_every_element_is_equally_often_at_every_place(n: int) -> None:
     orders = permutations(n, 20_000)
 
     count = torch.nn.functional.one_hot(orders, n).sum(0)  # [place, element]
@@ -141,7 +139,7 @@ def test_every_element_lands_everywhere_equally_often(n: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "n_orders"), [(3, 6), (4, 24), (5, 120)])
-def test_all_orders_of_few_elements_come_equally_often(n: int, n_orders: int) -> None:
+def test_all_orders_of_few_elements_are_equally_frequent(n: int, n_orders: int) -> None:
     orders = permutations(n, 24_000)
 
     _, count = (orders * n ** torch.arange(n)).sum(1).unique(return_counts=True)
@@ -149,20 +147,20 @@ def test_all_orders_of_few_elements_come_equally_often(n: int, n_orders: int) ->
     assert chi_square_excess(count, n_orders - 1) < 4
 
 
-def test_many_elements_move_a_third_of_the_way_on_average() -> None:
+def test_elements_move_by_a_third_of_the_length_on_average() -> None:
     n = 10_000
     moved = [(permutation(n, key(k)) - torch.arange(n)).abs().float().mean() / n for k in range(5)]
 
-    # |i - j| of random i and j: mean n / 3, deviation n / sqrt(18).
+    # |i - j| of random i and j has mean n / 3 and deviation n / sqrt(18).
     for mean in moved:
         assert abs(mean - 1 / 3) < 4 / math.sqrt(18 * n)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-def test_compiled_numbers_are_the_same_bits() -> None:
+def test_compiled_numbers_are_equal_bit_for_bit() -> None:
     seed = torch.arange(11)
 
     numbers = torch.compile(uniform, fullgraph=True, dynamic=False)(seed, seed, 70)
 
-    assert torch.equal(numbers, uniform(seed, seed, 70))  # blocks 3 and up are past 32 bits
+    assert torch.equal(numbers, uniform(seed, seed, 70))  # later blocks are past 32 bits

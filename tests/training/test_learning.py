@@ -1,4 +1,4 @@
-"""Does it learn? The default job, to the end, on three seeds."""
+"""Whole trainings that must solve CartPole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ml_pipeline.build import train
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_default_job_solves_cartpole_within_100k_steps(
+def test_the_default_run_solves_cartpole_within_100k_steps(
     here: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = train([f"seed={seed}"])
@@ -29,7 +29,7 @@ def test_the_default_job_solves_cartpole_within_100k_steps(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_cartpole_as_tensors_is_learned_on_the_cpu(here: Path, seed: int) -> None:
+def test_tensor_cartpole_is_learned_on_the_cpu(here: Path, seed: int) -> None:
     settings = ["n_envs=64", "agent.n_steps=32", "agent.n_epochs=4", "agent.n_minibatches=4"]
     settings += ["agent.scale_reward=true"]
     rarely = ["callbacks.evaluation.eval_every_steps=100_000", "logger=none", "device=cpu"]

@@ -1,4 +1,4 @@
-"""RolloutBuffer: why episodes end is decided here, and every transition is learned from once."""
+"""RolloutBuffer: successors of each kind, orders of transitions or sequences, scores in parts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ OBS = spaces.Box(-1e6, 1e6, (1,), np.float32)
 
 
 class IdentityCritic(PPOAgent):
-    """V(observation) = the observation, so that every number can be done by hand."""
+    """V(observation) is the observation."""
 
     def score_batch(self, inputs: PolicyInput, action: Any) -> Any:
         return torch.zeros(len(action)), inputs.obs[:, 0].clone()  # type: ignore[call-overload]
 
-    def value_batch(self, inputs: PolicyInput) -> Any:
+    def value_batch(self, inputs: PolicyInput, wanted: Any = None) -> Any:
         return inputs.obs[:, 0].clone()  # type: ignore[call-overload]
 
 
-def agent_of(network: Any = MLP) -> PPOAgent:
-    kind = IdentityCritic if network is MLP else PPOAgent
+def agent_of(kind: type[PPOAgent] = IdentityCritic, network: Any = MLP) -> PPOAgent:
     return kind(OBS, spaces.Discrete(100), network, PPOConfig(), device=CPU, seed=1)
 
 
 def written(n_steps: int, n_envs: int, agent: PPOAgent | None = None) -> RolloutBuffer:
-    """Observation, value, action and reward = 10 * step + env; nothing ends."""
+    """Observation, action and reward = 10 * step + env; no episode ends."""
     buffer = RolloutBuffer(n_steps, n_envs, agent or agent_of())
     no, all_envs = np.zeros(n_envs, dtype=bool), slice(0, n_envs)
     for t in range(n_steps):
@@ -52,82 +51,54 @@ def last(values: list[float]) -> PolicyInput:
     return PolicyInput(torch.tensor(values).unsqueeze(1), None, None, None)
 
 
-def test_the_successor_is_the_next_value_the_final_value_or_nothing() -> None:
+def test_the_successor_is_the_next_value_the_final_value_or_zero() -> None:
     buffer = written(2, 4)
     buffer.reward[:] = 0.0
-    for leaf in buffer.obs.values():
-        leaf[:] = 0.0
+    buffer.obs[""][:] = 0.0
     buffer.truncated[1] = [False, True, False, True]
     buffer.terminated[1] = [False, False, True, True]
-    buffer.final_steps = [
-        FinalStep(1, env, {"": np.array([7.0], dtype=np.float32)}, None) for env in (1, 3)
-    ]
+    seven = {"": np.array([7.0], dtype=np.float32)}
+    buffer.final_steps = [FinalStep(1, env, seven, None) for env in (1, 3)]
 
     buffer.finish(last([3.0] * 4), gamma=1.0, lam=0.0)
 
-    assert buffer.advantage[1].tolist() == [3.0, 7.0, 0.0, 0.0]
-    assert buffer.advantage[0].tolist() == [0.0] * 4
+    assert buffer.advantage.tolist() == [[0.0] * 4, [3.0, 7.0, 0.0, 0.0]]
 
 
-def test_the_value_target_is_advantage_plus_value() -> None:
-    buffer = written(1, 2)
-
-    buffer.finish(last([4.0, 6.0]), gamma=0.5, lam=1.0)
-
-    # reward + gamma * last value, in row 0: 0 + 2 and 1 + 3
-    assert buffer.value_target.tolist() == [[2.0, 4.0]]
-
-
-def test_every_transition_comes_once_per_epoch_with_its_fields_together() -> None:
+def test_an_order_keeps_the_fields_of_a_transition_together() -> None:
     buffer = written(4, 3)
     buffer.finish(last([0.0] * 3), gamma=1.0, lam=1.0)
+    buffer.shuffle(torch.Generator().manual_seed(1), n_orders=1)
 
-    batches = list(buffer.minibatches(3, torch.Generator().manual_seed(1)))
+    taken = buffer.finished().take(buffer.order(0))
 
-    actions = torch.cat([batch.action for batch in batches])
-    assert [len(batch.action) for batch in batches] == [4, 4, 4]
-    assert sorted(actions.tolist()) == [10 * t + env for t in range(4) for env in range(3)]
-    assert actions.tolist() != sorted(actions.tolist())
-    for batch in batches:
-        assert batch.inputs.obs.flatten().tolist() == batch.action.tolist()  # type: ignore[union-attr]
-        assert batch.value.tolist() == batch.action.tolist()
+    actions = taken.action.tolist()
+    assert sorted(actions) == [10 * t + env for t in range(4) for env in range(3)]
+    assert actions != sorted(actions)
+    assert taken.inputs.obs.flatten().tolist() == actions  # type: ignore[union-attr]
+    assert taken.value.tolist() == actions
 
 
-def test_a_policy_with_a_memory_learns_from_whole_sequences() -> None:
-    agent = agent_of(partial(Recurrent, size=3))
-    buffer = written(5, 4, agent)
-    assert buffer.state is not None
-    buffer.state += torch.arange(4.0).unsqueeze(1)
+def test_a_recurrent_policy_learns_from_whole_sequences() -> None:
+    buffer = written(5, 4, agent_of(PPOAgent, partial(Recurrent, size=3)))
+    assert buffer.memory is not None
+    buffer.memory += torch.arange(4.0).unsqueeze(1)
     zeros = torch.zeros(4, dtype=torch.bool)
-    inputs = PolicyInput(torch.zeros(4, 1), None, buffer.state, zeros)
+    inputs = PolicyInput(torch.zeros(4, 1), None, buffer.memory, zeros)
     buffer.finish(inputs, gamma=1.0, lam=1.0)
+    buffer.shuffle(torch.Generator().manual_seed(1), n_orders=1)
 
-    batches = list(buffer.minibatches(2, torch.Generator().manual_seed(1)))
+    taken = buffer.finished().take(buffer.order(0))
 
-    envs = []
-    for batch in batches:
-        assert batch.action.shape == (5, 2)
-        assert batch.inputs.state is not None
-        for column in range(2):
-            env = int(batch.action[0, column])
-            envs.append(env)
-            assert batch.action[:, column].tolist() == [10 * t + env for t in range(5)]
-            assert batch.inputs.state[column].unique().tolist() == [float(env)]
+    envs = buffer.order(0).tolist()
     assert sorted(envs) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="4 sequences cannot be cut into 3"):
-        next(buffer.minibatches(3, torch.Generator()))
-
-
-def test_a_rollout_that_cannot_be_cut_evenly_is_refused() -> None:
-    buffer = written(4, 3)
-    buffer.finish(last([0.0] * 3), gamma=1.0, lam=1.0)
-
-    with pytest.raises(ValueError, match="12 transitions cannot be cut into 5"):
-        next(buffer.minibatches(5, torch.Generator()))
+    assert taken.action.tolist() == [[10 * t + env for env in envs] for t in range(5)]
+    assert taken.inputs.memory is not None
+    assert taken.inputs.memory[:, 0].tolist() == envs
 
 
 def test_scores_in_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    agent = PPOAgent(OBS, spaces.Discrete(100), MLP, PPOConfig(), device=CPU, seed=1)
+    agent = agent_of(PPOAgent)
     values = []
     for numbers in (2**24, 5):
         monkeypatch.setattr("ml_pipeline.training.rollout_buffer._SCORED_NUMBERS", numbers)
@@ -138,6 +109,11 @@ def test_scores_in_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch)
     np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
 
 
-def test_minibatches_before_the_finish_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="never finished"):
-        next(written(4, 3).minibatches(2, torch.Generator()))
+def test_a_rollout_must_be_finished_and_shuffled_before_an_epoch() -> None:
+    buffer = written(4, 3)
+
+    for call in (buffer.finished, buffer.observations):
+        with pytest.raises(RuntimeError, match="call finish first"):
+            call()
+    with pytest.raises(RuntimeError, match="call shuffle first"):
+        buffer.order(0)

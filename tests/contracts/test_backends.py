@@ -1,0 +1,392 @@
+"""Every backend of PPO computes what ``TorchPPO`` computes, up to rounding.
+
+NumPy runs on the CPU, Triton on a GPU or in its interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import differences as measured
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY, TESTS
+from differences import BOX, CASES, FIVE, MASKED_CASES, OPTIONS, TWO, Pair
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from ml_pipeline.agents.networks import MLP
+from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.config.ppo import PPOConfig
+from ml_pipeline.protocols import Minibatch, PolicyInput, Rates
+
+CPU = torch.device("cpu")
+OBS = spaces.Box(-1, 1, (3,), np.float32)
+RATES = Rates(learning_rate=1e-2, clip_range=0.2, entropy_coef=0.01)
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU"),
+    needs_triton,
+]
+
+TOLERANCES = {"float32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
+# A clipped row has no gradient. Where rounding clips another row, the difference is large.
+GRADIENT_TOLERANCES = {"float32": 1e-4, "tf32": 5e-2, "bf16": 1.5e-1}
+# Share of draws that rounding moves to a neighbouring action.
+SHARE_OF_DRAWS = {"float32": 0.005, "tf32": 0.02, "bf16": 0.06}
+NAN_FIELDS = ["obs", "advantage", "value_target"]
+
+
+def too_large(found: dict[str, float], precision: str = "float32") -> dict[str, float]:
+    """The differences beyond their tolerance; NaN is one of them."""
+    usual, gradient = TOLERANCES[precision], GRADIENT_TOLERANCES[precision]
+    limits = {
+        "gradient": gradient,
+        "moment 0": gradient,
+        "moment 1": gradient,
+        "weights": min(usual, 5e-3),  # about one step of Adam
+        "sample": max(SHARE_OF_DRAWS[precision], usual),
+        "steps": 0.0,
+    }
+    return {name: value for name, value in found.items() if not value <= limits.get(name, usual)}
+
+
+def on_each_device(cases: list[str], precisions: list[str]) -> list[Any]:
+    """Parameters: backend, case and precision."""
+    numpy_cases = [pytest.param("numpy", case, "float32") for case in cases]
+    return numpy_cases + [
+        pytest.param("triton", case, precision, marks=on_gpu)
+        for case in cases
+        if case in CASES
+        for precision in precisions
+    ]
+
+
+def device_of(backend: str) -> torch.device:
+    return torch.device("cuda" if backend == "triton" else "cpu")
+
+
+ALL_CASES = {**CASES, **MASKED_CASES}
+PRECISE_ONLY = [name for name in ALL_CASES if name.endswith(tuple(OPTIONS))]
+
+
+@pytest.mark.parametrize(
+    ("backend", "case", "precision"),
+    [
+        *on_each_device([name for name in ALL_CASES if name not in PRECISE_ONLY], [*TOLERANCES]),
+        *on_each_device(PRECISE_ONLY, ["float32"]),
+    ],
+)
+def test_actions_scores_values_and_an_epoch_equal_torchs(
+    backend: str, case: str, precision: str
+) -> None:
+    found = measured.differences(ALL_CASES[case], backend, device_of(backend), precision)
+
+    assert too_large(found, precision) == {}
+
+
+@pytest.mark.parametrize("field", NAN_FIELDS)
+@pytest.mark.parametrize(
+    ("backend", "case", "precision"),
+    on_each_device(["discrete", "box", "relu", "box, all options"], ["float32"]),
+)
+def test_a_minibatch_with_a_nan_changes_nothing(
+    backend: str, case: str, precision: str, field: str
+) -> None:
+    found = measured.broken_differences(CASES[case], backend, device_of(backend), field)
+
+    assert too_large(found) == {}
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["gae 1x1", "gae 9x5", "gae 4x130", "tiny minibatches", "box"],
+        pytest.param(["discrete", "relu", "normalised"], marks=pytest.mark.slow),
+        pytest.param(["box, all options", "wide"], marks=pytest.mark.slow),
+        pytest.param([f"broken {field}" for field in NAN_FIELDS], marks=pytest.mark.slow),
+        pytest.param([f"discrete, {option}" for option in OPTIONS], marks=pytest.mark.slow),
+        pytest.param([f"box, {option}" for option in OPTIONS], marks=pytest.mark.slow),
+    ],
+    ids=lambda names: "; ".join(names),
+)
+def test_tritons_interpreter_finds_the_same_numbers(names: list[str]) -> None:
+    # In a new process: Triton reads the variable when it is imported.
+    path = os.pathsep.join([str(REPOSITORY), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, measured.__file__, *names],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+    assert result.returncode == 0, result.stderr
+    found: dict[str, dict[str, float]] = json.loads(result.stdout)
+    assert {name: too_large(each) for name, each in found.items()} == {name: {} for name in names}
+
+
+# The rest compares NumPy and torch on the CPU.
+both = pytest.mark.parametrize("fast", [True, False], ids=["numpy", "torch"])
+
+
+def agent_for(
+    action_space: spaces.Space[Any], *, fast: bool, seed: int = 1, **options: Any
+) -> PPOAgent:
+    network = partial(MLP, hidden_sizes=(8,))
+    config = PPOConfig(**options)
+    return PPOAgent(OBS, action_space, network, config, device=CPU, seed=seed, fast=fast)
+
+
+def seen(obs: Tensor, mask: Tensor | None = None) -> PolicyInput:
+    return PolicyInput(obs, mask, None, None)
+
+
+def minibatch(agent: PPOAgent, size: int = 32) -> Minibatch:
+    generator = torch.Generator().manual_seed(3)
+    inputs = seen(torch.randn(size, 3, generator=generator))
+    action = agent.sample_batch(inputs, agent.draw_noise(1, size, generator)[0]).action
+    log_prob, value = agent.score_batch(inputs, action)
+    # As of an older policy: some ratios are outside of the clip range.
+    log_prob = log_prob + 0.4 * torch.randn(size, generator=generator)
+    value = value + 0.4 * torch.randn(size, generator=generator)
+    advantage, target = (torch.randn(size, generator=generator) for _ in range(2))
+    return Minibatch(inputs, action, log_prob, value, advantage, target)
+
+
+def textbook_step(agent: PPOAgent, batch: Minibatch) -> Tensor:
+    """The formulas of the paper, with torch's distributions and torch's Adam."""
+    model, obs = agent.model, batch.inputs.obs
+    outputs = model.policy_head(model.actor(obs))
+    if hasattr(model.distribution, "log_std"):
+        normal = torch.distributions.Normal(outputs, model.distribution.log_std.exp())
+        policy: Any = torch.distributions.Independent(normal, 1)
+    else:
+        policy = torch.distributions.Categorical(logits=outputs)
+    ratio = torch.exp(policy.log_prob(batch.action) - batch.log_prob)
+    advantage = batch.advantage - batch.advantage.mean()
+    advantage = advantage / (batch.advantage.std(correction=0) + 1e-8)
+    surrogate = torch.minimum(ratio * advantage, ratio.clip(0.8, 1.2) * advantage)
+    value = model.value_head(model.critic(obs)).squeeze(1)
+    value_loss = nn.functional.mse_loss(value, batch.value_target) / 2
+    loss = -surrogate.mean() + 0.5 * value_loss - 0.01 * policy.entropy().mean()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-5)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    optimizer.step()
+    return loss.detach()
+
+
+@both
+@pytest.mark.parametrize("action_space", [FIVE, BOX], ids=["discrete", "box"])
+def test_one_update_equals_a_textbook_ppo(action_space: spaces.Space[Any], fast: bool) -> None:
+    agent = agent_for(action_space, fast=fast, max_grad_norm=0.3)
+    textbook = agent_for(action_space, fast=False)
+    batch = minibatch(agent)
+
+    result = agent.update(batch, RATES)
+    loss = textbook_step(textbook, batch)
+
+    for ours, theirs in zip(agent.model.parameters(), textbook.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    total = result.policy_loss + 0.5 * result.value_loss - 0.01 * result.entropy
+    assert float(total) == pytest.approx(float(loss), rel=1e-4)
+    assert 0.1 < float(result.clip_fraction) < 0.9
+
+
+@both
+def test_an_update_is_an_epoch_of_one_minibatch(fast: bool) -> None:
+    one, other = (agent_for(FIVE, fast=fast, n_minibatches=1) for _ in range(2))
+    batch = minibatch(one)
+
+    update = one.update(batch, RATES)
+    epoch = other.epoch(batch, torch.arange(32), RATES)
+
+    assert torch.equal(torch.stack(list(update)), torch.cat(list(epoch)))
+    assert torch.equal(one.adam.values, other.adam.values)
+
+
+@both
+@pytest.mark.parametrize("action_space", [FIVE, BOX], ids=["discrete", "box"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_each_option_changes_the_update(
+    action_space: spaces.Space[Any], options: dict[str, Any], fast: bool
+) -> None:
+    changed, default = (agent_for(action_space, fast=fast, **each) for each in (options, {}))
+    batch = minibatch(default)
+
+    for agent in (changed, default):
+        agent.update(batch, RATES)
+
+    assert not torch.equal(changed.adam.values, default.adam.values)
+
+
+@both
+def test_each_rate_changes_the_update(fast: bool) -> None:
+    results = []
+    changes: list[dict[str, float]] = [
+        {},
+        {"clip_range": 0.01},
+        {"entropy_coef": 0.5},
+        {"learning_rate": 1e-3},
+    ]
+    for change in changes:
+        agent = agent_for(FIVE, fast=fast)
+        agent.update(minibatch(agent), RATES._replace(**change))
+        results.append(tuple(agent.adam.values.tolist()))
+
+    assert len(set(results)) == len(changes)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_a_forbidden_action_gets_no_gradient(backend: str) -> None:
+    pair = Pair(MASKED_CASES["masked"], "numpy", CPU, "float32")
+    agent = pair.fast if backend == "numpy" else pair.plain
+
+    agent.epoch(pair.rollout, pair.order, pair.rates)
+
+    assert agent.adam.views["policy_head.bias"][1][4] == 0.0
+
+
+@both
+def test_the_split_of_a_batch_changes_no_draw(fast: bool) -> None:
+    agent = agent_for(FIVE, fast=fast)
+    obs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    noise = agent.draw_noise(1, 8, torch.Generator().manual_seed(2))[0]
+
+    whole = agent.sample_batch(seen(obs), noise).action.tolist()
+    halves = [agent.sample_batch(seen(obs[half]), noise[half]) for half in (slice(4), slice(4, 8))]
+
+    assert [action for half in halves for action in half.action.tolist()] == whole
+
+
+@both
+def test_a_loaded_agent_continues_like_the_saved_one(fast: bool) -> None:
+    saved, loaded = (agent_for(FIVE, seed=seed, fast=fast) for seed in (1, 2))
+    batch = minibatch(saved)
+    saved.update(batch, RATES)
+    loaded.load_state_dict(saved.state_dict())
+
+    for agent in (saved, loaded):
+        agent.update(batch, RATES)
+
+    obs = np.ones((50, 3), dtype=np.float32)
+    assert saved.act_batch(obs).tolist() == loaded.act_batch(obs).tolist()
+    assert torch.equal(saved.adam.values, loaded.adam.values)
+
+
+@both
+def test_observations_are_not_clipped_before_the_first_moments(fast: bool) -> None:
+    agent = agent_for(BOX, fast=fast, normalize_obs=True, clip_obs=1.0)
+    plain = agent_for(BOX, fast=fast)
+    obs = np.array([[5.0, -30.0, 0.5]], dtype=np.float32)
+
+    assert agent.act_batch(obs, True) == pytest.approx(plain.act_batch(obs, True), abs=1e-6)
+
+
+@both
+@pytest.mark.parametrize("field", ["advantage", "value_target", "log_prob"])
+@pytest.mark.parametrize(("on_nonfinite", "n_steps"), [("stop", 1), ("skip", 2)])
+def test_an_epoch_ends_at_a_nan_or_skips_its_minibatch(
+    field: str, on_nonfinite: str, n_steps: int, fast: bool
+) -> None:
+    agent = agent_for(FIVE, fast=fast, on_nonfinite=on_nonfinite, n_minibatches=2)
+    batch = minibatch(agent)
+    getattr(batch, field)[5] = torch.nan
+    before = agent.adam.values.clone()
+
+    assert not agent.update(batch, RATES).finite
+    assert torch.equal(agent.adam.values, before)
+    finite = agent.epoch(batch, torch.arange(32), RATES).finite
+    assert [bool(each) for each in finite] == [False, True][:n_steps]
+
+
+@both
+def test_a_minibatch_of_one_stays_finite(fast: bool) -> None:
+    agent = agent_for(FIVE, fast=fast)
+
+    result = agent.update(minibatch(agent, size=1), RATES)
+
+    assert all(torch.isfinite(field) for field in result)
+    assert result.finite
+
+
+# Which backend an agent gets.
+
+
+@pytest.mark.parametrize(
+    ("backend", "action_space", "options"),
+    [
+        ("NumpyPPO", TWO, {}),
+        ("NumpyPPO", BOX, {}),
+        ("TorchPPO", BOX, {"shared_trunk": True}),
+        ("TorchPPO", BOX, {"box_policy": "gsde"}),
+        ("TorchPPO", BOX, {"box_policy": "squashed"}),
+        ("TorchPPO", spaces.MultiDiscrete([2, 2]), {}),
+    ],
+)
+def test_on_the_cpu_numpy_is_used_where_it_covers_the_model(
+    backend: str, action_space: Any, options: dict[str, Any]
+) -> None:
+    agent = agent_for(action_space, fast=True, **options)
+
+    assert type(agent.backend).__name__ == backend
+    assert agent.remark == ""
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("is_covered", "action_space", "hidden_sizes", "options"),
+    [
+        (True, TWO, (64, 64), {}),
+        (True, BOX, (20, 7), {"normalize_obs": True}),
+        (False, TWO, (65, 64), {}),
+        (False, TWO, (64,), {}),
+        (False, TWO, (32, 32, 32), {}),
+        (False, spaces.Discrete(65), (32, 32), {}),
+        (False, spaces.MultiDiscrete([2, 2]), (32, 32), {}),
+        (False, BOX, (32, 32), {"box_policy": "squashed"}),
+        (False, BOX, (32, 32), {"box_policy": "gsde"}),
+        (False, TWO, (32, 32), {"shared_trunk": True}),
+    ],
+)
+def test_triton_covers_two_narrow_layers_of_a_plain_policy(
+    is_covered: bool, action_space: Any, hidden_sizes: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    from ml_pipeline.agents.fast.triton_ppo import TritonPPO
+
+    network = partial(MLP, hidden_sizes=hidden_sizes, activation="tanh")
+    agent = PPOAgent(OBS, action_space, network, PPOConfig(**options), device=CPU, seed=1)
+
+    assert TritonPPO.covers(agent.model) is is_covered
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+@needs_triton
+def test_on_a_gpu_triton_is_used_and_its_trial_changes_no_weight() -> None:
+    network = partial(MLP, hidden_sizes=(20, 32), activation="tanh")
+    same: Any = {"device": torch.device("cuda"), "seed": 1}
+    triton, plain = (
+        PPOAgent(OBS, TWO, network, PPOConfig(), fast=fast, **same) for fast in (True, False)
+    )
+
+    assert triton.remark == ""
+    assert type(triton.backend).__name__ == "TritonPPO"
+    assert type(plain.backend).__name__ == "TorchPPO"
+    assert torch.equal(triton.adam.values, plain.adam.values)
+    assert triton.adam.n_steps.item() == 0
+    assert not any(each.any() for each in triton.adam.moments)

@@ -1,0 +1,229 @@
+"""Advantages, scaled rewards and explained variance: the same in NumPy, torch and a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from differences import gae_differences, random_outcome
+from numpy.typing import NDArray
+
+from ml_pipeline.training import returns
+from ml_pipeline.training.tensor.returns import RolloutOutcome, TensorRewardScaler, gae_step_by_step
+
+CPU = torch.device("cpu")
+
+
+def gae_of(kind: str, given: RolloutOutcome, *, gamma: float, lam: float) -> NDArray[Any]:
+    if kind == "torch":
+        advantage, target = gae_step_by_step(given, gamma=gamma, lam=lam)
+        assert torch.equal(target, advantage + given.value)
+        return advantage.numpy()
+    # As ``RolloutBuffer.finish`` calls it.
+    reward, value, _, _, terminated, truncated = (each.numpy() for each in given)
+    successor = next_value(given)
+    return returns.gae(reward, value, successor, terminated | truncated, gamma=gamma, lam=lam)
+
+
+def next_value(given: RolloutOutcome) -> NDArray[Any]:
+    _, value, last_value, final_value, terminated, truncated = (each.numpy() for each in given)
+    successor = np.concatenate([value[1:], last_value[np.newaxis]])
+    successor[truncated] = final_value[truncated]
+    successor[terminated] = 0.0
+    return successor
+
+
+kinds = pytest.mark.parametrize("kind", ["numpy", "torch"])
+
+
+@kinds
+def test_the_successor_is_the_next_value_the_final_value_or_zero(kind: str) -> None:
+    given = RolloutOutcome(
+        reward=torch.tensor([[1.0, 1.0], [1.0, 1.0]]),
+        value=torch.tensor([[2.0, 2.0], [4.0, 4.0]]),
+        last_value=torch.tensor([8.0, 8.0]),
+        final_value=torch.tensor([[0.0, 16.0], [100.0, 100.0]]),
+        terminated=torch.tensor([[False, False], [True, False]]),
+        truncated=torch.tensor([[False, True], [True, False]]),  # both: termination counts
+    )
+
+    advantage = gae_of(kind, given, gamma=0.5, lam=1.0)
+
+    # Env 0 terminates: 1 - 4. Before that: 1 + 0.5 * 4 - 2, plus half of what follows.
+    # Env 1 continues: 1 + 0.5 * 8 - 4. Before that it was truncated: 1 + 0.5 * 16 - 2.
+    assert advantage.tolist() == [[1.0 - 0.5 * 3.0, 7.0], [-3.0, 1.0]]
+
+
+@kinds
+@pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (0.9, 0.0), (1.0, 1.0), (0.0, 0.5)])
+def test_gae_equals_the_sum_of_its_definition(kind: str, gamma: float, lam: float) -> None:
+    given = random_outcome(12, 3, seed=1)
+
+    advantage = gae_of(kind, given, gamma=gamma, lam=lam)
+
+    delta = given.reward.numpy() + gamma * next_value(given) - given.value.numpy()
+    done = (given.terminated | given.truncated).numpy()
+    expected = summed(delta, done, gamma * lam)
+    np.testing.assert_allclose(advantage, expected, rtol=1e-5, atol=1e-6)
+
+
+def summed(delta: NDArray[Any], done: NDArray[Any], decay: float) -> NDArray[Any]:
+    """Sum over k of decay^k delta[t + k], up to the step that ends the episode."""
+    result = np.zeros_like(delta)
+    for t in range(delta.shape[0]):
+        for env in range(delta.shape[1]):
+            for k in range(delta.shape[0] - t):
+                result[t, env] += decay**k * delta[t + k, env]
+                if done[t + k, env]:
+                    break
+    return result
+
+
+@kinds
+def test_a_final_value_counts_only_where_the_episode_was_truncated(kind: str) -> None:
+    given = random_outcome(9, 4, seed=1)
+    other = given._replace(final_value=torch.where(given.truncated, given.final_value, 1e6))
+
+    ours, theirs = (gae_of(kind, each, gamma=0.9, lam=0.9) for each in (given, other))
+
+    assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+@pytest.mark.parametrize(
+    ("n_steps", "n_envs"), [(1, 1), (9, 5), (32, 128), (4, 130), (33, 300), (5, 4096)]
+)
+def test_the_kernel_computes_the_advantages_of_the_loop(n_steps: int, n_envs: int) -> None:
+    pytest.importorskip("triton", reason="comes with torch's CUDA builds")
+
+    found = gae_differences(n_steps, n_envs, torch.device("cuda"))
+
+    assert all(each <= 1e-5 for each in found.values()), found
+
+
+class Scaler:
+    """A ``RewardScaler`` or a ``TensorRewardScaler`` that takes and returns arrays."""
+
+    def __init__(self, kind: str, n_envs: int = 3, *, gamma: float = 0.9, clip: float = 3.0):
+        self.scaler: Any
+        self.is_tensor = kind == "torch"
+        if self.is_tensor:
+            self.scaler = TensorRewardScaler(n_envs, gamma=gamma, clip=clip, device=CPU)
+        else:
+            self.scaler = returns.RewardScaler(n_envs, gamma=gamma, clip=clip)
+
+    def scaled(self, reward: Any, done: Any) -> NDArray[Any]:
+        reward, done = torch.as_tensor(reward, dtype=torch.float32), torch.as_tensor(done)
+        if self.is_tensor:
+            return self.scaler.scaled(reward, done).numpy()  # type: ignore[no-any-return]
+        return self.scaler.scaled(reward.numpy(), done.numpy())  # type: ignore[no-any-return]
+
+    def state(self) -> Any:
+        return self.scaler.state_dict()
+
+
+def rollouts(n: int) -> list[tuple[Any, Any]]:
+    """Rewards and ends."""
+    outcomes = [random_outcome(8, 3, seed) for seed in range(n)]
+    return [(5.0 + 20.0 * each.reward, each.terminated | each.truncated) for each in outcomes]
+
+
+@kinds
+def test_rewards_are_divided_by_the_deviation_of_the_discounted_return(kind: str) -> None:
+    scaler = Scaler(kind, 1, gamma=0.5, clip=10.0)
+    reward = np.array([[2.0], [3.0], [1.0]])
+
+    scaled = scaler.scaled(reward, [[False], [True], [False]])
+
+    # The returns are 2, 3 + 0.5 * 2 and, in a new episode, 1: mean 7/3, variance 14/9.
+    np.testing.assert_allclose(scaled, reward / (14 / 9) ** 0.5, rtol=1e-5)
+    np.testing.assert_allclose(scaler.state()["moments"], [7 / 3, 14 / 9, 3.0], rtol=1e-6)
+    assert scaler.state()["return"] == [1.0]
+
+
+def test_both_scalers_agree_over_several_rollouts() -> None:
+    ours, theirs = Scaler("torch"), Scaler("numpy")
+
+    for reward, done in rollouts(5):
+        scaled = ours.scaled(reward, done)
+        np.testing.assert_allclose(scaled, theirs.scaled(reward, done), rtol=1e-4)
+
+    for name in ("moments", "return"):
+        np.testing.assert_allclose(ours.state()[name], theirs.state()[name], rtol=1e-4)
+
+
+@kinds
+def test_the_return_continues_in_the_next_rollout(kind: str) -> None:
+    (reward, done), *_ = rollouts(1)
+    whole, halves = Scaler(kind, clip=0.7), Scaler(kind, clip=0.7)
+
+    expected = whole.scaled(reward, done)
+    halves.scaled(reward[:4], done[:4])
+    second = halves.scaled(reward[4:], done[4:])
+
+    np.testing.assert_allclose(second, expected[4:], rtol=1e-5)
+
+
+@kinds
+def test_scaled_rewards_are_clipped(kind: str) -> None:
+    reward = np.zeros((10, 100))
+    reward[0, :2] = 1000.0, -1000.0
+
+    scaled = Scaler(kind, 100, clip=10.0).scaled(reward, np.ones((10, 100), dtype=bool))
+
+    assert (scaled.min(), scaled.max()) == (-10.0, 10.0)
+
+
+@kinds
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_rollout_that_is_not_finite_does_not_change_the_scale(kind: str, bad: float) -> None:
+    (reward, done), (broken, _) = rollouts(2)
+    scaler = Scaler(kind)
+    scaler.scaled(reward, done)
+    before = scaler.state()["moments"]
+    broken[2, 1] = bad
+
+    scaler.scaled(broken, done)
+
+    assert scaler.state() == {"moments": before, "return": [0.0, 0.0, 0.0]}
+    assert np.isfinite(scaler.scaled(reward, done)).all()
+
+
+@kinds
+def test_a_loaded_scaler_continues_exactly(kind: str) -> None:
+    (first, _), (second, _) = rollouts(2)
+    done = np.zeros((8, 3), dtype=bool)
+    ours, other, fewer = Scaler(kind), Scaler(kind), Scaler(kind, 2)
+    ours.scaled(first, done)
+    for each in (other, fewer):
+        each.scaler.load_state_dict(ours.state())
+
+    assert other.state() == ours.state()
+    assert np.array_equal(ours.scaled(second, done), other.scaled(second, done))
+    # With another number of envs, the returns start at zero.
+    assert fewer.state() == {"moments": fewer.state()["moments"], "return": [0.0, 0.0]}
+    assert fewer.state()["moments"] != Scaler(kind).state()["moments"]
+    other.scaler.begin_episodes()
+    assert other.state()["return"] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor], ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("value", "target", "expected"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 1.0),
+        ([2.0, 2.0, 2.0], [1.0, 2.0, 3.0], 0.0),
+        ([3.0, 2.0, 1.0], [1.0, 2.0, 3.0], -3.0),
+        ([1.0, 2.0, 3.0], [5.0, 5.0, 5.0], 0.0),
+    ],
+    ids=["perfect", "constant", "reversed", "equal targets"],
+)
+def test_explained_variance(
+    array: Any, value: list[float], target: list[float], expected: float
+) -> None:
+    explained = returns.explained_variance(array(value), array(target))
+
+    assert float(explained) == pytest.approx(expected)

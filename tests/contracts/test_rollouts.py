@@ -1,0 +1,321 @@
+"""Collector and buffer of host envs and of tensor envs: the same rollout, finished alike."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from tiny_torch_envs import Endless, Places
+from torch import Tensor
+
+from ml_pipeline.agents.networks import MLP
+from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.config.ppo import PPOConfig
+from ml_pipeline.envs.vec_env import SerialEnv
+from ml_pipeline.protocols import PolicyInput
+from ml_pipeline.training.collector import Collector
+from ml_pipeline.training.gpu.programs import Programs
+from ml_pipeline.training.tensor.collector import TensorCollector
+
+CPU = torch.device("cpu")
+
+
+class PlaceEnv(gym.Env[Any, Any]):
+    """``Places``, or ``Endless`` if it is truncated, as a single env."""
+
+    def __init__(self, number: int, is_truncated: bool) -> None:
+        self.observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        self.action_space = spaces.Discrete(3)
+        self.number = number
+        self.is_truncated = is_truncated
+        self.length = 3 if is_truncated else 4 - number % 2
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        self.t = 0
+        return np.array([self.number], dtype=np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        place, done = 10.0 * self.t + self.number, self.t == self.length
+        obs = np.array([place], dtype=np.float32)
+        return obs, place, done and not self.is_truncated, done and self.is_truncated, {}
+
+
+class Played:
+    """A collector, its agent and its buffer."""
+
+    def __init__(
+        self,
+        kind: str,
+        n_envs: int = 2,
+        n_steps: int = 5,
+        *,
+        is_truncated: bool = False,
+        noise_seed: int = 2,
+        fast: bool = True,
+        **options: Any,
+    ) -> None:
+        env: Any
+        self.collector: Any
+        self.n_steps, self.n_envs = n_steps, n_envs
+        if kind == "tensor":
+            env = (Endless if is_truncated else Places)(n_envs)
+            programs = Programs(CPU)
+            self.collector = TensorCollector(
+                env, env_seed=10, noise_seed=noise_seed, programs=programs
+            )
+        else:
+            env = SerialEnv([partial(PlaceEnv, i, is_truncated) for i in range(n_envs)])
+            self.collector = Collector([env], env_seed=10, noise_seed=noise_seed)
+        spaces_of_env = env.single_observation_space, env.single_action_space
+        config = PPOConfig(**options)
+        self.agent = PPOAgent(*spaces_of_env, MLP, config, device=CPU, seed=1, fast=fast)
+        self.buffer = self.collector.new_buffer(n_steps, self.agent)
+        self.scaler = None
+        if config.scale_reward:
+            self.scaler = self.collector.new_scaler(gamma=config.gamma, clip=config.clip_reward)
+
+    def collect(self) -> Any:
+        """One more rollout, which counts."""
+        stats = self.collector.collect(self.agent, self.buffer)
+        self.collector.commit(self.n_steps)
+        return stats
+
+    def finish(self, gamma: float = 0.9, lam: float = 0.9) -> None:
+        last = self.collector.last_inputs(self.agent)
+        self.buffer.finish(last, gamma=gamma, lam=lam, scaler=self.scaler)
+
+    def values(self, obs: Any) -> NDArray[Any]:
+        """Of observations [T, n_envs]."""
+        flat = torch.as_tensor(obs, dtype=torch.float32).reshape(-1, 1)
+        value = self.agent.value_batch(PolicyInput(flat, None, None, None))
+        return value.numpy().reshape(np.shape(obs))
+
+    def field(self, name: str) -> NDArray[Any]:
+        """[T, n_envs], of the collected rollout."""
+        if name == "obs":
+            obs = self.buffer.obs
+            return np.asarray(obs[""] if isinstance(obs, dict) else obs)[: self.n_steps, :, 0]
+        return np.asarray(getattr(self.buffer, name)).copy()
+
+    def finished(self, name: str) -> NDArray[Any]:
+        """[T, n_envs], of the rollout to learn from."""
+        field: Tensor = getattr(self.buffer.finished(), name)
+        return field.numpy().reshape(self.n_steps, self.n_envs)
+
+
+kinds = pytest.mark.parametrize("kind", ["host", "tensor"])
+
+
+@kinds
+def test_a_rollout_holds_each_number_in_its_place(kind: str) -> None:
+    played = Played(kind)
+
+    played.collect()
+
+    # Env 0 ends with its fourth step, env 1 with its third.
+    assert played.field("obs").tolist() == [[0, 1], [10, 11], [20, 21], [30, 1], [0, 11]]
+    assert played.field("reward").tolist() == [[10, 11], [20, 21], [30, 31], [40, 11], [10, 21]]
+    assert np.argwhere(played.field("terminated")).tolist() == [[2, 1], [3, 0]]
+    assert not played.field("truncated").any()
+    assert set(played.field("action").flatten().tolist()) <= {0, 1, 2}
+
+
+@kinds
+def test_a_time_limit_truncates(kind: str) -> None:
+    played = Played(kind, n_steps=4, is_truncated=True)
+
+    played.collect()
+
+    assert np.argwhere(played.field("truncated")).tolist() == [[2, 0], [2, 1]]
+    assert not played.field("terminated").any()
+    assert played.field("obs")[3].tolist() == [0.0, 1.0]
+
+
+@kinds
+def test_the_next_rollout_continues_where_the_last_one_ended(kind: str) -> None:
+    played = Played(kind, n_steps=2)
+    seen = []
+    for _ in range(3):
+        played.collect()
+        seen += played.field("obs").tolist()
+
+    assert seen == [[0, 1], [10, 11], [20, 21], [30, 1], [0, 11], [10, 21]]
+    assert played.collector.state_dict()["n_steps"] == 6
+
+
+@kinds
+def test_stats_count_each_episode_that_ended(kind: str) -> None:
+    played = Played(kind, n_steps=4)
+
+    episodes = played.collect().episodes
+
+    # Env 0: 10 + 20 + 30 + 40 in four steps; env 1: 11 + 21 + 31 in three.
+    assert sum(each.n for each in episodes) == 2
+    assert sum(each.n * each.episode_return for each in episodes) == 100.0 + 63.0
+    assert sum(each.n * each.length for each in episodes) == 7
+    assert Played(kind, n_steps=2).collect().episodes == []
+
+
+@kinds
+@pytest.mark.parametrize("fast", [True, False], ids=["numpy", "torch"])
+@pytest.mark.parametrize("is_truncated", [True, False], ids=["truncated", "terminated"])
+def test_targets_bootstrap_after_truncation_and_not_after_termination(
+    is_truncated: bool, fast: bool, kind: str
+) -> None:
+    played = Played(kind, 3, 6, is_truncated=is_truncated, fast=fast)
+    played.collect()
+
+    played.finish(gamma=0.5, lam=0.0)  # a target is then reward + gamma * V(successor)
+
+    # The reward of a step equals the observation that follows, before the autoreset.
+    reward, done = played.field("reward"), played.field("terminated") | played.field("truncated")
+    expected = reward + 0.5 * played.values(reward) * ~played.field("terminated")
+    np.testing.assert_allclose(played.finished("value_target"), expected, rtol=1e-5, atol=1e-5)
+    assert done.any()
+
+
+@kinds
+def test_rewards_before_a_truncation_are_discounted_up_to_the_final_value(kind: str) -> None:
+    played = Played(kind, 1, 3, is_truncated=True)
+    played.collect()
+
+    played.finish(gamma=0.5, lam=1.0)
+
+    value = played.values([[30.0]]).item()
+    expected = 10.0 + 0.5 * (20.0 + 0.5 * (30.0 + 0.5 * value))
+    assert played.finished("value_target")[0, 0] == pytest.approx(expected, rel=1e-5)
+
+
+@kinds
+def test_the_finished_rollout_is_flat_and_scored_by_the_agent(kind: str) -> None:
+    played = Played(kind, 3, 4)
+    played.collect()
+    played.finish()
+
+    finished, buffer = played.buffer.finished(), played.buffer
+
+    log_prob, value = played.agent.score_batch(finished.inputs, finished.action)
+    assert torch.equal(finished.inputs.obs, buffer.observations().reshape(12, 1))
+    assert np.array_equal(played.finished("action"), played.field("action"))
+    assert torch.equal(finished.log_prob, log_prob)
+    assert torch.equal(finished.value, value)
+    assert np.array_equal(played.finished("advantage"), played.field("advantage"))
+    torch.testing.assert_close(finished.value_target, finished.advantage + finished.value)
+    assert {field.dtype for field in finished[1:]} == {torch.int64, torch.float32}
+    assert finished.inputs.obs.dtype == torch.float32
+
+
+@kinds
+def test_quality_is_the_explained_variance(kind: str) -> None:
+    played = Played(kind, n_steps=4)
+    played.collect()
+    played.finish()
+
+    target, value = played.finished("value_target"), played.finished("value")
+    expected = 1.0 - (target - value).var() / target.var()
+    assert played.buffer.quality() == pytest.approx((expected, True), rel=1e-4)
+
+
+@kinds
+def test_scaled_rewards_change_the_targets_and_not_the_kept_rewards(kind: str) -> None:
+    played = Played(kind, n_steps=4, scale_reward=True)
+    played.collect()
+    before = played.field("reward")
+
+    played.finish(gamma=0.0, lam=0.0)  # a target is then the scaled reward
+
+    assert np.array_equal(played.field("reward"), before)
+    ratio = played.finished("value_target") / before
+    np.testing.assert_allclose(ratio, ratio[0, 0], rtol=1e-4)
+    assert 0.0 < ratio[0, 0] < 1.0
+
+
+@kinds
+def test_histograms_show_actions_and_advantages(kind: str) -> None:
+    played = Played(kind, n_steps=3)
+    played.collect()
+    played.finish()
+
+    shapes = {name: each.shape for name, each in played.buffer.arrays().items()}
+
+    assert shapes == {"rollout/actions": (3, 2), "rollout/advantages": (3, 2)}
+
+
+@kinds
+def test_each_order_has_every_transition_once_and_the_generator_determines_it(kind: str) -> None:
+    buffer = Played(kind, 3, 4).buffer
+    orders = []
+    for seed in (1, 1, 2):
+        buffer.shuffle(torch.Generator().manual_seed(seed), n_orders=2)
+        orders.append([buffer.order(number).tolist() for number in (0, 1)])
+
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0][0] != orders[0][1]
+    assert all(sorted(order) == list(range(12)) for pair in orders for order in pair)
+
+
+@kinds
+def test_the_noise_seed_determines_the_actions_and_each_rollout_has_new_ones(kind: str) -> None:
+    # Twelve steps are complete episodes, so that both rollouts start alike.
+    ours, same, other = (Played(kind, 8, 12, noise_seed=seed) for seed in (2, 2, 3))
+    actions = []
+    for _ in range(2):
+        for each in (ours, same, other):
+            each.collect()
+        assert np.array_equal(ours.field("action"), same.field("action"))
+        assert not np.array_equal(ours.field("action"), other.field("action"))
+        actions.append(ours.field("action"))
+
+    assert not np.array_equal(*actions)
+
+
+@kinds
+def test_a_rollout_that_was_not_committed_leaves_no_trace_in_the_state(kind: str) -> None:
+    played = Played(kind, n_steps=3)
+    played.collect()
+    before = played.collector.state_dict()
+
+    played.collector.collect(played.agent, played.buffer)
+
+    after = played.collector.state_dict()
+    assert before["position"] is not None
+    assert not played.collector.is_between_rollouts
+    assert torch.equal(before["generator"], after["generator"])
+    assert (before["n_steps"], after["n_steps"]) == (3, 3)
+    assert after["position"] is None  # the envs are within a rollout that does not count
+
+
+@kinds
+@pytest.mark.parametrize("n_before", [0, 3], ids=["new", "used"])
+def test_a_resumed_collector_continues_within_the_episodes(kind: str, n_before: int) -> None:
+    ours, other = Played(kind), Played(kind, noise_seed=9)
+    for _ in range(n_before):
+        other.collect()
+    ours.collect()
+    snapshots, state = ours.collector.snapshots(), ours.collector.state_dict()
+
+    other.collector.load_state_dict(state)
+    other.collector.resume_at(state["position"], snapshots, other.agent)
+    episodes = [each.collect().episodes for each in (ours, other)]
+
+    for name in ("obs", "action", "reward", "terminated", "truncated"):
+        assert np.array_equal(ours.field(name), other.field(name)), name
+    assert episodes[0] == episodes[1] != []
+    assert other.collector.state_dict()["n_steps"] == 10
+
+
+@kinds
+def test_episodes_that_were_not_saved_cannot_be_resumed(kind: str) -> None:
+    played = Played(kind)
+
+    with pytest.raises(ValueError, match="holds no env positions"):
+        played.collector.resume_at(None, [], played.agent)

@@ -1,0 +1,309 @@
+"""Runs with tensor envs: trained, resumed, stopped, refused."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import door_command, only_run, read_rows, small, wait_until
+from stopped_runs import StopAfter, checkpoint_numbers
+
+from ml_pipeline.__main__ import main
+from ml_pipeline.build import load_agent, train
+from ml_pipeline.errors import UserError
+from ml_pipeline.signals import Interrupted
+from ml_pipeline.training.checks import TrainingError
+
+# 4 iterations of 4 envs x 16 steps; EVALUATED after the last one.
+EVALUATED = small(n_envs=4, total_steps=256, callbacks__evaluation__eval_every_steps=200)
+RUN = [*small(n_envs=4, total_steps=256), "~callbacks.evaluation"]
+CARTPOLE = ["env=torch_cartpole", *RUN]
+
+CASES: dict[str, list[str]] = {
+    "evaluated": [*EVALUATED, "env=torch_cartpole"],
+    "normalised, scaled, adaptive": [
+        *CARTPOLE,
+        "agent.normalize_obs=true",
+        "agent.scale_reward=true",
+        "agent.learning_rate_schedule=adaptive",
+        "agent.entropy_coef=0.01",
+        "agent.entropy_coef_schedule=cosine",
+    ],
+    "max_kl": [*RUN, "env=torch_acrobot", "agent.max_kl=1e-5", "agent.normalize_obs=true"],
+    "box": [
+        *RUN,
+        "env=torch_pendulum",
+        "agent.scale_reward=true",
+        "agent.clip_range_schedule=linear",
+    ],
+    "squashed": [*RUN, "env=torch_pendulum", "agent.box_policy=squashed"],
+    "gsde": [*RUN, "env=torch_mountain_car_continuous", "agent.box_policy=gsde"],
+    "shared trunk": [*CARTPOLE, "agent.shared_trunk=true"],
+}
+SLOW_CASES = ("squashed", "gsde", "shared trunk")
+
+
+@pytest.mark.parametrize("task", ["cartpole", "acrobot", "pendulum", "mountain_car_continuous"])
+def test_each_task_trains(task: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = train([f"env=torch_{task}", *EVALUATED])
+
+    rows = read_rows(result.run_dir)
+    assert [int(row["env_steps"]) for row in rows] == [64, 128, 192, 256]
+    assert all(math.isfinite(float(row["loss/value"])) for row in rows)
+    assert float(rows[-1]["eval/episode_length"]) > 0
+    assert "4 envs as tensors, cpu" in capsys.readouterr().out
+
+
+def test_the_seed_determines_the_numbers(here: Path) -> None:
+    ours, again, other = (train([*CARTPOLE, f"seed={seed}"]).run_dir for seed in (1, 1, 2))
+
+    assert read_rows(ours) == read_rows(again)
+    assert checkpoint_numbers(ours) == checkpoint_numbers(again)
+    assert read_rows(ours) != read_rows(other)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(each, id=name, marks=[pytest.mark.slow] if name in SLOW_CASES else [])
+        for name, each in CASES.items()
+    ],
+)
+def test_a_stopped_and_resumed_run_equals_a_whole_one(
+    overrides: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Interrupted):
+        train(overrides, callbacks={"stop": StopAfter(2)})
+    run = only_run(here)
+    assert len(read_rows(run)) == 2
+    capsys.readouterr()
+
+    train([f"resume={run}"])
+    output = capsys.readouterr().out
+    whole = train(overrides).run_dir
+
+    assert "resumed at env step 128 in the middle of its episodes" in output
+    assert len(read_rows(whole)) == 4
+    assert read_rows(run) == read_rows(whole)
+    ours, theirs = checkpoint_numbers(run), checkpoint_numbers(whole)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ("torch_cartpole", ["n_envs=2"], "4 envs"),
+        ("torch_cartpole", ["+env.kwargs.max_episode_steps=50"], "env's settings have changed"),
+        ("torch_cartpole", ["env=cartpole"], "env's settings have changed"),
+        ("cartpole", ["env=torch_cartpole"], "env's settings have changed"),
+    ],
+)
+def test_a_run_with_another_env_is_resumed_with_new_episodes(
+    before: str, after: list[str], reason: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train([f"env={before}", *RUN, "total_steps=128"]).run_dir
+
+    resumed = train([f"resume={run}", "total_steps=256", *after])
+
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "resumed at" in line]
+    assert "resumed at env step 128 with new episodes: " in line
+    assert reason in line
+    assert resumed.env_steps == 256
+
+
+def test_evaluation_uses_the_gymnasium_env_with_the_same_arguments(here: Path) -> None:
+    run = train(["env=torch_cartpole", *EVALUATED, "+env.kwargs.max_episode_steps=7"]).run_dir
+
+    last = read_rows(run)[-1]
+    env = load_agent(run).env
+    assert env.spec is not None
+    assert env.spec.id == "CartPole-v1"
+    assert env.spec.max_episode_steps == 7
+    # A pole does not fall within seven steps.
+    assert last["rollout/episode_length"] == last["eval/episode_length"] == "7.0"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["evaluate", "--deterministic", "--episodes", "2"], "2 episodes"),
+        pytest.param(["export", "--format", "pt2"], "policy.pt2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_can_be_evaluated_and_exported(
+    command: list[str], words: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(["env=torch_pendulum", *RUN, "agent.normalize_obs=true"]).run_dir
+    capsys.readouterr()
+
+    assert main([command[0], str(run), *command[1:]]) == 0
+
+    assert words in capsys.readouterr().out
+
+
+OWN_MODULE = """
+from tiny_torch_envs import Drift
+class OwnDrift(Drift): ...
+"""
+
+
+def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "own_tensor_env.py").write_text(OWN_MODULE)
+    target = "env.target=own_tensor_env.OwnDrift"
+
+    run = train([target, *EVALUATED, "+env.kwargs.max_episode_steps=5"]).run_dir
+
+    assert run.parent.name == "OwnDrift"
+    assert 0.0 < float(read_rows(run)[-1]["eval/episode_length"]) <= 5.0
+    assert main(["evaluate", str(run), "--episodes", "2"]) == 0
+    assert "2 episodes" in capsys.readouterr().out
+
+
+def test_a_run_that_is_resumed_and_stopped_at_once_can_be_resumed_exactly(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*CARTPOLE, "agent.learning_rate_schedule=constant"]
+    run = train([*settings, "total_steps=128"]).run_dir
+    total = "total_steps=256"
+    with pytest.raises(Interrupted):
+        train([f"resume={run}", total], callbacks={"stop": StopAfter(0)})
+    capsys.readouterr()
+
+    train([f"resume={run}", total])
+    output = capsys.readouterr().out
+    whole = train(settings).run_dir
+
+    assert "resumed at env step 128 in the middle of its episodes" in output
+    assert checkpoint_numbers(run) == checkpoint_numbers(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stop_signal_leaves_a_checkpoint_that_resumes_exactly(
+    number: int, code: int, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*CARTPOLE, "agent.learning_rate_schedule=constant", "total_steps=100_000_000"]
+    with (here / "output").open("w") as output:
+        command = door_command(*settings)
+        process = subprocess.Popen(command, cwd=here, stdout=output, stderr=output)
+    try:
+        wait_until(lambda: len(list(here.glob("runs/*/*/metrics.csv"))) == 1, 60)
+        run = only_run(here)
+        wait_until(lambda: len(read_rows(run)) >= 2, 60)
+        process.send_signal(number)
+        assert process.wait(30) == code
+    finally:
+        process.kill()
+        process.wait()
+    assert (here / "output").read_text().count("stopped by") == 1
+
+    n_rows = len(read_rows(run))
+    total = f"total_steps={64 * (n_rows + 2)}"
+    train([f"resume={run}", total])
+    resumed = capsys.readouterr().out
+    whole = train([*settings, total]).run_dir
+
+    assert f"resumed at env step {64 * n_rows:,} in the middle of its episodes" in resumed
+    assert read_rows(run) == read_rows(whole)
+    assert checkpoint_numbers(run) == checkpoint_numbers(whole)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["+env.wrappers.flat._target_=gymnasium.wrappers.FlattenObservation"],
+            "env.wrappers; put their work into the env class",
+        ),
+        (["vec_env=parallel"], "vec_env; leave vec_env=auto"),
+        (["collector=double"], "collector; leave collector=sync"),
+        (["network=lstm"], "network; use one that is not recurrent"),
+        (
+            ["env.target=tiny_torch_envs.Masked"],
+            "agent.action_mask; set agent.action_mask=none",
+        ),
+        (["env.target=tiny_torch_envs.ManyLeaves"], "its observation space; use one Box"),
+        (["compile=graph"], "use compile=auto"),
+    ],
+)
+def test_settings_without_a_meaning_for_tensor_envs_are_refused_in_one_line(
+    overrides: list[str], words: str, here: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        train([*CARTPOLE, *overrides])
+
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(here.glob("runs/*/*"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("callbacks=scaling", "callbacks=scaling"),
+        ("+env.kwargs.sutton_barto_reward=true", "sutton"),  # only Gymnasium's CartPole has it
+    ],
+)
+def test_callbacks_and_arguments_that_the_env_does_not_support_are_refused(
+    override: str, words: str, here: Path
+) -> None:
+    with pytest.raises(UserError, match=words):
+        train([*CARTPOLE, override])
+
+
+@pytest.mark.parametrize(("total_steps", "n_envs"), [(64 * 16 * 10, 64), (10**6, 256)])
+def test_an_automatic_number_of_envs_fits_the_budget(
+    total_steps: int, n_envs: int, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = ["+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.iteration=1"]
+
+    result = train([*CARTPOLE, "n_envs=auto", f"total_steps={total_steps}", *stop])
+
+    assert result.env_steps == n_envs * 16
+    output = capsys.readouterr().out
+    assert f"{n_envs} envs as tensors (n_envs=auto: {n_envs} envs), cpu" in output
+
+
+def test_a_nan_reward_stops_the_run_with_one_line(here: Path) -> None:
+    words = r"iteration 1: an env returned an observation or a reward that is not finite; the last"
+    with pytest.raises(TrainingError, match=words) as caught:
+        train(["env.target=tiny_torch_envs.Breaking", *RUN])
+
+    assert "\n" not in str(caught.value)
+    assert not list(only_run(here).glob("checkpoints/*.pt"))
+
+
+@pytest.mark.parametrize("more", [[], ["agent.shared_trunk=true"]], ids=["numpy", "torch"])
+def test_updates_that_are_not_finite_can_be_skipped_and_are_counted(
+    more: list[str], here: Path
+) -> None:
+    settings = ["env.target=tiny_torch_envs.Breaking", *RUN, "agent.on_nonfinite=skip"]
+    scaled = ["agent.normalize_obs=true", "agent.scale_reward=true"]
+
+    result = train([*settings, *scaled, *more])
+
+    rows = read_rows(result.run_dir)
+    assert len(rows) == 4
+    assert all(float(row["loss/skipped_updates"]) > 0 for row in rows)
+    weights = checkpoint_numbers(result.run_dir)
+    found = [values for name, values in weights.items() if name.startswith("/agent/model")]
+    assert len(found) > 5
+    assert "nan" not in str(found)
+
+
+def test_an_adaptive_learning_rate_does_not_change_without_an_update(here: Path) -> None:
+    settings = ["env.target=tiny_torch_envs.Breaking", *RUN, "agent.on_nonfinite=skip"]
+
+    # With one minibatch, every update has the NaN.
+    more = ["agent.learning_rate_schedule=adaptive", "agent.n_minibatches=1"]
+    rows = read_rows(train([*settings, *more]).run_dir)
+
+    assert {row["policy/learning_rate"] for row in rows} == {rows[0]["policy/learning_rate"]}
