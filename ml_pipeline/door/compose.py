@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +68,22 @@ def own_conf(arguments: Sequence[str]) -> list[str]:
 def checked_config(cfg: DictConfig) -> TrainConfig:
     """The config as checked dataclasses; agent.algorithm chooses the class of ``agent``."""
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(TrainConfig), cfg)
-        settings = OmegaConf.create({"agent": typed.agent})
-        typed.agent = OmegaConf.structured(find_algorithm(cfg).config)
-        config = OmegaConf.to_object(OmegaConf.merge(typed, settings))
+        agent = OmegaConf.merge(_schema(find_algorithm(cfg).config), {"agent": cfg.agent}).agent
+        values = {str(key): cfg[key] for key in cfg} | {"agent": agent}
+        return TrainConfig(**{key: _plain(value) for key, value in values.items()})
     except OmegaConfBaseException as error:
         raise ConfigError(explained(error)) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if not isinstance(config, TrainConfig):
-        raise TypeError(f"the schema of the composed config is {type(config).__name__}")
-    return config
+
+
+@cache
+def _schema(config_class: Any) -> DictConfig:
+    return OmegaConf.create({"agent": OmegaConf.structured(config_class)})
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
 def find_algorithm(cfg: DictConfig | TrainConfig) -> Algorithm:

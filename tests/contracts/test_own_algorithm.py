@@ -20,7 +20,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with the algorithm and one trained run."""
     folder = tmp_path_factory.mktemp("own") / "folder"
     shutil.copytree(FOLDER, folder)
-    call(folder, "train_ppo.py", *SETTINGS, "total_steps=20480")
+    call(folder, "train_ppo.py", *SETTINGS, "total_steps=10240")
     return folder
 
 
@@ -43,10 +43,11 @@ def call(folder: Path, script: str, *arguments: str) -> str:
 def test_own_algorithm_learns(here: Path) -> None:
     rows = read_rows(only_run(here))
 
-    assert len(rows) == 20480 // (4 * 64)
-    assert float(rows[-1]["rollout/episode_return_mean_100"]) > 60.0  # random actions reach 22
+    assert len(rows) == 10240 // (4 * 64)
+    assert float(rows[-1]["rollout/episode_return_mean_100"]) > 35.0  # random actions reach 22
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("own_algorithm")
 def test_own_algorithm_evaluates_exports_and_plays(here: Path) -> None:
     run = str(only_run(here).relative_to(here))
@@ -67,11 +68,11 @@ def test_own_algorithm_resumes_and_compares(here: Path, tmp_path: Path) -> None:
     shutil.copytree(here, other)
     run = str(only_run(other).relative_to(other))
 
-    resumed = call(other, "train_ppo.py", f"resume={run}", "total_steps=20992")
+    resumed = call(other, "train_ppo.py", f"resume={run}", "total_steps=10752")
     call(other, "train_ppo.py", *SETTINGS, "total_steps=512", "agent.learning_rate=3e-3")
     compared = call(other, "-m", "compare", *map(str, other.glob("runs/CartPole-v1/*")))
 
-    assert "resumed at env step 20,480" in resumed
+    assert "resumed at env step 10,240" in resumed
     assert "agent.learning_rate" in compared
 
 
@@ -94,4 +95,4 @@ def test_wrong_key_of_an_own_algorithm_is_refused_with_its_name(tmp_path: Path) 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
 
     assert done.returncode == 1
-    assert "agent.clip_range: Key 'clip_range' not in 'ReinforceConfig'" in done.stderr
+    assert "agent.clip_range: unknown key; choose from algorithm, " in done.stderr

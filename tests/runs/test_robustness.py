@@ -122,8 +122,8 @@ def test_a_run_finishes_even_if_an_env_raises_in_close(here: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("config.yaml", b"a: [", r"config\.yaml is no config of a run"),
-        ("config.yaml", b"", r"config\.yaml is no config of a run: it names no network"),
+        ("config.yaml", b"a: [", r"config\.yaml: not the config of a run"),
+        ("config.yaml", b"", r"config\.yaml: not the config of a run: it names no network"),
         ("metrics.csv", b"steps,a\n1,2\n", r"metrics\.csv is damaged: KeyError"),
         ("metrics.csv", b"\xff\xfe\x00\n", r"metrics\.csv is damaged: UnicodeDecodeError"),
         ("metrics.csv", b"env_steps,a\n32,much\n", r"metrics\.csv is damaged: ValueError"),
@@ -200,18 +200,21 @@ def own_network(name: str) -> list[str]:
             ["env.target=own_parts.OldApi"],
             "cannot be reset with a seed and stepped as in",
         ),
-        (["+callbacks.x={_target_: own_parts.Anything}"], "callbacks.x made no ml_pipeline"),
-        (["+logger.x={_target_: own_parts.Anything}"], "logger.x made an object without log"),
+        (
+            ["+callbacks.x={_target_: own_parts.Anything}"],
+            "callbacks.x: Anything is not an ml_pipeline",
+        ),
+        (["+logger.x={_target_: own_parts.Anything}"], "logger.x: Anything has no log"),
         (
             own_network("WrongSize"),
-            "network cannot take an observation of shape (4,)",
+            "network cannot process an observation of shape (4,)",
         ),
         (
             ["env.target=own_broken.Env"],
             "env.target=own_broken.Env: ZeroDivisionError in own_broken",
         ),
         (["env.target=own_lacking.Env"], "own_lacking needs no_such_package, which is not"),
-        (["env.target=own_parts.LateMask"], "gives an action_mask with a step, but none with"),
+        (["env.target=own_parts.LateMask"], "returns an action_mask from step, but not from"),
         (["env.target=own_parts.NoInfo"], "TypeError: info must be a dict, got None"),
         (
             ["+callbacks.x={_target_: own_parts.OddState}"],
@@ -219,7 +222,7 @@ def own_network(name: str) -> list[str]:
         ),
         (own_network("Lazy"), "network Lazy has lazy layers"),
         (own_network("Failing"), "network: RuntimeError: out of luck"),
-        (own_network("OneAtATime"), "network cannot take an observation of shape (4,)"),
+        (own_network("OneAtATime"), "network cannot process an observation of shape (4,)"),
     ],
 )
 def test_custom_parts_are_checked_before_the_run_starts(
