@@ -11,12 +11,11 @@ import pytest
 import torch
 from conftest import only_run, small
 from gymnasium import spaces
+from small_agents import agent_for
 
 from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.agents.recurrent import Recurrent
 from ml_pipeline.build import train
-from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.training.out_of_memory import (
     DeviceMemoryError,
@@ -28,15 +27,10 @@ from ml_pipeline.training.out_of_memory import (
     shown_bytes,
 )
 
-CPU = torch.device("cpu")
 ONE_OBS = {"": np.zeros((1, 4), dtype=np.float32)}
 CAMERA = spaces.Dict(
     {"camera": spaces.Box(0, 255, (8, 8, 3), np.uint8), "arm": spaces.Box(-1, 1, (2,), np.float64)}
 )
-
-
-def agent_for(obs: Any, action: Any, network: Any = MLP, **options: Any) -> PPOAgent:
-    return PPOAgent(obs, action, network, PPOConfig(**options), device=CPU, seed=1)
 
 
 def test_a_rollout_needs_the_bytes_of_its_fields() -> None:
