@@ -153,24 +153,6 @@ def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
     assert "2 episodes" in capsys.readouterr().out
 
 
-def test_a_run_that_is_resumed_and_stopped_at_once_can_be_resumed_exactly(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [*CARTPOLE, "agent.learning_rate_schedule=constant"]
-    run = train([*settings, "total_steps=128"]).run_dir
-    total = "total_steps=256"
-    with pytest.raises(Interrupted):
-        train([f"resume={run}", total], callbacks={"stop": StopAfter(0)})
-    capsys.readouterr()
-
-    train([f"resume={run}", total])
-    output = capsys.readouterr().out
-    whole = train(settings).run_dir
-
-    assert "resumed at env step 128 in the middle of its episodes" in output
-    assert checkpoint_numbers(run) == checkpoint_numbers(whole)
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
