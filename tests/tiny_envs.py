@@ -29,9 +29,7 @@ class CountingEnv(gym.Env[Any, Any]):
         self._buffer = np.zeros(2, dtype=np.float32)
         self._step = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self._step = 0
         return self._observe(), {}
@@ -66,9 +64,7 @@ class NoisyEnv(gym.Env[Any, Any]):
         )
         self.action_space = spaces.Box(-1, 1, (2,), np.float32)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         return self._observe(), {"options": str(options)}
 
@@ -103,9 +99,7 @@ class FaultyEnv(CountingEnv):
         self.where = where
         self._is_culprit = False
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         self._is_culprit = seed == self.culprit
         if self._is_culprit and self.where == "reset":
             misbehave(self.fault)
@@ -169,9 +163,7 @@ class SpaceEnv(gym.Env[Any, Any]):
         self.observation_space = observation_space
         self.action_space = action_space
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         if seed is not None:
             self.observation_space.seed(seed)
@@ -257,9 +249,7 @@ class MixedEnv(gym.Env[Any, Any]):
         )
         self.action_space = spaces.MultiDiscrete([3, 2])
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         return self._observe(), {}
 
@@ -287,9 +277,7 @@ class ForbiddingEnv(gym.Env[Any, Any]):
         self.action_space = spaces.Discrete(4)
         self._step = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self._step = 0
         return self._next()
@@ -340,9 +328,7 @@ class LivesEnv(gym.Env[Any, Any]):
         self.lives = lives
         self._step = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self._step = 0
         return np.zeros(1, dtype=np.float32), {}
