@@ -11,6 +11,7 @@ from differences import gae_differences, random_outcome
 from numpy.typing import NDArray
 
 from ml_pipeline.training import returns
+from ml_pipeline.training.reward_scaler import RewardScaler
 from ml_pipeline.training.tensor.returns import RolloutOutcome, TensorRewardScaler, gae_step_by_step
 
 CPU = torch.device("cpu")
@@ -103,7 +104,7 @@ class Scaler:
         if self.is_tensor:
             self.scaler = TensorRewardScaler(n_envs, gamma=gamma, clip=clip, device=CPU)
         else:
-            self.scaler = returns.RewardScaler(n_envs, gamma=gamma, clip=clip)
+            self.scaler = RewardScaler(n_envs, gamma=gamma, clip=clip)
 
     def scaled(self, reward: Any, done: Any) -> NDArray[Any]:
         reward, done = torch.as_tensor(reward, dtype=torch.float32), torch.as_tensor(done)
