@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,43 +9,30 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torch import nn
+from small_agents import agent_for
 
 from ml_pipeline.agents.distributions import ActionSpaceError
 from ml_pipeline.agents.masks import MaskError
-from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.agents.recurrent import Recurrent
-from ml_pipeline.config.ppo import PPOConfig
 
-CPU = torch.device("cpu")
 OBS = spaces.Box(-1, 1, (3,), np.float32)
 MASKED_OBS = spaces.Dict({"observation": OBS, "action_mask": spaces.MultiBinary(4)})
 DISCRETE, BOX = spaces.Discrete(4), spaces.Box(-1, 1, (2,), np.float32)
 
 
-def agent_for(
-    action_space: spaces.Space[Any] = DISCRETE,
-    obs_space: spaces.Space[Any] = OBS,
-    network: Callable[..., nn.Module] = MLP,
-    **options: Any,
-) -> PPOAgent:
-    return PPOAgent(obs_space, action_space, network, PPOConfig(**options), device=CPU, seed=1)
-
-
 def test_a_mask_in_the_observation_is_used_and_hidden_from_the_network() -> None:
-    agent = agent_for(obs_space=MASKED_OBS)
+    agent = agent_for(MASKED_OBS, DISCRETE)
     mask = np.array([[0, 0, 1, 0], [1, 0, 0, 0]], dtype=np.int8)
     obs = {"observation": np.zeros((2, 3)), "action_mask": mask}
 
     for deterministic in (True, False):
         assert agent.act_batch(obs, deterministic).tolist() == [2, 0]
     assert list(agent.model.preprocess.space) == ["observation"]  # type: ignore[call-overload]
-    assert not agent_for(obs_space=MASKED_OBS, action_mask="none").masks.are_used
+    assert not agent_for(MASKED_OBS, DISCRETE, action_mask="none").masks.are_used
 
 
 def test_a_mask_in_the_infos_may_have_one_array_per_choice() -> None:
-    agent = agent_for(spaces.MultiDiscrete([2, 3]), action_mask="info")
+    agent = agent_for(OBS, spaces.MultiDiscrete([2, 3]), action_mask="info")
     parts = np.empty(1, dtype=object)
     parts[0] = (np.array([0, 1]), np.array([0, 1, 0]))
 
@@ -60,7 +46,7 @@ def test_a_mask_in_the_infos_may_have_one_array_per_choice() -> None:
 @pytest.mark.parametrize("shared_trunk", [True, False])
 def test_masks_recurrent_state_and_dict_observations_work_together(shared_trunk: bool) -> None:
     network = partial(Recurrent, size=5)
-    agent = agent_for(obs_space=MASKED_OBS, network=network, shared_trunk=shared_trunk)
+    agent = agent_for(MASKED_OBS, DISCRETE, network, shared_trunk=shared_trunk)
     memory = agent.new_memory(2)
     mask = np.array([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=np.int8)
     obs = {"observation": np.ones((2, 3)), "action_mask": mask}
@@ -96,7 +82,7 @@ def test_masks_recurrent_state_and_dict_observations_work_together(shared_trunk:
     ],
 )
 def test_a_wrong_mask_is_refused(space: Any, infos: dict[str, Any], words: str) -> None:
-    agent = agent_for(space, action_mask="info")
+    agent = agent_for(OBS, space, action_mask="info")
 
     with pytest.raises(MaskError, match=words):
         agent.masks.in_step({}, infos)
@@ -104,16 +90,16 @@ def test_a_wrong_mask_is_refused(space: Any, infos: dict[str, Any], words: str) 
 
 def test_a_policy_with_masks_does_not_act_without_them() -> None:
     with pytest.raises(MaskError, match="this policy needs masks"):
-        agent_for(action_mask="info").act_batch(np.zeros((1, 3)))
+        agent_for(OBS, DISCRETE, action_mask="info").act_batch(np.zeros((1, 3)))
 
 
 @pytest.mark.parametrize(
     ("spaces_of_env", "source", "error", "words"),
     [
-        ((BOX, OBS), "info", ActionSpaceError, "cannot be masked"),
-        ((DISCRETE, MASKED_OBS), "x", MaskError, "=x: the observation has no such key; its keys"),
-        ((DISCRETE, MASKED_OBS), "observation", MaskError, r"shape \(3,\); the action space needs"),
-        ((DISCRETE, OBS), "x", MaskError, "it is not a Dict"),
+        ((OBS, BOX), "info", ActionSpaceError, "cannot be masked"),
+        ((MASKED_OBS, DISCRETE), "x", MaskError, "=x: the observation has no such key; its keys"),
+        ((MASKED_OBS, DISCRETE), "observation", MaskError, r"shape \(3,\); the action space needs"),
+        ((OBS, DISCRETE), "x", MaskError, "it is not a Dict"),
     ],
 )
 def test_an_impossible_source_of_masks_is_refused(

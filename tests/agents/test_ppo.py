@@ -12,55 +12,30 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from small_agents import agent_for, minibatch
 from torch import Tensor, nn
 
 from ml_pipeline.agents.image_networks import DictNetwork
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.observations import ObservationSpaceError
 from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import Minibatch, Rates
+from ml_pipeline.protocols import Rates
 
-CPU = torch.device("cpu")
 OBS = spaces.Box(-1, 1, (3,), np.float32)
 DISCRETE, BOX = spaces.Discrete(4), spaces.Box(-1, 1, (2,), np.float32)
 RATES = Rates(learning_rate=1e-2, clip_range=0.2, entropy_coef=0.01)
 
 
-def agent_for(
-    action_space: spaces.Space[Any],
-    obs_space: spaces.Space[Any] = OBS,
-    network: Any = partial(MLP, hidden_sizes=(8,)),  # noqa: B008
-    *,
-    seed: int = 1,
-    **options: Any,
-) -> PPOAgent:
-    return PPOAgent(obs_space, action_space, network, PPOConfig(**options), device=CPU, seed=seed)
-
-
-def minibatch(agent: PPOAgent, size: int = 16) -> Minibatch:
-    """Of random observations and the agent's own scores."""
-    space = agent.spaces["observation_space"]
-    space.seed(1)
-    samples: list[Any] = [space.sample() for _ in range(size)]
-    if isinstance(space, spaces.Dict):
-        obs: Any = {name: np.stack([sample[name] for sample in samples]) for name in space}
-    else:
-        obs = np.stack(samples)
-    inputs = agent.inputs(agent.reader.read(obs))
-    generator = torch.Generator().manual_seed(1)
-    action = agent.sample_batch(inputs, agent.draw_noise(1, size, generator)[0]).action
-    scores = agent.score_batch(inputs, action)
-    advantage, target = (torch.randn(size, generator=generator) for _ in range(2))
-    return Minibatch(inputs, action, *scores, advantage, target)
+def agent_with(action_space: Any, obs_space: Any = OBS, **more: Any) -> PPOAgent:
+    return agent_for(obs_space, action_space, **more)
 
 
 def test_a_shared_trunk_learns_from_both_losses() -> None:
-    agent = agent_for(DISCRETE, shared_trunk=True)
+    agent = agent_with(DISCRETE, shared_trunk=True)
     batch = minibatch(agent)
 
-    agent.update(batch._replace(advantage=torch.zeros(16)), RATES)
+    agent.update(batch._replace(advantage=torch.zeros(32)), RATES)
 
     assert agent.model.critic is None
     assert agent.adam.views["actor.layers.0.weight"][1].abs().max() > 0
@@ -68,7 +43,7 @@ def test_a_shared_trunk_learns_from_both_losses() -> None:
 
 def test_first_weights_are_orthogonal_or_torchs_own() -> None:
     def first_layer(**options: Any) -> Tensor:
-        return agent_for(DISCRETE, **options).model.actor.layers[0].weight.detach()
+        return agent_with(DISCRETE, **options).model.actor.layers[0].weight.detach()
 
     weight, torchs_own = first_layer(), first_layer(orthogonal_init=False)
 
@@ -81,7 +56,7 @@ def test_the_seed_determines_the_weights_and_the_global_generator_does_not(
     orthogonal_init: bool,
 ) -> None:
     def weights(seed: int) -> list[float]:
-        agent = agent_for(DISCRETE, seed=seed, orthogonal_init=orthogonal_init)
+        agent = agent_with(DISCRETE, seed=seed, orthogonal_init=orthogonal_init)
         return agent.adam.values.tolist()
 
     torch.manual_seed(1)
@@ -94,13 +69,13 @@ def test_the_seed_determines_the_weights_and_the_global_generator_does_not(
 
 @pytest.mark.parametrize("box_policy", ["gaussian", "squashed", "gsde"])
 def test_log_std_init_sets_the_first_log_std(box_policy: str) -> None:
-    agent = agent_for(BOX, box_policy=box_policy, log_std_init=-1.5)
+    agent = agent_with(BOX, box_policy=box_policy, log_std_init=-1.5)
 
     assert agent.distribution.log_std.unique().tolist() == [-1.5]
 
 
 def test_the_policy_sees_normalised_observations() -> None:
-    agent, plain = agent_for(BOX, normalize_obs=True), agent_for(BOX)
+    agent, plain = agent_with(BOX, normalize_obs=True), agent_with(BOX)
     data = 100.0 + torch.randn(1, 500, 3, generator=torch.Generator().manual_seed(1))
     agent.learn_moments(data)
 
@@ -113,7 +88,7 @@ def test_the_policy_sees_normalised_observations() -> None:
     "space", [DISCRETE, BOX, spaces.MultiDiscrete([2, 5]), spaces.MultiBinary(3)], ids=str
 )
 def test_actions_are_in_the_action_space(space: spaces.Space[Any]) -> None:
-    agent, obs = agent_for(space), np.random.default_rng(1).normal(size=(64, 3))
+    agent, obs = agent_with(space), np.random.default_rng(1).normal(size=(64, 3))
 
     for deterministic in (True, False):
         actions = agent.act_batch(obs, deterministic)
@@ -122,7 +97,7 @@ def test_actions_are_in_the_action_space(space: spaces.Space[Any]) -> None:
 
 
 def test_deterministic_actions_repeat_and_sampled_ones_differ() -> None:
-    agent = agent_for(BOX)
+    agent = agent_with(BOX)
     obs = np.zeros((5, 3), dtype=np.float32)
 
     assert agent.act_batch(obs, True).tolist() == agent.act_batch(obs, True).tolist()
@@ -130,26 +105,26 @@ def test_deterministic_actions_repeat_and_sampled_ones_differ() -> None:
 
 
 def test_a_state_of_other_spaces_is_refused() -> None:
-    state = agent_for(DISCRETE).state_dict()
+    state = agent_with(DISCRETE).state_dict()
 
     with pytest.raises(ValueError, match=r"action_space was \{.*'n': 4.*, and is \{.*'n': 5"):
-        agent_for(spaces.Discrete(5)).load_state_dict(state)
+        agent_with(spaces.Discrete(5)).load_state_dict(state)
 
 
 def test_an_unsupported_observation_space_is_refused() -> None:
     with pytest.raises(ObservationSpaceError, match=r"space Text.* is not supported"):
-        agent_for(DISCRETE, spaces.Text(3))
+        agent_with(DISCRETE, spaces.Text(3))
 
 
 def test_a_network_without_out_features_is_refused() -> None:
     with pytest.raises(UserError, match="network Flatten has no out_features"):
-        agent_for(DISCRETE, network=lambda _: nn.Flatten())
+        agent_with(DISCRETE, network=lambda _: nn.Flatten())
 
 
 def test_an_agent_learns_from_images_and_vectors_together() -> None:
     space = spaces.Dict({"camera": spaces.Box(0, 255, (9, 9, 3), np.uint8), "arm": OBS})
     cnn = {"channels": [4], "kernels": [3], "strides": [2], "hidden_size": 8}
-    agent = agent_for(DISCRETE, space, partial(DictNetwork, hidden_sizes=[8], cnn=cnn))
+    agent = agent_with(DISCRETE, space, network=partial(DictNetwork, hidden_sizes=[8], cnn=cnn))
 
     agent.update(minibatch(agent), RATES)
 
@@ -164,7 +139,7 @@ class WithDropout(MLP):
 
 
 def test_dropout_is_on_for_the_gradient_only() -> None:
-    agent = agent_for(BOX, network=WithDropout)
+    agent = agent_with(BOX, network=WithDropout)
     obs = np.ones((4, 3), dtype=np.float32)
     batch = minibatch(agent)
 

@@ -20,14 +20,14 @@ import torch
 from conftest import REPOSITORY, TESTS
 from differences import BOX, CASES, FIVE, MASKED_CASES, OPTIONS, TWO, Pair
 from gymnasium import spaces
+from small_agents import CPU, agent_for, minibatch, seen
 from torch import Tensor, nn
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.config.ppo import PPOConfig
-from ml_pipeline.protocols import Minibatch, PolicyInput, Rates
+from ml_pipeline.protocols import Minibatch, Rates
 
-CPU = torch.device("cpu")
 OBS = spaces.Box(-1, 1, (3,), np.float32)
 RATES = Rates(learning_rate=1e-2, clip_range=0.2, entropy_coef=0.01)
 
@@ -142,28 +142,8 @@ def test_tritons_interpreter_finds_the_same_numbers(names: list[str]) -> None:
 both = pytest.mark.parametrize("fast", [True, False], ids=["numpy", "torch"])
 
 
-def agent_for(
-    action_space: spaces.Space[Any], *, fast: bool, seed: int = 1, **options: Any
-) -> PPOAgent:
-    network = partial(MLP, hidden_sizes=(8,))
-    config = PPOConfig(**options)
-    return PPOAgent(OBS, action_space, network, config, device=CPU, seed=seed, fast=fast)
-
-
-def seen(obs: Tensor, mask: Tensor | None = None) -> PolicyInput:
-    return PolicyInput(obs, mask, None, None)
-
-
-def minibatch(agent: PPOAgent, size: int = 32) -> Minibatch:
-    generator = torch.Generator().manual_seed(3)
-    inputs = seen(torch.randn(size, 3, generator=generator))
-    action = agent.sample_batch(inputs, agent.draw_noise(1, size, generator)[0]).action
-    log_prob, value = agent.score_batch(inputs, action)
-    # As of an older policy: some ratios are outside of the clip range.
-    log_prob = log_prob + 0.4 * torch.randn(size, generator=generator)
-    value = value + 0.4 * torch.randn(size, generator=generator)
-    advantage, target = (torch.randn(size, generator=generator) for _ in range(2))
-    return Minibatch(inputs, action, log_prob, value, advantage, target)
+def agent_with(action_space: spaces.Space[Any], **more: Any) -> PPOAgent:
+    return agent_for(OBS, action_space, partial(MLP, hidden_sizes=(8,)), **more)
 
 
 def textbook_step(agent: PPOAgent, batch: Minibatch) -> Tensor:
@@ -193,8 +173,8 @@ def textbook_step(agent: PPOAgent, batch: Minibatch) -> Tensor:
 @both
 @pytest.mark.parametrize("action_space", [FIVE, BOX], ids=["discrete", "box"])
 def test_one_update_equals_a_textbook_ppo(action_space: spaces.Space[Any], fast: bool) -> None:
-    agent = agent_for(action_space, fast=fast, max_grad_norm=0.3)
-    textbook = agent_for(action_space, fast=False)
+    agent = agent_with(action_space, fast=fast, max_grad_norm=0.3)
+    textbook = agent_with(action_space, fast=False)
     batch = minibatch(agent)
 
     result = agent.update(batch, RATES)
@@ -209,7 +189,7 @@ def test_one_update_equals_a_textbook_ppo(action_space: spaces.Space[Any], fast:
 
 @both
 def test_an_update_is_an_epoch_of_one_minibatch(fast: bool) -> None:
-    one, other = (agent_for(FIVE, fast=fast, n_minibatches=1) for _ in range(2))
+    one, other = (agent_with(FIVE, fast=fast, n_minibatches=1) for _ in range(2))
     batch = minibatch(one)
 
     update = one.update(batch, RATES)
@@ -221,34 +201,19 @@ def test_an_update_is_an_epoch_of_one_minibatch(fast: bool) -> None:
 
 @both
 @pytest.mark.parametrize("action_space", [FIVE, BOX], ids=["discrete", "box"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_each_option_changes_the_update(
-    action_space: spaces.Space[Any], options: dict[str, Any], fast: bool
+def test_each_option_and_each_rate_changes_the_update(
+    action_space: spaces.Space[Any], fast: bool
 ) -> None:
-    changed, default = (agent_for(action_space, fast=fast, **each) for each in (options, {}))
-    batch = minibatch(default)
+    rates = {"learning_rate": 1e-3, "clip_range": 0.01, "entropy_coef": 0.5}
+    changes = [({}, RATES), *((options, RATES) for options in OPTIONS.values())]
+    changes += [({}, RATES._replace(**{name: value})) for name, value in rates.items()]
+    results = set()
+    for options, changed in changes:
+        agent = agent_with(action_space, fast=fast, **options)
+        agent.update(minibatch(agent), changed)
+        results.add(tuple(agent.adam.values.tolist()))
 
-    for agent in (changed, default):
-        agent.update(batch, RATES)
-
-    assert not torch.equal(changed.adam.values, default.adam.values)
-
-
-@both
-def test_each_rate_changes_the_update(fast: bool) -> None:
-    results = []
-    changes: list[dict[str, float]] = [
-        {},
-        {"clip_range": 0.01},
-        {"entropy_coef": 0.5},
-        {"learning_rate": 1e-3},
-    ]
-    for change in changes:
-        agent = agent_for(FIVE, fast=fast)
-        agent.update(minibatch(agent), RATES._replace(**change))
-        results.append(tuple(agent.adam.values.tolist()))
-
-    assert len(set(results)) == len(changes)
+    assert len(results) == len(changes)
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
@@ -263,7 +228,7 @@ def test_a_forbidden_action_gets_no_gradient(backend: str) -> None:
 
 @both
 def test_the_split_of_a_batch_changes_no_draw(fast: bool) -> None:
-    agent = agent_for(FIVE, fast=fast)
+    agent = agent_with(FIVE, fast=fast)
     obs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
     noise = agent.draw_noise(1, 8, torch.Generator().manual_seed(2))[0]
 
@@ -275,7 +240,7 @@ def test_the_split_of_a_batch_changes_no_draw(fast: bool) -> None:
 
 @both
 def test_a_loaded_agent_continues_like_the_saved_one(fast: bool) -> None:
-    saved, loaded = (agent_for(FIVE, seed=seed, fast=fast) for seed in (1, 2))
+    saved, loaded = (agent_with(FIVE, seed=seed, fast=fast) for seed in (1, 2))
     batch = minibatch(saved)
     saved.update(batch, RATES)
     loaded.load_state_dict(saved.state_dict())
@@ -290,8 +255,8 @@ def test_a_loaded_agent_continues_like_the_saved_one(fast: bool) -> None:
 
 @both
 def test_observations_are_not_clipped_before_the_first_moments(fast: bool) -> None:
-    agent = agent_for(BOX, fast=fast, normalize_obs=True, clip_obs=1.0)
-    plain = agent_for(BOX, fast=fast)
+    agent = agent_with(BOX, fast=fast, normalize_obs=True, clip_obs=1.0)
+    plain = agent_with(BOX, fast=fast)
     obs = np.array([[5.0, -30.0, 0.5]], dtype=np.float32)
 
     assert agent.act_batch(obs, True) == pytest.approx(plain.act_batch(obs, True), abs=1e-6)
@@ -303,7 +268,7 @@ def test_observations_are_not_clipped_before_the_first_moments(fast: bool) -> No
 def test_an_epoch_ends_at_a_nan_or_skips_its_minibatch(
     field: str, on_nonfinite: str, n_steps: int, fast: bool
 ) -> None:
-    agent = agent_for(FIVE, fast=fast, on_nonfinite=on_nonfinite, n_minibatches=2)
+    agent = agent_with(FIVE, fast=fast, on_nonfinite=on_nonfinite, n_minibatches=2)
     batch = minibatch(agent)
     getattr(batch, field)[5] = torch.nan
     before = agent.adam.values.clone()
@@ -316,7 +281,7 @@ def test_an_epoch_ends_at_a_nan_or_skips_its_minibatch(
 
 @both
 def test_a_minibatch_of_one_stays_finite(fast: bool) -> None:
-    agent = agent_for(FIVE, fast=fast)
+    agent = agent_with(FIVE, fast=fast)
 
     result = agent.update(minibatch(agent, size=1), RATES)
 
@@ -341,7 +306,7 @@ def test_a_minibatch_of_one_stays_finite(fast: bool) -> None:
 def test_on_the_cpu_numpy_is_used_where_it_covers_the_model(
     backend: str, action_space: Any, options: dict[str, Any]
 ) -> None:
-    agent = agent_for(action_space, fast=True, **options)
+    agent = agent_with(action_space, fast=True, **options)
 
     assert type(agent.backend).__name__ == backend
     assert agent.remark == ""
@@ -368,8 +333,8 @@ def test_triton_covers_two_narrow_layers_of_a_plain_policy(
 ) -> None:
     from ml_pipeline.agents.fast.triton_ppo import TritonPPO
 
-    network = partial(MLP, hidden_sizes=hidden_sizes, activation="tanh")
-    agent = PPOAgent(OBS, action_space, network, PPOConfig(**options), device=CPU, seed=1)
+    network = partial(MLP, hidden_sizes=hidden_sizes)
+    agent = agent_for(OBS, action_space, network, **options)
 
     assert TritonPPO.covers(agent.model) is is_covered
 

@@ -82,16 +82,6 @@ def summed(delta: NDArray[Any], done: NDArray[Any], decay: float) -> NDArray[Any
     return result
 
 
-@kinds
-def test_a_final_value_counts_only_where_the_episode_was_truncated(kind: str) -> None:
-    given = random_outcome(9, 4, seed=1)
-    other = given._replace(final_value=torch.where(given.truncated, given.final_value, 1e6))
-
-    ours, theirs = (gae_of(kind, each, gamma=0.9, lam=0.9) for each in (given, other))
-
-    assert np.array_equal(ours, theirs)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 @pytest.mark.parametrize(

@@ -11,19 +11,11 @@ import pytest
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
+from small_agents import Played, agent_in, seen
 from tiny_torch_envs import Endless, Places
 from torch import Tensor
 
-from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.vec_env import SerialEnv
-from ml_pipeline.protocols import PolicyInput
-from ml_pipeline.training.collector import Collector
-from ml_pipeline.training.gpu.programs import Programs
-from ml_pipeline.training.tensor.collector import TensorCollector
-
-CPU = torch.device("cpu")
 
 
 class PlaceEnv(gym.Env[Any, Any]):
@@ -49,8 +41,8 @@ class PlaceEnv(gym.Env[Any, Any]):
         return obs, place, done and not self.is_truncated, done and self.is_truncated, {}
 
 
-class Played:
-    """A collector, its agent and its buffer."""
+class Rollouts(Played):
+    """Of ``n_envs`` envs of a kind: host or tensor."""
 
     def __init__(
         self,
@@ -60,43 +52,20 @@ class Played:
         *,
         is_truncated: bool = False,
         noise_seed: int = 2,
-        fast: bool = True,
         **options: Any,
     ) -> None:
         env: Any
-        self.collector: Any
-        self.n_steps, self.n_envs = n_steps, n_envs
         if kind == "tensor":
             env = (Endless if is_truncated else Places)(n_envs)
-            programs = Programs(CPU)
-            self.collector = TensorCollector(
-                env, env_seed=10, noise_seed=noise_seed, programs=programs
-            )
         else:
             env = SerialEnv([partial(PlaceEnv, i, is_truncated) for i in range(n_envs)])
-            self.collector = Collector([env], env_seed=10, noise_seed=noise_seed)
-        spaces_of_env = env.single_observation_space, env.single_action_space
-        config = PPOConfig(**options)
-        self.agent = PPOAgent(*spaces_of_env, MLP, config, device=CPU, seed=1, fast=fast)
-        self.buffer = self.collector.new_buffer(n_steps, self.agent)
-        self.scaler = None
-        if config.scale_reward:
-            self.scaler = self.collector.new_scaler(gamma=config.gamma, clip=config.clip_reward)
-
-    def collect(self) -> Any:
-        """One more rollout, which counts."""
-        stats = self.collector.collect(self.agent, self.buffer)
-        self.collector.commit(self.n_steps)
-        return stats
-
-    def finish(self, gamma: float = 0.9, lam: float = 0.9) -> None:
-        last = self.collector.last_inputs(self.agent)
-        self.buffer.finish(last, gamma=gamma, lam=lam, scaler=self.scaler)
+        self.n_envs = n_envs
+        super().__init__(env, n_steps, agent_in(env, **options), noise_seed=noise_seed)
 
     def values(self, obs: Any) -> NDArray[Any]:
         """Of observations [T, n_envs]."""
         flat = torch.as_tensor(obs, dtype=torch.float32).reshape(-1, 1)
-        value = self.agent.value_batch(PolicyInput(flat, None, None, None))
+        value = self.agent.value_batch(seen(flat))
         return value.numpy().reshape(np.shape(obs))
 
     def field(self, name: str) -> NDArray[Any]:
@@ -117,7 +86,7 @@ kinds = pytest.mark.parametrize("kind", ["host", "tensor"])
 
 @kinds
 def test_a_rollout_holds_each_number_in_its_place(kind: str) -> None:
-    played = Played(kind)
+    played = Rollouts(kind)
 
     played.collect()
 
@@ -130,31 +99,20 @@ def test_a_rollout_holds_each_number_in_its_place(kind: str) -> None:
 
 
 @kinds
-def test_a_time_limit_truncates(kind: str) -> None:
-    played = Played(kind, n_steps=4, is_truncated=True)
-
-    played.collect()
-
-    assert np.argwhere(played.field("truncated")).tolist() == [[2, 0], [2, 1]]
-    assert not played.field("terminated").any()
-    assert played.field("obs")[3].tolist() == [0.0, 1.0]
-
-
-@kinds
 def test_the_next_rollout_continues_where_the_last_one_ended(kind: str) -> None:
-    played = Played(kind, n_steps=2)
-    seen = []
+    played = Rollouts(kind, n_steps=2)
+    found = []
     for _ in range(3):
         played.collect()
-        seen += played.field("obs").tolist()
+        found += played.field("obs").tolist()
 
-    assert seen == [[0, 1], [10, 11], [20, 21], [30, 1], [0, 11], [10, 21]]
+    assert found == [[0, 1], [10, 11], [20, 21], [30, 1], [0, 11], [10, 21]]
     assert played.collector.state_dict()["n_steps"] == 6
 
 
 @kinds
 def test_stats_count_each_episode_that_ended(kind: str) -> None:
-    played = Played(kind, n_steps=4)
+    played = Rollouts(kind, n_steps=4)
 
     episodes = played.collect().episodes
 
@@ -162,7 +120,7 @@ def test_stats_count_each_episode_that_ended(kind: str) -> None:
     assert sum(each.n for each in episodes) == 2
     assert sum(each.n * each.episode_return for each in episodes) == 100.0 + 63.0
     assert sum(each.n * each.length for each in episodes) == 7
-    assert Played(kind, n_steps=2).collect().episodes == []
+    assert Rollouts(kind, n_steps=2).collect().episodes == []
 
 
 @kinds
@@ -171,7 +129,7 @@ def test_stats_count_each_episode_that_ended(kind: str) -> None:
 def test_targets_bootstrap_after_truncation_and_not_after_termination(
     is_truncated: bool, fast: bool, kind: str
 ) -> None:
-    played = Played(kind, 3, 6, is_truncated=is_truncated, fast=fast)
+    played = Rollouts(kind, 3, 6, is_truncated=is_truncated, fast=fast)
     played.collect()
 
     played.finish(gamma=0.5, lam=0.0)  # a target is then reward + gamma * V(successor)
@@ -180,24 +138,18 @@ def test_targets_bootstrap_after_truncation_and_not_after_termination(
     reward, done = played.field("reward"), played.field("terminated") | played.field("truncated")
     expected = reward + 0.5 * played.values(reward) * ~played.field("terminated")
     np.testing.assert_allclose(played.finished("value_target"), expected, rtol=1e-5, atol=1e-5)
-    assert done.any()
-
-
-@kinds
-def test_rewards_before_a_truncation_are_discounted_up_to_the_final_value(kind: str) -> None:
-    played = Played(kind, 1, 3, is_truncated=True)
-    played.collect()
-
-    played.finish(gamma=0.5, lam=1.0)
-
-    value = played.values([[30.0]]).item()
-    expected = 10.0 + 0.5 * (20.0 + 0.5 * (30.0 + 0.5 * value))
-    assert played.finished("value_target")[0, 0] == pytest.approx(expected, rel=1e-5)
+    ends = (
+        [[2, 0], [2, 1], [2, 2], [5, 0], [5, 1], [5, 2]]
+        if is_truncated
+        else [[2, 1], [3, 0], [3, 2], [5, 1]]
+    )
+    assert np.argwhere(done).tolist() == ends
+    assert played.field("truncated").any() == is_truncated
 
 
 @kinds
 def test_the_finished_rollout_is_flat_and_scored_by_the_agent(kind: str) -> None:
-    played = Played(kind, 3, 4)
+    played = Rollouts(kind, 3, 4)
     played.collect()
     played.finish()
 
@@ -212,11 +164,13 @@ def test_the_finished_rollout_is_flat_and_scored_by_the_agent(kind: str) -> None
     torch.testing.assert_close(finished.value_target, finished.advantage + finished.value)
     assert {field.dtype for field in finished[1:]} == {torch.int64, torch.float32}
     assert finished.inputs.obs.dtype == torch.float32
+    shapes = {name: each.shape for name, each in buffer.arrays().items()}
+    assert shapes == {"rollout/actions": (4, 3), "rollout/advantages": (4, 3)}
 
 
 @kinds
 def test_quality_is_the_explained_variance(kind: str) -> None:
-    played = Played(kind, n_steps=4)
+    played = Rollouts(kind, n_steps=4)
     played.collect()
     played.finish()
 
@@ -227,7 +181,7 @@ def test_quality_is_the_explained_variance(kind: str) -> None:
 
 @kinds
 def test_scaled_rewards_change_the_targets_and_not_the_kept_rewards(kind: str) -> None:
-    played = Played(kind, n_steps=4, scale_reward=True)
+    played = Rollouts(kind, n_steps=4, scale_reward=True)
     played.collect()
     before = played.field("reward")
 
@@ -240,19 +194,8 @@ def test_scaled_rewards_change_the_targets_and_not_the_kept_rewards(kind: str) -
 
 
 @kinds
-def test_histograms_show_actions_and_advantages(kind: str) -> None:
-    played = Played(kind, n_steps=3)
-    played.collect()
-    played.finish()
-
-    shapes = {name: each.shape for name, each in played.buffer.arrays().items()}
-
-    assert shapes == {"rollout/actions": (3, 2), "rollout/advantages": (3, 2)}
-
-
-@kinds
 def test_each_order_has_every_transition_once_and_the_generator_determines_it(kind: str) -> None:
-    buffer = Played(kind, 3, 4).buffer
+    buffer = Rollouts(kind, 3, 4).buffer
     orders = []
     for seed in (1, 1, 2):
         buffer.shuffle(torch.Generator().manual_seed(seed), n_orders=2)
@@ -266,7 +209,7 @@ def test_each_order_has_every_transition_once_and_the_generator_determines_it(ki
 @kinds
 def test_the_noise_seed_determines_the_actions_and_each_rollout_has_new_ones(kind: str) -> None:
     # Twelve steps are complete episodes, so that both rollouts start alike.
-    ours, same, other = (Played(kind, 8, 12, noise_seed=seed) for seed in (2, 2, 3))
+    ours, same, other = (Rollouts(kind, 8, 12, noise_seed=seed) for seed in (2, 2, 3))
     actions = []
     for _ in range(2):
         for each in (ours, same, other):
@@ -280,7 +223,7 @@ def test_the_noise_seed_determines_the_actions_and_each_rollout_has_new_ones(kin
 
 @kinds
 def test_a_rollout_that_was_not_committed_leaves_no_trace_in_the_state(kind: str) -> None:
-    played = Played(kind, n_steps=3)
+    played = Rollouts(kind, n_steps=3)
     played.collect()
     before = played.collector.state_dict()
 
@@ -297,14 +240,12 @@ def test_a_rollout_that_was_not_committed_leaves_no_trace_in_the_state(kind: str
 @kinds
 @pytest.mark.parametrize("n_before", [0, 3], ids=["new", "used"])
 def test_a_resumed_collector_continues_within_the_episodes(kind: str, n_before: int) -> None:
-    ours, other = Played(kind), Played(kind, noise_seed=9)
+    ours, other = Rollouts(kind), Rollouts(kind, noise_seed=9)
     for _ in range(n_before):
         other.collect()
     ours.collect()
-    snapshots, state = ours.collector.snapshots(), ours.collector.state_dict()
 
-    other.collector.load_state_dict(state)
-    other.collector.resume_at(state["position"], snapshots, other.agent)
+    other.resume(ours.collector.state_dict(), ours.collector.snapshots())
     episodes = [each.collect().episodes for each in (ours, other)]
 
     for name in ("obs", "action", "reward", "terminated", "truncated"):
@@ -315,7 +256,7 @@ def test_a_resumed_collector_continues_within_the_episodes(kind: str, n_before: 
 
 @kinds
 def test_episodes_that_were_not_saved_cannot_be_resumed(kind: str) -> None:
-    played = Played(kind)
+    played = Rollouts(kind)
 
     with pytest.raises(ValueError, match="holds no env positions"):
         played.collector.resume_at(None, [], played.agent)

@@ -13,18 +13,16 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from small_agents import Played, agent_in
 from tiny_envs import BreakingEnv, CountingEnv, ForbiddingEnv, LivesEnv, MixedEnv
 
 from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.agents.recurrent import Recurrent
-from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.training.checks import BadValueError
 from ml_pipeline.training.collector import Collector
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
 
-CPU = torch.device("cpu")
 LSTM = partial(Recurrent, size=4)
 FIELDS = ("action", "reward", "truncated", "terminated", "episode_start")
 
@@ -49,30 +47,7 @@ class StrayingEnv(CountingEnv):
         return 7 if self._step == self.at else self._step % 5
 
 
-class Played:
-    """A collector, its agent and its buffer; one rollout per ``collect``."""
-
-    def __init__(
-        self, envs: Any, n_steps: int, agent: PPOAgent | None = None, **options: Any
-    ) -> None:
-        envs = envs if isinstance(envs, list) else [envs]
-        self.agent = agent or agent_of(envs[0])
-        self.collector = Collector(envs, env_seed=1, noise_seed=2, **options)
-        self.buffer = self.collector.new_buffer(n_steps, self.agent)
-
-    def collect(self) -> Any:
-        return self.collector.collect(self.agent, self.buffer)
-
-    def finish(self, gamma: float = 0.9, lam: float = 0.9) -> None:
-        self.buffer.finish(self.collector.last_inputs(self.agent), gamma=gamma, lam=lam)
-
-
-def agent_of(env: Any, network: Any = MLP, **options: Any) -> PPOAgent:
-    spaces_of_env = env.single_observation_space, env.single_action_space
-    return PPOAgent(*spaces_of_env, network, PPOConfig(**options), device=CPU, seed=1)
-
-
-def collected(envs: Any, n_steps: int, agent: PPOAgent | None = None, **options: Any) -> Any:
+def collected(envs: Any, n_steps: int, agent: Any = None, **options: Any) -> Any:
     """The buffer after one rollout."""
     played = Played(envs, n_steps, agent, **options)
     played.collect()
@@ -92,7 +67,7 @@ def test_observations_are_copied_before_the_env_overwrites_them() -> None:
 
 def test_a_recurrent_policy_values_the_final_observation_with_its_state_before_it() -> None:
     env = SerialEnv([partial(CountingEnv, 3, "truncated")] * 2)
-    played = Played(env, 4, agent_of(env, LSTM))
+    played = Played(env, 4, agent_in(env, LSTM))
     played.collect()
     # The value after the whole episode 0, 1, 2, 3.
     obs = torch.arange(4.0).view(4, 1, 1).expand(4, 2, 2)
@@ -140,7 +115,7 @@ def test_two_halves_in_turns_give_the_rollout_of_the_whole(network: Any, kind: s
         return ParallelEnv([MixedEnv] * n_envs, seed=seed, n_workers=1, start_method="fork")
 
     envs = [make(4, 1), make(2, 1), make(2, 3)]
-    agent = agent_of(envs[0], network)
+    agent = agent_in(envs[0], network)
     whole, halves = Played(envs[0], 20, agent), Played(envs[1:], 20, agent)
 
     episodes = [each.collect().episodes for each in (whole, halves)]
@@ -158,7 +133,7 @@ def test_two_halves_in_turns_give_the_rollout_of_the_whole(network: Any, kind: s
 
 def test_recurrent_state_continues_in_the_next_rollout_and_ends_with_the_episode() -> None:
     env_fns = [partial(CountingEnv, 4)]
-    agent = agent_of(SerialEnv(env_fns), LSTM)
+    agent = agent_in(SerialEnv(env_fns), LSTM)
     parts, whole = Played(SerialEnv(env_fns), 3, agent), Played(SerialEnv(env_fns), 6, agent)
     values = []
     for _ in range(2):
@@ -177,7 +152,7 @@ def test_recurrent_state_continues_in_the_next_rollout_and_ends_with_the_episode
 @pytest.mark.parametrize("where", ["info", "obs"])
 def test_masks_are_respected_in_every_step_also_after_an_end(where: str) -> None:
     env = SerialEnv([partial(ForbiddingEnv, where)] * 3, seed=1)  # raises at a forbidden action
-    played = Played(env, 40, agent_of(env, action_mask="info" if where == "info" else "auto"))
+    played = Played(env, 40, agent_in(env, action_mask="info" if where == "info" else "auto"))
 
     stats = played.collect()
 
@@ -206,7 +181,6 @@ def test_a_value_that_is_not_finite_is_refused_with_env_and_step(what: str, word
 def test_the_step_of_a_bad_value_is_counted_over_rollouts() -> None:
     played = Played(SerialEnv([partial(BreakingEnv, "obs")]), 3)
     played.collect()
-    played.collector.commit(3)
 
     with pytest.raises(BadValueError, match=r"its step 4 \(step 1 of this rollout\)"):
         played.collect()
@@ -221,7 +195,7 @@ def test_huge_rewards_are_accepted() -> None:
 @pytest.mark.parametrize("network", [MLP, partial(MLP, activation="elu")], ids=["numpy", "torch"])
 def test_with_nan_observations_all_allowed_actions_are_drawn_and_no_others(network: Any) -> None:
     env = SerialEnv([NanForbiddingEnv] * 4)  # raises at a forbidden action
-    agent = agent_of(env, network, on_nonfinite="skip", action_mask="info")
+    agent = agent_in(env, network, on_nonfinite="skip", action_mask="info")
 
     buffer = collected(env, 30, agent, allow_nonfinite=True)
 
@@ -259,7 +233,7 @@ def test_a_resize_keeps_recurrent_state_and_masks(kind: str) -> None:
     make_env: Any = CountingEnv if kind == "recurrent" else ForbiddingEnv
     env = ParallelEnv([make_env] * 6, seed=1, n_workers=2, start_method="fork")
     options = {"network": LSTM} if kind == "recurrent" else {"action_mask": "info"}
-    played = Played(env, 5, agent_of(env, **options))
+    played = Played(env, 5, agent_in(env, **options))
 
     for n_envs in (6, 2, 8, 3):
         if n_envs != 6:

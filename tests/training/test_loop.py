@@ -100,20 +100,14 @@ def test_callbacks_and_loggers_are_called_in_order_until_a_callback_asks_to_stop
     assert row["time/env_steps_per_second"] > 0
 
 
-def test_training_ends_with_the_first_iteration_that_reaches_the_total() -> None:
-    loop = Loop(ToyTrainer())
-
-    loop.train(13)
-
-    assert (loop.iteration, loop.env_steps) == (2, 24)
-
-
-def test_the_trainer_gets_the_progress_before_each_iteration() -> None:
+def test_the_trainer_gets_its_progress_until_an_iteration_reaches_the_total() -> None:
     trainer = ToyTrainer()
+    loop = Loop(trainer)
 
-    Loop(trainer).train(48)
+    loop.train(40)
 
-    assert trainer.seen_progress == [0.0, 0.25, 0.5, 0.75]
+    assert trainer.seen_progress == [0.0, 0.3, 0.6, 0.9]
+    assert (loop.iteration, loop.env_steps) == (4, 48)
 
 
 @pytest.mark.parametrize("value", [np.float32(1.0), np.array(1), torch.tensor(1.0), True])

@@ -11,12 +11,11 @@ import pytest
 import torch
 from conftest import only_run, small
 from gymnasium import spaces
+from small_agents import agent_for
 
 from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.agents.recurrent import Recurrent
 from ml_pipeline.build import train
-from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.training.out_of_memory import (
     DeviceMemoryError,
@@ -28,19 +27,15 @@ from ml_pipeline.training.out_of_memory import (
     shown_bytes,
 )
 
-CPU = torch.device("cpu")
+VECTOR, THREE = spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3)
 ONE_OBS = {"": np.zeros((1, 4), dtype=np.float32)}
 CAMERA = spaces.Dict(
     {"camera": spaces.Box(0, 255, (8, 8, 3), np.uint8), "arm": spaces.Box(-1, 1, (2,), np.float64)}
 )
 
 
-def agent_for(obs: Any, action: Any, network: Any = MLP, **options: Any) -> PPOAgent:
-    return PPOAgent(obs, action, network, PPOConfig(**options), device=CPU, seed=1)
-
-
 def test_a_rollout_needs_the_bytes_of_its_fields() -> None:
-    agent = agent_for(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3))
+    agent = agent_for(VECTOR, THREE)
 
     # Observation, action, five floats, three flags and the noise.
     assert rollout_bytes(agent, n_steps=10, n_envs=7) == 10 * 7 * (4 * 4 + 8 + 5 * 4 + 3 + 4)
@@ -58,16 +53,14 @@ def test_images_need_bytes_float64_becomes_float32_and_masks_count() -> None:
 def test_noise_of_several_steps_is_counted_once() -> None:
     network = partial(MLP, hidden_sizes=[6])
     options = {"box_policy": "gsde", "gsde_every_steps": 4}
-    agent = agent_for(spaces.Box(-1, 1, (4,)), spaces.Box(-1, 1, (2,)), network, **options)
+    agent = agent_for(VECTOR, spaces.Box(-1, 1, (2,)), network, **options)
 
     fields = 4 * 4 + 2 * 4 + 5 * 4 + 3
     assert rollout_bytes(agent, n_steps=10, n_envs=7) == 7 * (10 * fields + 3 * (6 * 2 * 4))
 
 
 def test_a_minibatch_needs_the_outputs_of_the_layers() -> None:
-    agent = agent_for(
-        spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3), partial(MLP, hidden_sizes=[6, 5])
-    )
+    agent = agent_for(VECTOR, THREE, partial(MLP, hidden_sizes=[6, 5]))
 
     per_transition = activation_bytes(agent, agent.model, ONE_OBS)
 
@@ -76,7 +69,7 @@ def test_a_minibatch_needs_the_outputs_of_the_layers() -> None:
 
 
 def test_a_recurrent_network_is_measured_too() -> None:
-    agent = agent_for(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3), Recurrent)
+    agent = agent_for(VECTOR, THREE, Recurrent)
 
     assert activation_bytes(agent, agent.model, ONE_OBS) > 4 * 2 * 64
 
@@ -133,7 +126,7 @@ def test_a_kept_error_keeps_no_tensor_alive() -> None:
 
 
 def test_the_advice_names_the_needs_and_the_settings_to_change() -> None:
-    agent = agent_for(spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3))
+    agent = agent_for(VECTOR, THREE)
 
     advice = memory_advice(agent, 1_000, n_steps=1_000, n_envs=100, n_minibatches=4)
 

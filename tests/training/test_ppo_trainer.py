@@ -10,41 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_agents import Played, agent_in
 from tiny_envs import BreakingEnv, CountingEnv
 from tiny_torch_envs import Places
 
 from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.agents.recurrent import Recurrent
-from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.protocols import Rates, Resizes, ResumesEpisodes, ShowsRollouts
 from ml_pipeline.training.checks import TrainingError
-from ml_pipeline.training.collector import Collector
-from ml_pipeline.training.gpu.programs import Programs
 from ml_pipeline.training.loop import Loop
 from ml_pipeline.training.ppo_trainer import PPOTrainer
-from ml_pipeline.training.tensor.collector import TensorCollector
-
-CPU = torch.device("cpu")
 
 
-def trainer_of(
-    length: int = 3,
-    make_env: Any = None,
-    network: Any = MLP,
-    *,
-    fast: bool = True,
-    **options: Any,
-) -> PPOTrainer:
-    env = SerialEnv([make_env or partial(CountingEnv, length)] * 2)
+def trainer_of(make_env: Any = CountingEnv, network: Any = MLP, **more: Any) -> PPOTrainer:
+    """Of two envs; ``more`` are settings of PPO, or ``fast``."""
+    env = SerialEnv([make_env] * 2)
     settings = {"n_steps": 6, "n_epochs": 2, "n_minibatches": 3, "learning_rate": 0.01}
-    config = PPOConfig(**{**settings, **options})
-    spaces = env.single_observation_space, env.single_action_space
-    agent = PPOAgent(*spaces, network, config, device=CPU, seed=1, fast=fast)
-    skips = config.on_nonfinite == "skip"
-    collector = Collector([env], env_seed=1, noise_seed=2, allow_nonfinite=skips)
-    return PPOTrainer(agent, collector, seed=1)
+    agent = agent_in(env, network, **{**settings, **more})
+    skips = agent.config.on_nonfinite == "skip"
+    return PPOTrainer(agent, Played(env, 6, agent, allow_nonfinite=skips).collector, seed=1)
 
 
 def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -73,13 +58,10 @@ def test_an_iteration_returns_the_metrics_of_rollout_and_update() -> None:
         assert isinstance(metrics[name], float), name
 
 
-def test_a_trainer_has_all_optional_abilities() -> None:
-    trainer = trainer_of()
+def test_a_trainer_resizes_resumes_episodes_and_shows_rollouts() -> None:
+    abilities = (Resizes, ResumesEpisodes, ShowsRollouts)
 
-    assert isinstance(trainer, Resizes)
-    assert isinstance(trainer, ResumesEpisodes)
-    assert isinstance(trainer, ShowsRollouts)
-    assert trainer.iteration_steps == 12
+    assert all(isinstance(trainer_of(), ability) for ability in abilities)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +175,7 @@ def test_skipped_minibatches_are_counted_and_leave_no_trace() -> None:
 
 
 def test_with_tensor_envs_every_episode_is_counted_and_their_mean_reported() -> None:
-    env = Places(2)
-    config = PPOConfig(n_steps=12, n_epochs=1, n_minibatches=2)
-    spaces = env.single_observation_space, env.single_action_space
-    agent = PPOAgent(*spaces, MLP, config, device=CPU, seed=1)
-    collector = TensorCollector(env, env_seed=1, noise_seed=2, programs=Programs(CPU))
-    trainer = PPOTrainer(agent, collector, seed=1)
+    trainer = tensor_trainer()
 
     metrics = [trainer.train_episode_vectorized() for _ in range(2)][-1]
 
@@ -235,18 +212,28 @@ def test_a_loaded_trainer_continues_with_the_same_draws() -> None:
     assert without_times(ours) == without_times(theirs)
 
 
-def test_hold_is_called_after_the_rollout_and_before_the_update() -> None:
-    trainer = trainer_of()
+def tensor_trainer() -> PPOTrainer:
+    env = Places(2)
+    agent = agent_in(env, n_steps=12, n_epochs=1, n_minibatches=2)
+    return PPOTrainer(agent, Played(env, 12, agent).collector, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "n_rollouts"), [(trainer_of, [1]), (tensor_trainer, [0, 1])], ids=["host", "tensor"]
+)
+def test_hold_is_called_before_the_update_and_with_tensor_envs_before_the_rollout(
+    make: Any, n_rollouts: list[int]
+) -> None:
+    trainer = make()
     before = trainer.agent.adam.values.clone()
-    seen = []
+    found = []
 
     def hold() -> None:
-        seen.append((trainer.collector.is_between_rollouts, trainer.agent.adam.values.clone()))
+        assert torch.equal(trainer.agent.adam.values, before)
+        found.append(int(not trainer.collector.is_between_rollouts))
 
     trainer.train_episode_vectorized(hold)
 
-    ((is_between, weights),) = seen
-    assert not is_between
-    assert torch.equal(weights, before)
+    assert found == n_rollouts
     assert not torch.equal(trainer.agent.adam.values, before)
     assert np.isfinite(trainer.last_rollout()["rollout/advantages"]).all()

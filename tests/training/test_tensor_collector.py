@@ -9,46 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from small_agents import Played
 from tiny_torch_envs import Drift, Endless, Places
 from torch import Tensor
 
-from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.ppo import PPOConfig
-from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
-from ml_pipeline.training.gpu.programs import Programs
-from ml_pipeline.training.tensor.collector import TensorCollector
-
-CPU = torch.device("cpu")
 
 
-class Played:
-    """A collector, its agent and its buffer."""
-
-    def __init__(self, env: TorchVectorEnv, n_steps: int, noise_seed: int = 2) -> None:
-        spaces = env.single_observation_space, env.single_action_space
-        self.agent = PPOAgent(*spaces, MLP, PPOConfig(), device=CPU, seed=1)
-        programs = Programs(CPU)
-        self.collector = TensorCollector(env, env_seed=10, noise_seed=noise_seed, programs=programs)
-        self.buffer = self.collector.new_buffer(n_steps, self.agent)
-
-    def collect(self) -> Any:
-        stats = self.collector.collect(self.agent, self.buffer)
-        self.collector.commit(self.buffer.n_steps)
-        return stats
-
-    def finish(self) -> None:
-        self.buffer.finish(self.collector.last_inputs(self.agent), gamma=0.9, lam=0.9)
-
-    def resume(self, state: dict[str, Any]) -> None:
-        self.collector.load_state_dict(state)
-        self.collector.resume_at(state["position"], [], self.agent)
-
-    def tensors(self) -> list[Tensor]:
-        buffer = self.buffer
-        fields = (buffer.obs, buffer.final_obs, buffer.action, buffer.reward)
-        return [each.clone() for each in (*fields, buffer.terminated, buffer.truncated)]
+def tensors(played: Played) -> list[Tensor]:
+    buffer = played.buffer
+    fields = (buffer.obs, buffer.final_obs, buffer.action, buffer.reward)
+    return [each.clone() for each in (*fields, buffer.terminated, buffer.truncated)]
 
 
 def are_equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -111,8 +82,8 @@ def test_a_resumed_collector_continues_bit_for_bit_and_can_be_saved_again(make_e
     for _ in range(2):
         for each in (ours, other, third):
             each.collect()
-        assert are_equal(ours.tensors(), other.tensors())
-        assert are_equal(ours.tensors(), third.tensors())
+        assert are_equal(tensors(ours), tensors(other))
+        assert are_equal(tensors(ours), tensors(third))
     assert ours.collector.snapshots() == []  # the state holds the envs
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import door_command, only_run, read_rows, small, wait_until
+from conftest import only_run, read_rows, small
 from stopped_runs import StopAfter, checkpoint_numbers
 
 from ml_pipeline.__main__ import main
@@ -34,36 +31,23 @@ CASES: dict[str, list[str]] = {
         "agent.entropy_coef_schedule=cosine",
     ],
     "max_kl": [*RUN, "env=torch_acrobot", "agent.max_kl=1e-5", "agent.normalize_obs=true"],
-    "box": [
-        *RUN,
-        "env=torch_pendulum",
-        "agent.scale_reward=true",
-        "agent.clip_range_schedule=linear",
-    ],
+    "box": [*RUN, "env=torch_pendulum", "agent.clip_range_schedule=linear"],
     "squashed": [*RUN, "env=torch_pendulum", "agent.box_policy=squashed"],
-    "gsde": [*RUN, "env=torch_mountain_car_continuous", "agent.box_policy=gsde"],
+    "gsde": [
+        *RUN,
+        "env=torch_mountain_car_continuous",
+        "agent.box_policy=gsde",
+        "agent.scale_reward=true",
+    ],
     "shared trunk": [*CARTPOLE, "agent.shared_trunk=true"],
 }
-SLOW_CASES = ("squashed", "gsde", "shared trunk")
+SLOW_CASES = ("squashed", "shared trunk")
 
 
-@pytest.mark.parametrize("task", ["cartpole", "acrobot", "pendulum", "mountain_car_continuous"])
-def test_each_task_trains(task: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = train([f"env=torch_{task}", *EVALUATED])
+def test_another_seed_gives_other_numbers(here: Path) -> None:
+    rows, other = (read_rows(train([*CARTPOLE, f"seed={seed}"]).run_dir) for seed in (1, 2))
 
-    rows = read_rows(result.run_dir)
-    assert [int(row["env_steps"]) for row in rows] == [64, 128, 192, 256]
-    assert all(math.isfinite(float(row["loss/value"])) for row in rows)
-    assert float(rows[-1]["eval/episode_length"]) > 0
-    assert "4 envs as tensors, cpu" in capsys.readouterr().out
-
-
-def test_the_seed_determines_the_numbers(here: Path) -> None:
-    ours, again, other = (train([*CARTPOLE, f"seed={seed}"]).run_dir for seed in (1, 1, 2))
-
-    assert read_rows(ours) == read_rows(again)
-    assert checkpoint_numbers(ours) == checkpoint_numbers(again)
-    assert read_rows(ours) != read_rows(other)
+    assert rows != other
 
 
 @pytest.mark.parametrize(
@@ -86,9 +70,12 @@ def test_a_stopped_and_resumed_run_equals_a_whole_one(
     output = capsys.readouterr().out
     whole = train(overrides).run_dir
 
+    assert "4 envs as tensors, cpu" in output
     assert "resumed at env step 128 in the middle of its episodes" in output
-    assert len(read_rows(whole)) == 4
-    assert read_rows(run) == read_rows(whole)
+    rows = read_rows(whole)
+    assert [int(row["env_steps"]) for row in rows] == [64, 128, 192, 256]
+    assert all(math.isfinite(float(row["loss/value"])) for row in rows)
+    assert read_rows(run) == rows
     ours, theirs = checkpoint_numbers(run), checkpoint_numbers(whole)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
@@ -164,56 +151,6 @@ def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
     assert 0.0 < float(read_rows(run)[-1]["eval/episode_length"]) <= 5.0
     assert main(["evaluate", str(run), "--episodes", "2"]) == 0
     assert "2 episodes" in capsys.readouterr().out
-
-
-def test_a_run_that_is_resumed_and_stopped_at_once_can_be_resumed_exactly(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [*CARTPOLE, "agent.learning_rate_schedule=constant"]
-    run = train([*settings, "total_steps=128"]).run_dir
-    total = "total_steps=256"
-    with pytest.raises(Interrupted):
-        train([f"resume={run}", total], callbacks={"stop": StopAfter(0)})
-    capsys.readouterr()
-
-    train([f"resume={run}", total])
-    output = capsys.readouterr().out
-    whole = train(settings).run_dir
-
-    assert "resumed at env step 128 in the middle of its episodes" in output
-    assert checkpoint_numbers(run) == checkpoint_numbers(whole)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stop_signal_leaves_a_checkpoint_that_resumes_exactly(
-    number: int, code: int, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [*CARTPOLE, "agent.learning_rate_schedule=constant", "total_steps=100_000_000"]
-    with (here / "output").open("w") as output:
-        command = door_command(*settings)
-        process = subprocess.Popen(command, cwd=here, stdout=output, stderr=output)
-    try:
-        wait_until(lambda: len(list(here.glob("runs/*/*/metrics.csv"))) == 1, 60)
-        run = only_run(here)
-        wait_until(lambda: len(read_rows(run)) >= 2, 60)
-        process.send_signal(number)
-        assert process.wait(30) == code
-    finally:
-        process.kill()
-        process.wait()
-    assert (here / "output").read_text().count("stopped by") == 1
-
-    n_rows = len(read_rows(run))
-    total = f"total_steps={64 * (n_rows + 2)}"
-    train([f"resume={run}", total])
-    resumed = capsys.readouterr().out
-    whole = train([*settings, total]).run_dir
-
-    assert f"resumed at env step {64 * n_rows:,} in the middle of its episodes" in resumed
-    assert read_rows(run) == read_rows(whole)
-    assert checkpoint_numbers(run) == checkpoint_numbers(whole)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def gae_in_one_kernel(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """``device_returns.gae``."""
+    """``tensor.returns.gae``."""
     n_steps, n_envs = reward.shape
     advantage, value_target = torch.empty_like(reward), torch.empty_like(reward)
     block = 128

@@ -1,0 +1,99 @@
+"""Small agents on the CPU, and a collector that plays one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ml_pipeline.agents.networks import MLP
+from ml_pipeline.agents.observations import batched
+from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.config.ppo import PPOConfig
+from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.protocols import Minibatch, PolicyInput
+from ml_pipeline.training.collector import Collector
+from ml_pipeline.training.gpu.programs import Programs
+from ml_pipeline.training.tensor.collector import TensorCollector
+
+CPU = torch.device("cpu")
+
+
+def agent_for(
+    obs_space: Any,
+    action_space: Any,
+    network: Any = MLP,
+    *,
+    seed: int = 1,
+    fast: bool = True,
+    **options: Any,
+) -> PPOAgent:
+    config = PPOConfig(**options)
+    return PPOAgent(obs_space, action_space, network, config, device=CPU, seed=seed, fast=fast)
+
+
+def agent_in(env: Any, network: Any = MLP, **options: Any) -> PPOAgent:
+    """For a vector env."""
+    return agent_for(env.single_observation_space, env.single_action_space, network, **options)
+
+
+def seen(obs: Tensor, mask: Tensor | None = None) -> PolicyInput:
+    """The inputs of a policy that is not recurrent."""
+    return PolicyInput(obs, mask, None, None)
+
+
+def minibatch(agent: PPOAgent, size: int = 32) -> Minibatch:
+    """Of random observations and an older policy: some ratios are outside of the clip range."""
+    space, generator = agent.spaces["observation_space"], torch.Generator().manual_seed(1)
+    space.seed(1)
+    obs = batched(space, [space.sample() for _ in range(size)])
+    inputs = agent.inputs(agent.reader.read(obs))
+    action = agent.sample_batch(inputs, agent.draw_noise(1, size, generator)[0]).action
+    log_prob, value = agent.score_batch(inputs, action)
+    change, other, advantage, target = torch.randn(4, size, generator=generator)
+    older = log_prob + 0.4 * change, value + 0.4 * other
+    return Minibatch(inputs, action, *older, advantage, target)
+
+
+class Played:
+    """A collector of host envs or of a tensor env, an agent, and a buffer of ``n_steps``."""
+
+    def __init__(
+        self,
+        envs: Any,
+        n_steps: int,
+        agent: PPOAgent | None = None,
+        *,
+        noise_seed: int = 2,
+        **more: Any,
+    ) -> None:
+        """``more`` are settings of ``Collector``."""
+        envs = envs if isinstance(envs, list) else [envs]
+        self.n_steps = n_steps
+        self.agent = agent or agent_in(envs[0])
+        self.collector: Any
+        seeds = {"env_seed": 10, "noise_seed": noise_seed}
+        if isinstance(envs[0], TorchVectorEnv):
+            self.collector = TensorCollector(envs[0], **seeds, programs=Programs(CPU))
+        else:
+            self.collector = Collector(envs, **seeds, **more)
+        self.buffer = self.collector.new_buffer(n_steps, self.agent)
+        config, self.scaler = self.agent.config, None
+        if config.scale_reward:
+            self.scaler = self.collector.new_scaler(gamma=config.gamma, clip=config.clip_reward)
+
+    def collect(self) -> Any:
+        """One more rollout, which counts; its stats."""
+        stats = self.collector.collect(self.agent, self.buffer)
+        self.collector.commit(self.n_steps)
+        return stats
+
+    def finish(self, gamma: float = 0.9, lam: float = 0.9) -> None:
+        last = self.collector.last_inputs(self.agent)
+        self.buffer.finish(last, gamma=gamma, lam=lam, scaler=self.scaler)
+
+    def resume(self, state: Any, snapshots: Any = ()) -> None:
+        """Continue from the state of another collector."""
+        self.collector.load_state_dict(state)
+        self.collector.resume_at(state["position"], snapshots, self.agent)
