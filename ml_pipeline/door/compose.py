@@ -67,8 +67,9 @@ def own_conf(arguments: Sequence[str]) -> list[str]:
 
 def checked_config(cfg: DictConfig) -> TrainConfig:
     """The config as checked dataclasses; agent.algorithm chooses the class of ``agent``."""
+    config_class: Any = find_algorithm(cfg).config
     try:
-        agent = OmegaConf.merge(_schema(find_algorithm(cfg).config), {"agent": cfg.agent}).agent
+        agent = OmegaConf.merge(_schema(config_class), {"agent": cfg.agent}).agent
         values = {str(key): cfg[key] for key in cfg} | {"agent": agent}
         return TrainConfig(**{key: _plain(value) for key, value in values.items()})
     except OmegaConfBaseException as error:

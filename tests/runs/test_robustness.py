@@ -202,7 +202,7 @@ def own_network(name: str) -> list[str]:
         ),
         (
             ["+callbacks.x={_target_: own_parts.Anything}"],
-            "callbacks.x: Anything is not an ml_pipeline",
+            "callbacks.x: Anything is not",
         ),
         (["+logger.x={_target_: own_parts.Anything}"], "logger.x: Anything has no log"),
         (

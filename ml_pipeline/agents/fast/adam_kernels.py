@@ -27,11 +27,11 @@ def sum_kernel(partial, grad, told, squares, n_rows, n_values, n_columns,
 
 @triton.jit(do_not_specialize=["minibatch"])
 def adam_kernel(
-    values, grad, mean, square, n_steps, squares, told, rates, metrics, finites, minibatch,
+    values, grad, mean, square, n_steps, squares, told, rates, metrics, minibatch,
     n_values, n_squares, value_coef, max_grad_norm, eps, log2_beta_1, log2_beta_2, rest_1, rest_2,
     C: tl.constexpr, S: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """``FlatAdam.step``; also writes a row of metrics."""
+    """``FlatAdam.step``; also writes the ``UpdateResult`` of the minibatch as a row."""
     s = tl.arange(0, S)
     norm = tl.sqrt(tl.sum(tl.load(squares + s, mask=s < n_squares, other=0.0), axis=0))
     learning_rate = tl.load(rates)
@@ -56,7 +56,6 @@ def adam_kernel(
     tl.store(values + c, old - step * m / deviation, mask=there)
     if tl.program_id(0) == 0:
         i = tl.arange(0, M)
-        row = tl.where(i == 5, norm, tl.load(told + i))
-        tl.store(metrics + minibatch * 6 + i, row, mask=i < 6)
-        tl.store(finites + minibatch, taken.to(tl.int1))
+        row = tl.where(i == 5, norm, tl.where(i == 6, taken, tl.load(told + i)))
+        tl.store(metrics + minibatch * 7 + i, row, mask=i < 7)
         tl.store(n_steps + minibatch + 1, steps)

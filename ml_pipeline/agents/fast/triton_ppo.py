@@ -222,8 +222,7 @@ class TritonPPO:
         partial = torch.zeros(n_programs, n_columns, device=self._device)
         n_squares = triton.cdiv(n_columns, _SUM_COLUMNS)
         told, squares = empty(_N_METRICS), empty(n_squares)
-        metrics = empty(n_minibatches, 6)
-        finite = torch.empty(n_minibatches, dtype=torch.bool, device=self._device)
+        results = empty(n_minibatches, len(UpdateResult._fields))
         n_steps = empty(n_minibatches + 1)
         n_steps[0] = adam.n_steps
         if config.normalize_advantage:
@@ -246,13 +245,13 @@ class TritonPPO:
                 R=64, C=_SUM_COLUMNS,
             )  # fmt: skip
             adam_kernel[(triton.cdiv(n_values, _ADAM_COLUMNS),)](
-                adam.values, adam.grad, *adam.moments, n_steps, squares, told, rates, metrics,
-                finite, minibatch, n_values, n_squares, config.value_coef, config.max_grad_norm,
+                adam.values, adam.grad, *adam.moments, n_steps, squares, told, rates, results,
+                minibatch, n_values, n_squares, config.value_coef, config.max_grad_norm,
                 adam.eps, math.log2(BETA_1), math.log2(BETA_2), 1.0 - BETA_1, 1.0 - BETA_2,
                 C=_ADAM_COLUMNS, S=triton.next_power_of_2(n_squares), M=_N_METRICS,
             )  # fmt: skip
         adam.n_steps.copy_(n_steps[-1])
-        return UpdateResult._make([*metrics.unbind(1), finite])
+        return UpdateResult._make(results.unbind(1))
 
     def _n_programs(self, n_rows: int, tiling: Tiling) -> int:
         """Programs per network; with many tiles, each program runs several."""
