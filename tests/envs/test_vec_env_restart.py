@@ -154,7 +154,7 @@ def test_an_attribute_that_an_env_refuses_is_not_set_again() -> None:
 
     env = restarting([StrictEnv] * 2, seed=1)
     env.reset()
-    with pytest.raises(AttributeError, match=r"env 0 \(seed 1\)"):
+    with pytest.raises(AttributeError, match=r"env [01] \(seed [12]\)"):
         env.set_attr("level", 2)
     kill_worker(env)
 
