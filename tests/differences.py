@@ -140,7 +140,7 @@ class Pair:
         """One epoch each: of the fast agent and of the plain one."""
         agents = self.fast, self.plain
         ours, theirs = (agent.epoch(rollout, self.order, self.rates) for agent in agents)
-        return ours, theirs
+        return UpdateResult._make(ours.unbind(1)), UpdateResult._make(theirs.unbind(1))
 
 
 def differences(
@@ -210,9 +210,9 @@ def broken_differences(
     kept = [fast.adam.values, *fast.adam.moments, fast.adam.n_steps]
     before = [each.clone() for each in kept]
     hopeless = pair.rollout._replace(advantage=torch.full_like(pair.rollout.advantage, torch.nan))
-    flags = _bools(fast.epoch(hopeless, pair.order, pair.rates))
+    flags = fast.epoch(hopeless, pair.order, pair.rates)[:, -1]
     same = all(torch.equal(old, new) for old, new in zip(before, kept, strict=True))
-    found["unchanged"] = _flag(same and not any(flags))
+    found["unchanged"] = _flag(same and not flags.any())
     return found
 
 

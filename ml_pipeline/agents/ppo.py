@@ -125,14 +125,14 @@ class TorchPPO:
                 _, value, _ = self.model(inputs)
         return value.float()
 
-    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> UpdateResult:
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
         """One gradient step per minibatch; on a GPU nothing waits for the device."""
         results: list[UpdateResult] = []
         for index in order.view(self.config.n_minibatches, -1):
             results.append(self.update(rollout.take(index), rates))
             if self._stops_early and not results[-1].finite:
                 break
-        return UpdateResult(*(torch.stack(each) for each in zip(*results, strict=True)))
+        return torch.stack([torch.stack([*each[:-1], each.finite.float()]) for each in results])
 
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
         """One gradient step on one minibatch."""
@@ -311,8 +311,8 @@ class PPOAgent:
 
     # Learning.
 
-    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> UpdateResult:
-        """One gradient step per minibatch; the result has one entry per step.
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
+        """One gradient step per minibatch; each row of the result is its ``UpdateResult``.
 
         ``rollout`` is flat, [N, ...], and ``order`` shuffles its rows. For a recurrent policy it
         is [T, n_envs, ...], and ``order`` shuffles the envs.

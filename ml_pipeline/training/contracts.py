@@ -18,7 +18,6 @@ from ml_pipeline.protocols import (
     PolicySample,
     Rates,
     StateDict,
-    UpdateResult,
 )
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Learner(Protocol):
 
     device: torch.device
 
-    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> UpdateResult: ...
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor: ...
 
 
 class RolloutQuality(NamedTuple):

@@ -60,6 +60,7 @@ class RolloutBuffer:
         self.final_steps: list[FinalStep] = []
         self.value = self.advantage = self.value_target = np.zeros(grid, dtype=np.float32)
         self._finished: Minibatch | None = None  # [T, n_envs, ...] on the device
+        self._flat: Minibatch | None = None  # views of it, as ``finished`` returns them
         self._orders: Tensor | None = None
 
     def begin(self, memory: Tensor | None) -> None:
@@ -119,24 +120,27 @@ class RolloutBuffer:
     def _keep(self, rollout: Minibatch) -> None:
         """On a GPU always at the same address, where a captured update reads it."""
         if self._finished is None or self._agent.device.type == "cpu":
-            self._finished = rollout
+            self._finished = self._flat = rollout
+            if self.memory is None:
+                self._flat = rollout.mapped(lambda field: field.flatten(0, 1), None)
             return
         for held, new in zip(self._finished.tensors(), rollout.tensors(), strict=True):
             held.copy_(new)
 
     def finished(self) -> Minibatch:
         """The rollout to learn from: flat, [N, ...]; [T, n_envs, ...] for a recurrent policy."""
-        if self._finished is None:
+        if self._flat is None:
             raise RuntimeError("the rollout is not finished; call finish first")
-        if self.memory is not None:
-            return self._finished
-        return self._finished.mapped(lambda field: field.flatten(0, 1), None)
+        return self._flat
 
     def shuffle(self, generator: torch.Generator, n_orders: int) -> None:
         """Draw orders for as many epochs, on the host: they do not depend on the device."""
         n_items = self.n_envs if self.memory is not None else self.n_steps * self.n_envs
         drawn = [torch.randperm(n_items, generator=generator) for _ in range(n_orders)]
         orders, device = torch.stack(drawn), self._agent.device
+        if device.type == "cpu":
+            self._orders = orders
+            return
         if self._orders is None or len(self._orders) != n_orders:
             self._orders = torch.empty_like(orders, device=device)
         send(orders, self._orders)

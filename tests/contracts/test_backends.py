@@ -195,7 +195,7 @@ def test_an_update_is_an_epoch_of_one_minibatch(fast: bool) -> None:
     update = one.update(batch, RATES)
     epoch = other.epoch(batch, torch.arange(32), RATES)
 
-    assert torch.equal(torch.stack(list(update)), torch.cat(list(epoch)))
+    assert torch.equal(torch.stack([*update[:-1], update.finite.to(epoch.dtype)]), epoch[0])
     assert torch.equal(one.adam.values, other.adam.values)
 
 
@@ -275,7 +275,7 @@ def test_an_epoch_ends_at_a_nan_or_skips_its_minibatch(
 
     assert not agent.update(batch, RATES).finite
     assert torch.equal(agent.adam.values, before)
-    finite = agent.epoch(batch, torch.arange(32), RATES).finite
+    finite = agent.epoch(batch, torch.arange(32), RATES)[:, -1]
     assert [bool(each) for each in finite] == [False, True][:n_steps]
 
 

@@ -143,17 +143,18 @@ class NumpyPPO:
             value[wanted] = torch.from_numpy(self._value(obs[wanted.numpy()]))
         return value
 
-    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> UpdateResult:
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
         # One gather for the whole epoch; the minibatches are then slices without a copy.
         shuffled = rollout.take(order)
         size = len(order) // self.config.n_minibatches
         results = []
         for begin in range(0, len(order), size):
             part = slice(begin, begin + size)
-            results.append(self._step(shuffled.mapped(lambda field: field[part], None), rates))  # noqa: B023
+            batch = shuffled.mapped(lambda field: field[part], None)  # noqa: B023
+            results.append(self._step(batch, rates))
             if not results[-1][-1] and self.config.on_nonfinite == "stop":
                 break
-        return UpdateResult._make(torch.tensor(results, dtype=torch.float64).unbind(1))
+        return torch.tensor(results, dtype=torch.float64)
 
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
         step = self._step(batch, rates)

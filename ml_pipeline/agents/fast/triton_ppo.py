@@ -201,14 +201,14 @@ class TritonPPO:
             **self._constants,
         )  # fmt: skip
 
-    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> UpdateResult:
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
         # The rates are views of one tensor; the kernels read all three from the first on.
         packed = torch.as_strided(rates.learning_rate, (len(rates),), (1,))
         return self._epoch(rollout, order, self._config.n_minibatches, packed)
 
     def _epoch(
         self, rollout: Minibatch, order: Tensor, n_minibatches: int, rates: Tensor
-    ) -> UpdateResult:
+    ) -> Tensor:
         adam, config, tiling = self._adam, self._config, self._tiling
         size = len(order) // n_minibatches
         n_values = adam.values.numel()
@@ -251,7 +251,7 @@ class TritonPPO:
                 C=_ADAM_COLUMNS, S=triton.next_power_of_2(n_squares), M=_N_METRICS,
             )  # fmt: skip
         adam.n_steps.copy_(n_steps[-1])
-        return UpdateResult._make(results.unbind(1))
+        return results
 
     def _n_programs(self, n_rows: int, tiling: Tiling) -> int:
         """Programs per network; with many tiles, each program runs several."""

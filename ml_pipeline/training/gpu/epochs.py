@@ -60,12 +60,11 @@ class Epochs:
 
     def _run(self, rates: Rates) -> Tensor:
         rollout = self._buffer.finished()
-        tables = []
-        for epoch in range(self.n_epochs):
-            result = self._agent.epoch(rollout, self._buffer.order(epoch), rates)
-            fields = [field.to(result.policy_loss.dtype) for field in result]
-            tables.append(torch.stack(fields, dim=1))
-        return torch.cat(tables)
+        tables = [
+            self._agent.epoch(rollout, self._buffer.order(epoch), rates)
+            for epoch in range(self.n_epochs)
+        ]
+        return tables[0] if len(tables) == 1 else torch.cat(tables)
 
 
 def update_means(table: NDArray[Any]) -> Metrics:
