@@ -23,3 +23,8 @@ def last_line(error: BaseException) -> str:
 def _lines(error: BaseException) -> list[str]:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines or [type(error).__name__]
+
+
+def type_and_line(error: BaseException) -> str:
+    """The class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"

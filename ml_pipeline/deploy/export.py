@@ -30,7 +30,7 @@ from ml_pipeline.deploy.exported import (
     METADATA_KEY,
     ExportedPolicy,
 )
-from ml_pipeline.errors import UserError, first_line
+from ml_pipeline.errors import UserError, type_and_line
 from ml_pipeline.extras import import_extra
 from ml_pipeline.protocols import Agent
 from ml_pipeline.runs.run_folder import write_atomically
@@ -88,8 +88,7 @@ def export_policy(
         raise
     except Exception as error:  # torch and a user's network may raise anything
         raise ExportError(
-            f"network {network} cannot be exported as {file_format}: "
-            f"{type(error).__name__}: {first_line(error)}"
+            f"network {network} cannot be exported as {file_format}: {type_and_line(error)}"
         ) from error
     policy = ExportedPolicy.from_bytes(content, str(path))
     played = play_steps(agent, env, N_OBSERVATIONS)

@@ -21,7 +21,7 @@ import numpy as np
 from gymnasium.utils import EzPickle
 
 from ml_pipeline.envs.factory import allowed_action, close_env
-from ml_pipeline.errors import first_line
+from ml_pipeline.errors import type_and_line
 from ml_pipeline.targets import moved
 
 _BASE = "the env below all wrappers"  # its name in a pickle that leaves it out; a file format
@@ -76,7 +76,7 @@ def why_no_snapshot(
                 return "a restored env behaves differently"
             obs, info = ours[1:]
     except Exception as error:  # envs and their pickles may raise anything
-        return f"{type(error).__name__}: {first_line(error)}"
+        return type_and_line(error)
     finally:
         if other is not None:
             close_env(other)

@@ -26,7 +26,7 @@ from ml_pipeline.agents.fast.triton_kernels import (
     score_kernel,
 )
 from ml_pipeline.agents.networks import MLP
-from ml_pipeline.errors import first_line
+from ml_pipeline.errors import type_and_line
 from ml_pipeline.protocols import Minibatch, PolicyInput, PolicySample, Rates, UpdateResult
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class TritonPPO:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # no compiler, no headers, too little shared memory, a bug
-            return f"{type(error).__name__}: {first_line(error)}"
+            return type_and_line(error)
         finally:
             for held, old in zip(kept, before, strict=True):
                 held.copy_(old)

@@ -23,7 +23,8 @@ from ml_pipeline.envs.workers.errors import (
     error_from,
 )
 from ml_pipeline.envs.workers.shared_arrays import SharedBlock
-from ml_pipeline.envs.workers.worker import STOP_SIGNALS, worker_main
+from ml_pipeline.envs.workers.worker import worker_main
+from ml_pipeline.signals import STOP_SIGNALS
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
 

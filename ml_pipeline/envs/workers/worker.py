@@ -38,10 +38,7 @@ from ml_pipeline.envs.workers.channel import (
 from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.envs.workers.shared_arrays import Layout, SharedBlock
 from ml_pipeline.envs.workers.slice import Description, EnvSlice, SliceOptions
-
-STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM} | (
-    {signal.SIGHUP} if hasattr(signal, "SIGHUP") else set()
-)
+from ml_pipeline.signals import STOP_SIGNALS
 
 _CHECK_PARENT_SECONDS = 0.25  # how often a worker checks that its parent is alive
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ml_pipeline.errors import first_line
+from ml_pipeline.errors import type_and_line
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -86,7 +86,7 @@ class _Compiled:
         except Exception as error:  # no C compiler, an unknown operation, or a bug in torch
             # Compilation failed, so nothing ran. An error of the function itself is raised below.
             self._fast = None
-            reason = f"{type(error).__name__}: {first_line(error)}"
+            reason = type_and_line(error)
             self._tell(f"{self._name} is not compiled and runs slower: {reason}")
             return self._function(*tensors)
 
@@ -171,7 +171,7 @@ class _Captured:
             first = _first(error)
             self._tell(
                 f"{self._name} is not captured as a CUDA graph and runs slower: "
-                f"{type(first).__name__}: {first_line(first)}"
+                f"{type_and_line(first)}"
             )
             return self._function()
         self._graph = graph

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ml_pipeline.errors import first_line
+from ml_pipeline.errors import type_and_line
 from ml_pipeline.moments import merge_moments
 from ml_pipeline.protocols import StateDict
 
@@ -50,7 +50,7 @@ def _kernel_works(device: torch.device) -> bool:
         tried = RolloutOutcome(numbers, numbers, numbers[0], numbers, flags.bool(), flags.bool())
         gae_in_one_kernel(*tried, gamma=1.0, lam=1.0)
     except Exception as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
+        why = type_and_line(error)
         warnings.warn(f"GAE launches a kernel per step: {why}", RuntimeWarning, stacklevel=2)
         return False
     return True
