@@ -17,8 +17,7 @@ from ml_pipeline.agents.networks import init_orthogonal, out_features
 from ml_pipeline.agents.observations import ObservationReader, Preprocess, map_obs
 from ml_pipeline.protocols import NetworkBuilder, Obs, PolicyInput
 
-# Names of further inputs and an output of an exported policy. Files call the recurrent state
-# "state".
+# Names in exported policies, where the recurrent state is called "state".
 MASK, MEMORY, NEXT_MEMORY = "action_mask", "state", "next_state"
 
 _EXAMPLE_ROWS = 2  # torch.export treats a dimension of 1 as constant

@@ -299,7 +299,7 @@ class PPOAgent:
         )
 
     def for_playing(self) -> PPOAgent:
-        """This agent, or a copy on the CPU if launching GPU kernels takes longer than their work."""
+        """This agent, or a CPU copy if launching GPU kernels takes longer than running them."""
         if not self.backend.acts_faster_on_cpu:
             return self
         if self._player is None:

@@ -57,7 +57,7 @@ def explain_memory(agent: PPOAgent, config: PPOConfig, n_envs: int, tensor_envs:
     """How much memory a run of these sizes needs, and which settings reduce it."""
     per_transition = None
     space = agent.spaces["observation_space"]
-    with suppress(Exception):  # a user's network may raise anything, and memory is short
+    with suppress(Exception):  # the estimate is optional; a user's network may raise anything
         copy = agent.on_cpu()
         one = copy.reader.read(batched(space, [space.sample()]))
         per_transition = activation_bytes(copy, copy.model, one)

@@ -42,7 +42,7 @@ class EnvConfig:
 
 @dataclass
 class VecEnvConfig:
-    """Where the envs run: in this process, in workers, or both; see ``ParallelEnv`` for the keys."""
+    """Envs run in this process, in workers, or in both; see ``ParallelEnv`` for the keys."""
 
     mode: str = "auto"
     n_workers: Optional[int] = None  # None: one per core that this process may use

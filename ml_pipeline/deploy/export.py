@@ -180,7 +180,7 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def play_steps(agent: Agent, env: gym.Env[Any, Any], n_steps: int) -> Played:
-    """Observations from episodes with sampled actions, which reach more states than greedy ones."""
+    """Observations from episodes with sampled actions; greedy actions would reach fewer states."""
     observations: list[Any] = []
     masks: list[NDArray[np.bool_]] = []
     memories: list[Tensor] = []

@@ -52,7 +52,7 @@ def train(command_line: Sequence[str]) -> None:
     except HydraException as error:
         raise ConfigError(explained(error)) from error
     except UserError:
-        sys.exit(1)  # a job of a sweep has failed, and has reported why
+        sys.exit(1)  # a job of a sweep failed; its error is already printed
     finally:
         SweepReport.tell()
     if failure is not None:

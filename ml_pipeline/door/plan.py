@@ -204,7 +204,7 @@ def with_mask_source(
     info: dict[str, Any],
     step_info: dict[str, Any],
 ) -> TrainConfig:
-    """The config with agent.action_mask=auto replaced by the place of this env's masks, or none.
+    """The config with agent.action_mask=auto replaced by the source of this env's masks, or none.
 
     Masks in infos are needed at every step, so all infos must be sent.
     """

@@ -74,7 +74,7 @@ def check_updates(
 ) -> None:
     """Raise if a gradient step was not finite; ``table`` is that of ``Epochs.run``.
 
-    ``broken`` names the parameters with non-finite gradients; None if a later step replaced them.
+    ``broken`` names parameters with non-finite gradients; None if later steps replaced them.
     """
     finite = table[:, -1] != 0
     if finite.all():

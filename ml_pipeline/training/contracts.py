@@ -61,7 +61,7 @@ class Learner(Protocol):
 
 
 class RolloutQuality(NamedTuple):
-    """How well the critic fits a finished rollout, and whether its values are finite."""
+    """How well the critic fits a finished rollout, and whether the envs returned finite values."""
 
     explained_variance: float
     is_finite: bool  # all observations and rewards

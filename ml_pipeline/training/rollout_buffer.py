@@ -99,7 +99,7 @@ class RolloutBuffer:
     def finish(
         self, last: PolicyInput, *, gamma: float, lam: float, scaler: RewardScaler | None = None
     ) -> None:
-        """Score the rollout, compute its advantages; ``last`` is the input after the last row."""
+        """Score the rollout and compute its advantages; ``last`` is the input after its end."""
         agent, done = self._agent, self.terminated | self.truncated
         inputs, action = self._inputs(), torch.from_numpy(self.action).to(agent.device)
         log_prob, value = self._scores(inputs, action)

@@ -41,7 +41,7 @@ class TensorBuffer:
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.obs = zeros(n_steps + 1, n_envs, *obs_shape, dtype=obs_dtype)  # and the next one
+        self.obs = zeros(n_steps + 1, n_envs, *obs_shape, dtype=obs_dtype)  # with the next obs
         self.final_obs = zeros(*grid, *obs_shape, dtype=obs_dtype)  # before the autoreset
         self.action = zeros(*grid, *distribution.action_shape, dtype=distribution.action_dtype)
         self.reward = zeros(*grid)
