@@ -36,7 +36,7 @@ class PPOBackend(Protocol):
 
 
 def fastest(plain: TorchPPO, *, masked: bool) -> tuple[PPOBackend, str]:
-    """The backend for ``plain``'s model, and why a faster one does not work here, if any."""
+    """The backend for ``plain``'s model, and the reason why a faster one fails here, if any."""
     device = plain.adam.values.device
     if device.type == "cpu" and NumpyPPO.covers(plain.model):
         return NumpyPPO(plain.model, plain.adam, plain.config), ""
