@@ -1,4 +1,4 @@
-"""One run, from a composed config to its result; ``train(overrides)`` is the same in Python."""
+"""One run, from a composed config to its result; ``train(overrides)`` starts one from Python."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = ["RunResult", "load_agent", "load_policy", "run", "train"]
 
 
 class RunResult(NamedTuple):
-    """What a run returns."""
+    """The result of a run."""
 
     run_dir: Path
     env_steps: int
@@ -140,7 +140,7 @@ def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> N
 
 
 def _resume(plan: RunPlan, loop: Loop) -> str:
-    """Continue the saved episodes if possible; the line to print, or an empty one."""
+    """Continue the saved episodes if possible; returns the line to print, or an empty string."""
     if plan.state is not None:
         saved_env = (yaml.safe_load(plan.state["config"]) or {}).get("env")
         if saved_env == dataclasses.asdict(plan.config.env):

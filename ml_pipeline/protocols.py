@@ -39,7 +39,7 @@ class RolloutStats(NamedTuple):
 
 
 class PolicyInput(NamedTuple):
-    """What a policy sees in one step of B envs; a recurrent policy in T steps of them.
+    """The input of a policy for one step of B envs, or T steps if it is recurrent.
 
     A recurrent policy takes ``obs``, ``action_mask`` and ``episode_start`` with a leading T.
     """
@@ -63,7 +63,7 @@ class PolicyInput(NamedTuple):
 
 
 class PolicySample(NamedTuple):
-    """What a policy did in one step of all envs."""
+    """The actions of a policy in one step of all envs."""
 
     action: Tensor  # [n_envs, *act], as sampled: not clipped to the action space
     memory: Tensor | None  # [n_envs, memory_size] after the step
@@ -113,7 +113,7 @@ class Rates(NamedTuple):
 
 
 class UpdateResult(NamedTuple):
-    """What gradient steps report: 0-d tensors for one step, [n] tensors for n steps."""
+    """Metrics of one gradient step, 0-d tensors; ``epoch`` returns one row per step instead."""
 
     policy_loss: Tensor
     value_loss: Tensor
@@ -121,7 +121,7 @@ class UpdateResult(NamedTuple):
     approx_kl: Tensor
     clip_fraction: Tensor
     grad_norm: Tensor
-    finite: Tensor  # 0 if loss or gradient was not finite; then nothing changed
+    finite: Tensor  # 0 if loss or gradient was not finite; such a step changes nothing
 
 
 class Spaces(NamedTuple):
@@ -132,7 +132,7 @@ class Spaces(NamedTuple):
 
 
 class Envs(NamedTuple):
-    """The envs of a run, as a trainer takes them."""
+    """The envs of a run, as passed to a trainer."""
 
     parts: Sequence[VectorEnv[Any, Any, Any]]  # one, or two halves of a double-buffered collector
     first_seed: int  # env i is reset with first_seed + i
@@ -153,7 +153,7 @@ NetworkBuilder = Callable[["gym.Space[Any]"], "nn.Module"]
 
 
 class Policy(Protocol):
-    """Acts. Evaluation, export, play, serve and opponents need nothing else."""
+    """Acts. Evaluation, play and serve need nothing else."""
 
     def act_batch(
         self,
@@ -173,7 +173,7 @@ class Policy(Protocol):
 
 
 class Agent(Policy, Protocol):
-    """Learns: a Policy that updates, saves and loads itself."""
+    """A Policy that can also be trained, exported, saved and loaded."""
 
     def update(self, batch: Any, rates: Any) -> Any:
         """One gradient step."""
@@ -182,7 +182,7 @@ class Agent(Policy, Protocol):
         """The ``agents.policy.GreedyPolicy`` that export writes."""
 
     def for_playing(self) -> Policy:
-        """The policy where it acts fastest in few envs: itself, or a copy on the CPU."""
+        """The fastest policy for a few envs: this agent, or a copy on the CPU."""
 
     def state_dict(self) -> StateDict: ...
 
@@ -231,7 +231,7 @@ class Resizes(Protocol):
 
 @runtime_checkable
 class ShowsRollouts(Protocol):
-    """A trainer that hands out arrays of its last rollout, for histograms."""
+    """A trainer that provides arrays of its last rollout, for histograms."""
 
     def last_rollout(self) -> dict[str, NDArray[Any]]: ...
 
@@ -242,16 +242,16 @@ class Algorithm(NamedTuple):
     config: type[AgentConfig]
     make_agent: Callable[[Spaces, NetworkBuilder, Any, Place], Agent]
     make_trainer: Callable[[Any, Envs, Any, Place], Trainer]
-    # What takes memory and which settings reduce it: (agent, config, n_envs, tensor_envs) -> text
+    # Explains what needs memory and how to reduce it: (agent, config, n_envs, tensor_envs) -> text
     memory_advice: Callable[[Any, Any, int, bool], str] = lambda *_: "use fewer envs"
 
 
 class Callback:
     """Reacts to events of a run; override the hooks you need.
 
-    A callback in the config gets its keys as arguments. It also gets, by name, what its
-    constructor asks for of ``make_env`` (an ``EnvFactory``), ``run`` (a ``RunFolder``), and the
-    run's ``seed``, ``device`` and ``best_metric``.
+    A callback in the config gets its keys as arguments. Its constructor may also have the
+    parameters ``make_env`` (an ``EnvFactory``), ``run`` (a ``RunFolder``), ``seed``, ``device``
+    and ``best_metric``: the run passes them by name.
     """
 
     def on_train_start(self, loop: Loop) -> None:
@@ -276,8 +276,8 @@ class Callback:
 class Logger(Protocol):
     """Receives metrics; ``env_steps`` is the x-axis of every plot.
 
-    A logger may also have ``log_histograms(values, *, env_steps)`` for arrays by name, and
-    ``log_file(path, *, kind, env_steps)`` for a "checkpoint" or a "video".
+    Two methods are optional: ``log_histograms(values, *, env_steps)`` takes arrays by name, and
+    ``log_file(path, *, kind, env_steps)`` takes a "checkpoint" or a "video".
     """
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None: ...

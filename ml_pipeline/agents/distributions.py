@@ -1,7 +1,7 @@
 """Action distributions, and ``action_distribution``, which picks one for an action space.
 
-The caller draws the noise of a whole rollout with one generator, so that neither the device nor
-the split of a batch changes a draw. ``outputs`` are those of the policy head, [..., n_outputs].
+The caller draws the noise of a whole rollout with one generator. So actions depend neither on the
+device nor on how a batch is split. ``outputs`` are those of the policy head, [..., n_outputs].
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class SquashedGaussian(DiagonalGaussian):
             )
         low, high = (np.asarray(b, dtype=np.float64).flatten() for b in (space.low, space.high))
         self._low, self._half = low, 0.5 * (high - low)
-        # Gauss-Hermite quadrature for means over a normal variable. It gives three digits for
+        # Gauss-Hermite quadrature for the mean over a normal variable. It gives three digits for
         # standard deviations up to e, and more for smaller ones. Buffers are on the device
         # already: a copy in every update would cost more than the arithmetic.
         nodes, weights = np.polynomial.hermite_e.hermegauss(48)
@@ -299,7 +299,7 @@ class SquashedGaussian(DiagonalGaussian):
 class StateDependentNoise(_BoxDistribution):
     """gSDE: the noise is a linear function of the features, kept for several steps.
 
-    So actions are smooth in time, as real robots need it (Raffin et al., 2020).
+    So actions are smooth over time, as real robots require (Raffin et al., 2020).
     """
 
     reads_features = True
@@ -334,14 +334,14 @@ class StateDependentNoise(_BoxDistribution):
         return log_prob, (log_std + LOG_SQRT_2PI + 0.5).sum(dim=-1)
 
     def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        # Detached: the noise must not shape the features.
+        # Detached: the gradient of the noise must not train the features.
         return outputs[..., : self.n_outputs], outputs[..., self.n_outputs :].detach()
 
 
 def _drawn(probs: Tensor, noise: Tensor) -> Tensor:
     """Inverse transform sampling: one uniform number per choice."""
     cumulative = probs.cumsum(dim=-1)
-    # Rounding may leave the last sum below 1: scale to it, so that no masked action is drawn.
+    # Rounding may leave the last sum below 1: scale to it, so that no masked action is sampled.
     return (
         (cumulative <= noise.unsqueeze(-1) * cumulative[..., -1:])
         .sum(dim=-1)

@@ -22,7 +22,7 @@ class MaskError(UserError):
 
 
 class ActionMasks:
-    """The masks of one env, by the config key agent.action_mask."""
+    """Finds and checks the masks of an env; ``source`` is the config key agent.action_mask."""
 
     def __init__(self, source: str, reader: ObservationReader, distribution: Distribution) -> None:
         self.leaf = find_mask_leaf(source, reader)  # of the observation, or None
@@ -55,7 +55,7 @@ class ActionMasks:
         return self.checked(mask)
 
     def in_call(self, leaves: dict[str, NDArray[Any]], given: Mask | None) -> Mask | None:
-        """The checked masks for a call of ``act_batch`` that was given ``given``."""
+        """The checked masks for a call of ``act_batch``; ``given`` is its argument."""
         if self.leaf is None and given is not None:
             return self.checked(given)
         if self.in_infos:
@@ -93,7 +93,7 @@ def masks_in(infos: Mapping[str, Any]) -> Mask | None:
         raise MaskError(f"env {missing[0]} returned no action_mask in its info in this step")
     given = infos[_KEY]
     if not isinstance(given, np.ndarray) or given.dtype == object:
-        # One array per choice of a MultiDiscrete space, as Gymnasium's own sample() takes them.
+        # One array per choice of a MultiDiscrete space, as Gymnasium's sample() takes them.
         given = np.stack([np.concatenate([np.ravel(part) for part in row]) for row in given])
     return np.asarray(given, dtype=bool)
 

@@ -80,7 +80,7 @@ def init_orthogonal(module: nn.Module, *, gain: float, generator: torch.Generato
 
 
 def out_features(network: nn.Module) -> int:
-    """The network's number of features, or an error that says how to add the attribute."""
+    """The network's number of features; raises if it does not declare one."""
     size = getattr(network, "out_features", None)
     if not isinstance(size, (int, np.integer)):
         raise UserError(

@@ -1,6 +1,6 @@
-"""Observations: ``ObservationReader`` turns env output into arrays, ``Preprocess`` into floats.
+"""Observations: ``ObservationReader`` reads them into arrays, ``Preprocess`` makes them floats.
 
-Supported are Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of these. A single
+Both support Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of these. A single
 observation is one tensor. A Dict or Tuple becomes a flat dict with one tensor per leaf, named by
 its path: "camera", "arm/angle", "0". Rollouts keep integers and images in their own dtype; only
 ``Preprocess``, the first layer of the policy, converts them to floats.
@@ -26,7 +26,7 @@ from ml_pipeline.errors import UserError
 from ml_pipeline.moments import merge_moments
 from ml_pipeline.protocols import Obs
 
-# Stored unchanged. All other dtypes become float32, also float64, which MPS lacks.
+# Stored unchanged. All other dtypes become float32, including float64, which MPS lacks.
 _KEPT_DTYPES = (np.uint8, np.int8, np.int16, np.int32, np.int64, np.bool_, np.float32)
 
 
@@ -139,7 +139,7 @@ class Preprocess(nn.Module):
             for name, leaf in self.leaves.items()
             if clip is not None and isinstance(leaf, spaces.Box) and not is_image(leaf)
         }
-        # Registers them: a ModuleDict takes no names such as "" and "arm.angle".
+        # Registers them with torch; a ModuleDict rejects names such as "" and "arm.angle".
         self.moments = nn.ModuleList(self._moments_of.values())
 
     @property

@@ -1,4 +1,4 @@
-"""ActorCritic: the networks of a policy and its value. GreedyPolicy: what export writes."""
+"""ActorCritic: the networks of a policy and its value. GreedyPolicy: the exported part."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from ml_pipeline.agents.networks import init_orthogonal, out_features
 from ml_pipeline.agents.observations import ObservationReader, Preprocess, map_obs
 from ml_pipeline.protocols import NetworkBuilder, Obs, PolicyInput
 
-# Inputs and an output of an exported policy beside the observation and the action. The recurrent
-# state is called "state" in files.
+# Names in exported policies, where the recurrent state is called "state".
 MASK, MEMORY, NEXT_MEMORY = "action_mask", "state", "next_state"
 
 _EXAMPLE_ROWS = 2  # torch.export treats a dimension of 1 as constant
@@ -122,8 +121,8 @@ def one_step(inputs: PolicyInput) -> PolicyInput:
 class GreedyPolicy(nn.Module):
     """From the env's observation to the greedy action, as one module that can be exported.
 
-    It holds copies of its parts: an agent's parameters may be views of one long tensor, and
-    export would save all of it.
+    It copies its parts: an agent's parameters may be views of one large tensor, which export would
+    save as a whole.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class GreedyPolicy(nn.Module):
         return inputs
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """[batch, ...] each: ``action`` for the env, ``policy`` (logits or means), the memory."""
+        """[batch, ...] each: ``action`` for the env, ``policy`` (logits or means), next state."""
         leaves = {leaf: inputs[name] for name, leaf in self.leaf_names.items()}
         mask = inputs[MASK] if self._takes_mask else None
         if self.mask_leaf is not None:

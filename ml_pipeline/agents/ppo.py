@@ -1,7 +1,7 @@
 """PPOAgent: an actor, a critic, and the clipped update that improves both.
 
 ``ppo_loss`` is the algorithm; ``TorchPPO`` differentiates it. For small MLPs ``agents/fast`` has
-faster implementations of the same numbers, and ``PPOAgent`` chooses one of them once.
+faster backends that compute the same; ``PPOAgent`` chooses one in its constructor.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class TorchPPO:
         """Actions; a backend may write them straight into ``out``."""
         outputs, memory = self.outputs(inputs)
         if self.config.on_nonfinite == "skip":
-            outputs = outputs.nan_to_num()  # some action is needed, and a valid one
+            outputs = outputs.nan_to_num()  # the envs need a valid action
         return PolicySample(self.model.distribution.sample(outputs, noise), memory)
 
     def score(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ class TorchPPO:
         return log_prob, value.float()
 
     def value(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor:
-        """[B]; where the mask ``wanted`` is False, any finite number will do."""
+        """Values, [B]; any finite number where the mask ``wanted`` is False."""
         with self._rounding():
             if inputs.memory is not None:
                 _, values, _ = self.model(one_step(inputs))
@@ -156,7 +156,7 @@ class TorchPPO:
         return self._device.type == "cpu" and self.config.on_nonfinite == "stop"
 
     def _rounding(self) -> AbstractContextManager[Any]:
-        """Matrix products in bf16 if asked for; tf32 is a global setting of torch."""
+        """Autocast to bf16 if configured; tf32 is a global setting of torch."""
         wanted = self.precision == "bf16" and self._device.type != "cpu"
         return torch.autocast(self._device.type, torch.bfloat16, enabled=wanted)
 
@@ -178,7 +178,7 @@ class PPOAgent:
     ) -> None:
         """``precision`` of matrix products on a GPU: float32, tf32 or bf16.
 
-        ``fast=False`` keeps to plain torch, for comparisons.
+        ``fast=False`` uses plain torch, for comparisons.
         """
         self.config = config
         self.device = device
@@ -195,7 +195,7 @@ class PPOAgent:
             mask_leaf=find_mask_leaf(config.action_mask, self.reader),
             generator=torch.Generator().manual_seed(stream_seed(seed, "weights")),
         )
-        self.model.to(device).eval()  # except in an update: a network may have a Dropout layer
+        self.model.to(device).eval()  # except in updates: a network may have Dropout layers
         self.distribution = self.model.distribution
         self.masks = ActionMasks(config.action_mask, self.reader, self.distribution)
         self.memory_size = sum(self.model.memory_sizes)  # 0: not recurrent
@@ -206,8 +206,6 @@ class PPOAgent:
         self.remark = ""  # why a faster backend does not work on this machine
         if fast:
             self.backend, self.remark = fastest(plain, masked=self.masks.are_used)
-
-    # Acting.
 
     def inputs(
         self,
@@ -242,7 +240,7 @@ class PPOAgent:
 
     @torch.no_grad()
     def value_batch(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor:
-        """[B]; where the mask ``wanted`` is False, any finite number will do."""
+        """Values, [B]; any finite number where the mask ``wanted`` is False."""
         return self.backend.value(inputs, wanted)
 
     @torch.no_grad()
@@ -290,7 +288,7 @@ class PPOAgent:
         )
 
     def on_cpu(self) -> PPOAgent:
-        """An agent of the same build on the CPU, with first weights of its own."""
+        """A new agent with the same settings on the CPU; its weights are not copied."""
         return PPOAgent(
             self.spaces["observation_space"],
             self.spaces["action_space"],
@@ -301,15 +299,13 @@ class PPOAgent:
         )
 
     def for_playing(self) -> PPOAgent:
-        """Itself, or a copy on the CPU where launching GPU kernels takes longer than their work."""
+        """This agent, or a CPU copy if launching GPU kernels takes longer than running them."""
         if not self.backend.acts_faster_on_cpu:
             return self
         if self._player is None:
             self._player = self.on_cpu()
         self._player.model.load_state_dict(self.model.state_dict())
         return self._player
-
-    # Learning.
 
     def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
         """One gradient step per minibatch; each row of the result is its ``UpdateResult``.

@@ -1,4 +1,4 @@
-"""PPO on the shelf: how its agent and its trainer are made from a config."""
+"""PPO as an ``Algorithm``: builds its agent and its trainer from a config."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def make_trainer(agent: PPOAgent, envs: Envs, config: PPOConfig, place: Place) -
 
 
 def explain_memory(agent: PPOAgent, config: PPOConfig, n_envs: int, tensor_envs: bool) -> str:
-    """What a run of these sizes needs, and which settings reduce it."""
+    """How much memory a run of these sizes needs, and which settings reduce it."""
     per_transition = None
     space = agent.spaces["observation_space"]
-    with suppress(Exception):  # a user's network may raise anything, and memory is short
+    with suppress(Exception):  # the estimate is optional; a user's network may raise anything
         copy = agent.on_cpu()
         one = copy.reader.read(batched(space, [space.sample()]))
         per_transition = activation_bytes(copy, copy.model, one)

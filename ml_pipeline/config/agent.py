@@ -25,7 +25,7 @@ class AgentConfig:
         return None
 
     def fitting_n_envs(self, n_envs: int, *, recurrent: bool = False) -> int:
-        """The largest fitting number up to ``n_envs``; above it, if none below fits."""
+        """The largest number up to ``n_envs`` that fits, or else the smallest above it."""
         candidates = itertools.chain(range(n_envs, 0, -1), itertools.count(n_envs + 1))
         return next(each for each in candidates if self.why_not(each, recurrent=recurrent) is None)
 

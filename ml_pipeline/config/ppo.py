@@ -17,9 +17,8 @@ BOX_POLICIES = ("gaussian", "squashed", "gsde")
 class PPOConfig(AgentConfig):
     """conf/agent/ppo.yaml spells out the same defaults.
 
-    A ``_schedule`` says how its value changes over the run: constant, or down to zero along a
-    line or half a cosine. The learning rate may also be ``adaptive``: it then tracks
-    ``target_kl``.
+    A ``_schedule`` keeps its value constant, or anneals it to zero along a line or half a cosine.
+    An ``adaptive`` learning rate tracks ``target_kl``.
     """
 
     algorithm: str = "ml_pipeline.algorithms.ppo.PPO"
@@ -47,7 +46,7 @@ class PPOConfig(AgentConfig):
     shared_trunk: bool = False  # one network for policy and value
     normalize_obs: bool = False  # by running mean and standard deviation
     clip_obs: float = 10.0  # standard deviations
-    scale_reward: bool = False  # by the running deviation of the discounted return
+    scale_reward: bool = False  # by the running standard deviation of the discounted return
     clip_reward: float = 10.0  # of the scaled reward
     box_policy: str = "gaussian"
     log_std_init: float = 0.0

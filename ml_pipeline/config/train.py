@@ -23,7 +23,7 @@ PRECISIONS = ("float32", "tf32", "bf16")
 
 @dataclass
 class EnvConfig:
-    """One environment: a registered id, or a class by dotted path, which wins over the id."""
+    """One environment: a registered id, or a class by dotted path, which takes precedence."""
 
     id: Optional[str] = "CartPole-v1"
     target: Optional[str] = None
@@ -42,7 +42,7 @@ class EnvConfig:
 
 @dataclass
 class VecEnvConfig:
-    """Where the envs run: in this process, in workers, or in both; the keys are ParallelEnv's."""
+    """Envs run in this process, in workers, or in both; see ``ParallelEnv`` for the keys."""
 
     mode: str = "auto"
     n_workers: Optional[int] = None  # None: one per core that this process may use
@@ -74,7 +74,7 @@ class VecEnvConfig:
 class TrainConfig:
     """A whole run; conf/train.yaml composes it."""
 
-    n_envs: Any = 8  # or auto: the door replaces it with a measured number
+    n_envs: Any = 8  # or auto: make_plan chooses a number
     seed: int = 1
     total_steps: float = 100_000  # env steps over all envs: a budget, see wanted_steps
     num_episodes: Optional[int] = None  # calls of train_episode_vectorized, instead of total_steps
@@ -123,7 +123,7 @@ class TrainConfig:
         return self.n_envs
 
     def suits(self, n_envs: int, *, recurrent: bool = False) -> bool:
-        """Whether so many envs fit, and leave the run at least ten iterations."""
+        """Whether ``n_envs`` fits the minibatches and leaves the run at least ten iterations."""
         budget = math.inf if self.num_episodes is not None else self.total_steps
         fits = self.agent.why_not(n_envs, recurrent=recurrent) is None
         return fits and 10 * self.agent.iteration_steps(n_envs) <= budget

@@ -54,7 +54,7 @@ class Agreement(NamedTuple):
 
 
 class Played(NamedTuple):
-    """What a policy saw while it played, one row per step."""
+    """The inputs of a policy while it played, one row per step."""
 
     observations: list[Any]
     action_mask: NDArray[np.bool_] | None  # [n, n_choices]; None: the infos have no masks
@@ -179,7 +179,7 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def play_steps(agent: Agent, env: gym.Env[Any, Any], n_steps: int) -> Played:
-    """Observations from episodes with sampled actions, which reach more states than greedy ones."""
+    """Observations from episodes with sampled actions; greedy actions would reach fewer states."""
     observations: list[Any] = []
     masks: list[NDArray[np.bool_]] = []
     memories: list[Tensor] = []
@@ -212,7 +212,7 @@ def compare(
     played: Played,
     space: gym.Space[Any],
 ) -> Agreement:
-    """The live agent and the file on the same observations; a disagreement is refused."""
+    """Run the live agent and the file on the same observations; raises if they disagree."""
     size = module.memory_size
     largest, n_other_actions = 0.0, 0
     for rows in _batches(len(played.observations)):
@@ -220,7 +220,7 @@ def compare(
         leaves = module.reader.read(obs)
         mask = None if played.action_mask is None else played.action_mask[rows]
         memory = None if played.memory is None else played.memory[rows].clone()
-        # A recurrent critic has its part behind the actor's; it is not exported.
+        # The critic's recurrent state follows the actor's, and is not exported.
         state = None if memory is None else memory[:, :size].numpy().copy()
         inputs = policy.named_inputs(leaves, action_mask=mask, state=state)
         got = policy.run(inputs)
@@ -241,7 +241,7 @@ def compare(
 
 
 def _n_other_actions(action: NDArray[Any], live: NDArray[Any]) -> int:
-    """Rows in which the actions differ; rounding may decide between two equal choices."""
+    """Number of rows with different actions; rounding may decide between equal choices."""
     if np.issubdtype(live.dtype, np.integer):
         other = action != live
     else:
@@ -262,7 +262,7 @@ def _batches(n_rows: int) -> Iterator[slice]:
 
 
 def _difference(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
-    """The largest difference; one beyond the tolerance is refused."""
+    """The largest difference; raises if one exceeds the tolerance."""
     difference = np.abs(ours.astype(np.float64) - theirs.reshape(ours.shape))
     if not (difference <= TOLERANCE * np.maximum(np.abs(ours), 1.0)).all():
         raise ExportError(

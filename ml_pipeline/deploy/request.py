@@ -110,7 +110,7 @@ def _item(given: dict[str, Any], key: str, label: str | None = None) -> Any:
 
 
 def _read_array(value: Any, key: str, spec: TensorSpec) -> _Read:
-    """``value`` as an array with a batch dimension, which it may have or not."""
+    """``value`` as an array; adds a batch dimension if it has none."""
     wanted = f"{spec.dtype} of shape {list(spec.shape)}, or a batch of these"
     try:
         array = np.array(value)

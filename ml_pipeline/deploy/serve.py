@@ -64,7 +64,7 @@ def serve(policy: ExportedPolicy, *, host: str, port: int, max_batch: int) -> No
 class PolicyServer(ThreadingHTTPServer):
     """One thread per connection for reading and writing, and one thread for the policy."""
 
-    daemon_threads = True  # an idle connection must not delay the end
+    daemon_threads = True  # an idle connection must not delay shutdown
     request_queue_size = 128
 
     def __init__(

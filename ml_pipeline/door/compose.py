@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
 
 
 def find_algorithm(cfg: DictConfig | TrainConfig) -> Algorithm:
-    """The algorithm that agent.algorithm names; runs from before that key used one only."""
+    """The algorithm that agent.algorithm names; older runs have no such key and used PPO."""
     name = getattr(cfg.agent, "algorithm", None) or ALGORITHM_OF_OLD_RUNS
     algorithm = import_dotted(str(name), key="agent.algorithm")
     if not isinstance(algorithm, Algorithm):
@@ -110,7 +110,7 @@ def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     # Never from the folder: otherwise its author decides whether to trust it.
     base.trust = cfg.trust
     if "total_steps" in named and "num_episodes" not in named:
-        base.num_episodes = None  # the newer goal counts
+        base.num_episodes = None  # the command line replaces the stored goal
     with open_dict(base):
         for key in named:
             if not key.startswith("hydra"):

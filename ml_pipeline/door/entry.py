@@ -1,6 +1,6 @@
 """Training from a command line: Hydra composes the config, ``build.run`` trains.
 
-Spawned workers import the script that was started, and so this module: torch is imported inside
+Spawned workers import the entry script, and thus this module. So torch is imported inside
 functions.
 """
 
@@ -28,7 +28,7 @@ from ml_pipeline.sweeps import SweepReport, check_launcher
 
 
 def main() -> int:
-    """Train as the command line says and return the exit code: all that a train_*.py calls."""
+    """Train as the command line says and return the exit code; a train_*.py calls only this."""
     return exit_code(lambda: train(sys.argv))
 
 
@@ -52,7 +52,7 @@ def train(command_line: Sequence[str]) -> None:
     except HydraException as error:
         raise ConfigError(explained(error)) from error
     except UserError:
-        sys.exit(1)  # a job of a sweep has failed, and has reported why
+        sys.exit(1)  # a job of a sweep failed; its error is already printed
     finally:
         SweepReport.tell()
     if failure is not None:
@@ -87,7 +87,7 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     from ml_pipeline.signals import Interrupted
     from ml_pipeline.sweeps import end_with_parent, noted_job, share_of_cores
 
-    if "n_jobs" in job.launcher and CORES_VARIABLE not in os.environ:  # jobs run in own processes
+    if "n_jobs" in job.launcher and CORES_VARIABLE not in os.environ:  # one process per job
         os.environ[CORES_VARIABLE] = str(share_of_cores(job.launcher, available_cores()))
         end_with_parent()
     folder, overrides = Path(job.sweep.dir), job.overrides.task
@@ -100,6 +100,6 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     except UserError as error:
         # Hydra reports a failed job after all others; report it now as well.
         print(f"job {job.job.num} failed: {error}", file=sys.stderr, flush=True)
-        # Launchers pickle the error, which not every subclass survives.
+        # Launchers pickle the error, and not every subclass can be pickled.
         raise UserError(str(error)) from error
     return result.objective

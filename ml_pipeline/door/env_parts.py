@@ -31,7 +31,7 @@ def find_tensor_env(config: TrainConfig) -> type[TorchVectorEnv] | None:
 
 
 def build_vec_envs(plan: RunPlan) -> tuple[Sequence[VectorEnv[Any, Any, Any]], str]:
-    """The envs, and how they run; two halves with collector=double."""
+    """The envs, in two halves with collector=double, and a text that says how they run."""
     if plan.tensor_env is not None:
         return [_make_tensor_env(plan, plan.tensor_env)], _how_tensor_envs_run(plan)
     return _build_process_envs(plan)
@@ -50,7 +50,7 @@ def _make_tensor_env(plan: RunPlan, env_class: type[TorchVectorEnv]) -> TorchVec
 def _how_tensor_envs_run(plan: RunPlan) -> str:
     how = f"{_counted(plan.config.n_envs)} as tensors"
     if plan.place.programs.mode == "graph":
-        # It takes seconds, during which nothing else is printed.
+        # Say so: it takes seconds, and nothing else is printed meanwhile.
         how += ", compiled and captured in the first iterations"
     return how + (f" ({plan.remark})" if plan.remark else "")
 

@@ -44,7 +44,7 @@ def build_env_factory(config: TrainConfig) -> EnvFactory:
 
 
 def cpu_place(config: TrainConfig) -> Place:
-    """For an agent that only plays."""
+    """The place of an agent that only plays."""
     device = torch.device("cpu")
     return Place(device, config.seed, config.precision, Programs(device), World())
 
@@ -75,13 +75,13 @@ def build_network(config: TrainConfig, observation_space: gym.Space[Any]) -> tor
 
 
 def mask_key(config: TrainConfig) -> str:
-    """Where a probed env has its mask: a key of its info or its observation."""
+    """The key under which a probed env has its mask, in its info or its observation."""
     source = config.agent.action_mask
     return "action_mask" if source in ("auto", "none", "info") else source
 
 
 def act_greedily(policy: Policy, obs: Any, infos: Any) -> Any:
-    """About the work of one step of training, to measure its time."""
+    """About as much work as acting in one training step; used to measure its time."""
     n_envs = _batch_size(obs)
     mask, memory = policy.mask_of(infos), policy.new_memory(n_envs)
     return policy.act_batch(obs, True, action_mask=mask, memory=memory)
@@ -118,7 +118,7 @@ def build_loop(
 
 
 def memory_advice(plan: RunPlan) -> str:
-    """What the run needs and how to need less, for an error message."""
+    """How much memory the run needs and how to reduce it, for an error message."""
     config, is_tensor = plan.config, plan.tensor_env is not None
     advice = find_algorithm(config).memory_advice(
         plan.agent, config.agent, int(config.n_envs), is_tensor
@@ -173,7 +173,7 @@ def build_loggers(
         "run": run_folder,
         "run_config": run_config,
         "sweep": sweep,
-        "env_steps": env_steps,  # where a run is resumed; 0 for a new one
+        "env_steps": env_steps,  # at which the run resumes; 0 for a new run
     }
     loggers: dict[str, Logger] = {}
     for name, entry in config.logger.items():

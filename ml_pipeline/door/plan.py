@@ -48,7 +48,7 @@ RUN_ROOT = Path("runs")
 
 
 class RunPlan(NamedTuple):
-    """A checked config and everything that is made from it before a file or a process is."""
+    """A checked config and everything built from it before a file or a process exists."""
 
     config: TrainConfig
     place: Place
@@ -64,7 +64,7 @@ class RunPlan(NamedTuple):
 
     @property
     def first_step(self) -> int:
-        """Env steps that the run has already made."""
+        """Env steps that the run has already completed."""
         return int(self.state["env_steps"]) if self.state is not None else 0
 
     @property
@@ -204,7 +204,7 @@ def with_mask_source(
     info: dict[str, Any],
     step_info: dict[str, Any],
 ) -> TrainConfig:
-    """The config with agent.action_mask=auto replaced by where this env has its masks, if at all.
+    """The config with agent.action_mask=auto replaced by the source of this env's masks, or none.
 
     Masks in infos are needed at every step, so all infos must be sent.
     """

@@ -1,4 +1,4 @@
-"""Checks of what envs return and of what an update computes; each error names the place."""
+"""Checks of env outputs and of updates; each error names the env or the minibatch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FiniteCheck:
 
 
 def check_rollout(is_finite: bool) -> None:
-    """For tensor envs, whose values are looked at once per rollout."""
+    """For tensor envs, whose values are checked once per rollout."""
     if not is_finite:
         raise TrainingError(
             "an env returned an observation or a reward that is not finite; the last checkpoint "
@@ -72,9 +72,9 @@ def check_rollout(is_finite: bool) -> None:
 def check_updates(
     table: NDArray[Any], *, first_epoch: int, n_minibatches: int, broken: Sequence[str] | None
 ) -> None:
-    """Raise if a gradient step was not finite; ``table`` has a row per step, see ``on_host``.
+    """Raise if a gradient step was not finite; ``table`` is that of ``Epochs.run``.
 
-    ``broken`` names the parameters with bad gradients, if no other step followed; else None.
+    ``broken`` names parameters with non-finite gradients; None if later steps replaced them.
     """
     finite = table[:, -1] != 0
     if finite.all():

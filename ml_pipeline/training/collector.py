@@ -1,7 +1,7 @@
-"""Collector: plays a policy in many envs and writes what happens into a rollout buffer.
+"""Collector: plays a policy in many envs and writes the transitions into a rollout buffer.
 
-Over one vector env it acts and steps in turn. Over several it is double-buffered: while the envs
-of one step, it acts in the next; each has its own columns of the buffer.
+With one vector env it acts and steps in turn. With several it is double-buffered: it acts in one
+while the others step. Each vector env has its own columns of the buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ml_pipeline.training.rollout_buffer import FinalStep, RolloutBuffer
 
 
 class Collector:
-    """Rollouts of an agent in ``envs``; the columns of one follow those of the other."""
+    """Collects rollouts in ``envs``; the buffer has their columns in the same order."""
 
     is_interruptible = True  # an interrupt during a rollout discards it
     on_host = True
@@ -75,7 +75,7 @@ class Collector:
         return RewardScaler(self.n_envs, gamma=gamma, clip=clip)
 
     def collect(self, agent: Actor, buffer: RolloutBuffer) -> RolloutStats:
-        """Fill ``buffer``; ``last_inputs`` is then what the policy sees after the last row."""
+        """Fill ``buffer``; ``last_inputs`` then returns the policy's input after the last row."""
         start = time.perf_counter()
         episodes: list[Episode] = []
         self._begin(agent, buffer)
@@ -98,7 +98,7 @@ class Collector:
     def _begin(self, agent: Actor, buffer: RolloutBuffer) -> None:
         for columns in self._columns:
             if columns.action is not None and len(self._columns) > 1:
-                columns.receive(agent)  # the answer to a rollout that was interrupted
+                columns.receive(agent)  # discards a step of an interrupted rollout
             columns.action = None
             if agent.device.type == "cuda" and columns.acting is None:
                 programs = self._programs or Programs(agent.device)
@@ -131,7 +131,7 @@ class Collector:
     def _receive(
         self, columns: Columns, t: int, agent: Actor, buffer: RolloutBuffer
     ) -> list[Episode]:
-        """Write what the envs answered to the actions of row ``t``; the episodes that ended."""
+        """Write the results of the actions of row ``t``; returns the episodes that ended."""
         first = columns.place.start
         try:
             reward, terminated, truncated, infos, episodes = columns.receive(agent)
@@ -151,11 +151,11 @@ class Collector:
         return episodes
 
     def last_inputs(self, agent: Actor) -> PolicyInput:
-        """What the policy sees after the last row, in all envs."""
+        """The policy's input after the last row, in all envs."""
         return joined_inputs(self._columns, agent)
 
     def resize(self, n_envs: int, agent: Actor) -> None:
-        """Between two rollouts; envs that stay keep their episodes."""
+        """Call between two rollouts; remaining envs keep their episodes."""
         if len(self._columns) > 1:
             raise TypeError("collector=double cannot change its number of envs")
         self._columns[0].resize(n_envs, agent)
@@ -172,7 +172,7 @@ class Collector:
         restore_columns(self._columns, positions, snapshots, agent)
 
     def state_dict(self) -> StateDict:
-        """The draws of an interrupted rollout do not count."""
+        """Saves the generator as it was before an interrupted rollout."""
         state = self._generator.get_state() if self._state_before is None else self._state_before
         positions = None
         if self.is_between_rollouts:

@@ -1,4 +1,4 @@
-"""Columns: one vector env, its columns of the rollout, and the observations it is at."""
+"""Columns: one vector env, its columns of the rollout, and its current observations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ml_pipeline.training.gpu.acting import GpuActing
 
 
 class Step(NamedTuple):
-    """What the envs returned for one action; [n_envs] each."""
+    """The results of one action in each env; [n_envs] each."""
 
     reward: NDArray[Any]
     terminated: NDArray[np.bool_]
@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 class Columns:
-    """``place`` are the columns; ``leaves`` the observations to act on, empty before the reset."""
+    """``place`` is a slice of columns; ``leaves`` are the current observations, empty at first."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Columns:
             self.env.step_async(action)
 
     def receive(self, agent: Actor) -> Step:
-        """Wait for the envs and move on to their new observations."""
+        """Wait for the envs and read their new observations."""
         result = self.env.step_wait() if self._in_turns else self.env.step(self.action)
         obs, reward, terminated, truncated, infos = result
         self.action = None
@@ -89,7 +89,7 @@ class Columns:
         return agent.inputs(self.leaves, self.mask, self.memory, start)
 
     def resize(self, n_envs: int, agent: Actor) -> None:
-        """Between two rollouts; envs that stay keep their episodes."""
+        """Call between two rollouts; remaining envs keep their episodes."""
         if not isinstance(self.env, Resizable):
             raise TypeError(f"{type(self.env).__name__} cannot change its number of envs")
         obs, infos = self.env.resize(n_envs)
@@ -117,7 +117,7 @@ class Columns:
         return None if given is None else np.concatenate([kept, given[len(kept) :]])
 
     def state_dict(self) -> StateDict:
-        """Where the envs are, seen from here; needs a snapshot of the envs themselves."""
+        """The current step of the envs; resuming also needs snapshots of the envs themselves."""
         return {
             "leaves": {name: torch.from_numpy(leaf) for name, leaf in self.leaves.items()},
             "mask": None if self.mask is None else torch.from_numpy(self.mask),
@@ -136,7 +136,7 @@ class Columns:
 
 
 def joined_inputs(all_columns: Sequence[Columns], agent: Actor) -> PolicyInput:
-    """What the policy sees now, in the envs of all columns."""
+    """The policy's current input, in the envs of all columns."""
     if len(all_columns) == 1:
         return all_columns[0].inputs(agent)
     parts = [columns.inputs(agent) for columns in all_columns]

@@ -1,4 +1,4 @@
-"""Protocols between agent, collector and buffer, so that each exists in several kinds."""
+"""Protocols between agent, collector and buffer, which have several implementations each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Actor(Protocol):
 
 
 class Learner(Protocol):
-    """Learns a rollout by epochs."""
+    """Learns from a rollout, one epoch at a time."""
 
     device: torch.device
 
@@ -61,7 +61,7 @@ class Learner(Protocol):
 
 
 class RolloutQuality(NamedTuple):
-    """What a finished rollout says about the critic and the envs."""
+    """How well the critic fits a finished rollout, and whether the envs returned finite values."""
 
     explained_variance: float
     is_finite: bool  # all observations and rewards
@@ -103,7 +103,7 @@ class RolloutCollector(Protocol):
 
     n_envs: int
     is_interruptible: bool  # whether an interrupt may discard a rollout
-    on_host: bool  # whether the rollout is made in host memory
+    on_host: bool  # whether the rollout is collected in host memory
 
     @property
     def envs(self) -> list[VectorEnv[Any, Any, Any]]: ...

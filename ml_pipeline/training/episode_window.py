@@ -20,7 +20,7 @@ class EpisodeWindow:
         self._recent: deque[Episode] = deque(maxlen=_LENGTH)
 
     def add(self, episodes: Sequence[Episode]) -> Metrics:
-        """Add the episodes that ended in one iteration; the metrics to log."""
+        """Add the episodes that ended in one iteration; returns the metrics to log."""
         n_completed = sum(episode.n for episode in episodes)
         self._recent.extend(episodes)
         self.n_episodes += n_completed

@@ -1,4 +1,4 @@
-"""Loop: keeps time. It counts iterations, calls callbacks, logs, stops, and saves its state."""
+"""Loop: runs a trainer. It counts iterations, calls callbacks, logs, stops, and saves its state."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Loop:
         self.stop_reason = reason
 
     def resize(self, n_envs: int) -> int:
-        """Train in about ``n_envs`` envs from the next iteration on; the number taken."""
+        """Train in about ``n_envs`` envs from the next iteration on; returns the actual number."""
         if not isinstance(self.trainer, Resizes):
             raise TypeError(f"{type(self.trainer).__name__} cannot change its number of envs")
         return self.trainer.resize(n_envs)

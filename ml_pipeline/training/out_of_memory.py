@@ -1,4 +1,4 @@
-"""Out of memory, as one line: what the rollout and a minibatch need, and how to need less.
+"""Explains out-of-memory errors in one line: what training needs, and how to reduce it.
 
 The numbers are estimates; libraries and caches need memory too.
 """
@@ -61,7 +61,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_explained(device: torch.device | str, advice: Callable[[], str]) -> Iterator[None]:
-    """Turn running out of memory into one line: the fact, then ``advice()``."""
+    """Turn an out-of-memory error into one line: the fact, then ``advice()``."""
     try:
         yield
     except Exception as error:
@@ -75,7 +75,7 @@ def memory_explained(device: torch.device | str, advice: Callable[[], str]) -> I
 
 
 def step_bytes(reader: ObservationReader, distribution: Distribution, *, is_masked: bool) -> int:
-    """Bytes that a rollout keeps of one step of one env."""
+    """Bytes in a rollout per step of one env."""
     action = math.prod(distribution.action_shape) * distribution.action_dtype.itemsize
     mask = distribution.mask_size if is_masked else 0
     return obs_bytes(reader) + action + mask + 4 * _N_FLOATS + _N_FLAGS
@@ -121,7 +121,7 @@ def activation_bytes(agent: Actor, model: nn.Module, leaves: dict[str, NDArray[A
         inputs = agent.inputs(batch, None, agent.new_memory(n), start)
         with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
             outputs = model(inputs)
-        del outputs  # not earlier: a freed tensor gives its address to the next
+        del outputs  # not earlier: a new tensor could get the address of a freed one
         return sum(sizes.values())
 
     # The difference cancels the weights, which are kept once. A batch of one is avoided, since
@@ -138,7 +138,7 @@ def memory_advice(
     n_minibatches: int,
     keeps_final_obs: bool = False,
 ) -> str:
-    """What training needs, what the device has, and which config keys reduce the need.
+    """How much memory training needs and the device has, and which config keys reduce the need.
 
     ``per_transition`` comes from ``activation_bytes``; None: unknown.
     """

@@ -1,4 +1,4 @@
-"""PPOTrainer: one iteration of PPO. It collects a rollout, then makes epochs of gradient steps."""
+"""PPOTrainer: one iteration of PPO. It collects a rollout, then runs epochs of gradient steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PPOTrainer:
         seed: int,
         programs: Programs | None = None,
     ) -> None:
-        """``programs`` compiles and captures the work on a GPU; None: it runs as written."""
+        """``programs`` compiles and captures the work on a GPU; None: it runs eagerly."""
         self.agent = agent
         self.collector = collector
         self.config = config = agent.config
@@ -53,7 +53,7 @@ class PPOTrainer:
 
     def _make_buffer(self) -> None:
         self.buffer: Rollout = self.collector.new_buffer(self.config.n_steps, self.agent)
-        # One epoch at a time where something is decided between two of them.
+        # One epoch at a time if the KL or a check affects the next epoch.
         one_by_one = self.schedules.uses_kl or self._on_host
         n_epochs = 1 if one_by_one else self.config.n_epochs
         self._epochs = Epochs(
@@ -71,7 +71,7 @@ class PPOTrainer:
     def train_episode_vectorized(self, hold: Callable[[], None] = lambda: None) -> Metrics:
         """One iteration: collect a [T, n_envs] rollout, improve on it, return the metrics.
 
-        An interrupt before ``hold`` is called discards the rollout; after it, it must wait.
+        An interrupt before ``hold`` discards the rollout; a later one waits for the end.
         """
         rates = self.schedules.rates(self.progress)
         if not self.collector.is_interruptible:
@@ -91,7 +91,7 @@ class PPOTrainer:
         }
 
     def _improve(self, rates: Rates) -> Metrics:
-        """All epochs over the rollout; a GPU is waited for once, at the end."""
+        """Run all epochs; wait for a GPU only at the end, unless each epoch needs the KL."""
         config, buffer = self.config, self.buffer
         last = self.collector.last_inputs(self.agent)
         buffer.finish(last, gamma=config.gamma, lam=config.gae_lambda, scaler=self._scaler)
@@ -105,7 +105,7 @@ class PPOTrainer:
             if self.schedules.uses_kl:
                 table = tables[-1].cpu().numpy()
                 kl = update_means(table)["policy/approx_kl"]
-                if table[:, -1].any():  # otherwise no step was made
+                if table[:, -1].any():  # otherwise no step was taken
                     rates = self.schedules.adapted(rates, kl)
                 if self.schedules.is_kl_too_large(kl):
                     break
@@ -129,7 +129,7 @@ class PPOTrainer:
             )
 
     def resize(self, n_envs: int) -> int:
-        """Train in at most ``n_envs`` envs, as many as the minibatches allow; the number taken."""
+        """Train in about ``n_envs`` envs; returns the actual number, which fits the minibatches."""
         n_envs = self.config.fitting_n_envs(n_envs, recurrent=bool(self.agent.memory_size))
         if n_envs != self.collector.n_envs:
             self.collector.resize(n_envs, self.agent)
@@ -163,7 +163,7 @@ class PPOTrainer:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Everything but the episodes under way: see ``resume_episodes``."""
+        """Everything except the current episodes: see ``resume_episodes``."""
         self.agent.load_state_dict(state["agent"])
         self.collector.load_state_dict(state["collector"])
         self._generator.set_state(state["generator"])

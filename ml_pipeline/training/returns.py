@@ -1,4 +1,4 @@
-"""Advantages and explained variance of a rollout; a loop over time is faster in NumPy."""
+"""Advantages and explained variance of a rollout, in NumPy, where loops over time are faster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gae(
 def explained_variance(value: Any, value_target: Any) -> Any:
     """1 for a perfect critic, 0 for a constant one, and 0 if all targets are equal.
 
-    Takes arrays or tensors; of tensors the result is one, so nothing waits for the device.
+    Takes arrays or tensors. For tensors it returns a tensor, so nothing waits for the device.
     """
     if isinstance(value, Tensor):
         variance = value_target.var(correction=0)

@@ -1,4 +1,4 @@
-"""RewardScaler: rewards divided by the running deviation of the discounted return."""
+"""RewardScaler: rewards divided by the running standard deviation of the discounted return."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = NDArray[np.float32]
 
 
 class RewardScaler:
-    """Divides rewards by the running deviation of the discounted return, and clips them.
+    """Scales rewards and clips them.
 
     It does not subtract the mean: a reward that is always positive must stay positive.
     """
@@ -22,7 +22,7 @@ class RewardScaler:
     def __init__(self, n_envs: int, *, gamma: float, clip: float) -> None:
         self.gamma = gamma
         self.clip = clip
-        self._return = np.zeros(n_envs)  # discounted, of the episode under way in each env
+        self._return = np.zeros(n_envs)  # discounted, of the current episode in each env
         self._mean, self._variance, self._count = 0.0, 1.0, 0
 
     def scaled(self, reward: Array, done: NDArray[np.bool_]) -> Array:
@@ -47,12 +47,12 @@ class RewardScaler:
         )
 
     def resize(self, n_envs: int) -> None:
-        """Envs that stay keep their returns; new ones start at zero."""
+        """Remaining envs keep their returns; new ones start at zero."""
         kept = self._return[:n_envs]
         self._return = np.concatenate([kept, np.zeros(n_envs - len(kept))])
 
     def begin_episodes(self) -> None:
-        """All envs were reset."""
+        """Call after all envs were reset."""
         self._return = np.zeros_like(self._return)
 
     def state_dict(self) -> StateDict:

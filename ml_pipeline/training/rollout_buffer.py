@@ -23,7 +23,7 @@ from ml_pipeline.training.reward_scaler import RewardScaler
 if TYPE_CHECKING:
     from ml_pipeline.agents.ppo import PPOAgent
 
-_SCORED_NUMBERS = 2**24  # observation entries per forward pass: images would fill the memory
+_SCORED_NUMBERS = 2**24  # observation entries per forward pass; limits the memory for images
 
 
 class FinalStep(NamedTuple):
@@ -36,7 +36,7 @@ class FinalStep(NamedTuple):
 
 
 class RolloutBuffer:
-    """A collector fills it, column by column or all columns at once."""
+    """Filled by a ``Collector``, row by row, one vector env after the other."""
 
     def __init__(self, n_steps: int, n_envs: int, agent: PPOAgent) -> None:
         self.n_steps = n_steps
@@ -47,7 +47,7 @@ class RolloutBuffer:
             name: _zeros((*grid, *reader.shapes[name]), reader.dtypes[name], agent.device)
             for name in reader.leaves
         }
-        # The NumPy dtype that corresponds to the torch dtype.
+        # torch has no public function from its dtypes to NumPy's.
         action_dtype = torch.empty(0, dtype=distribution.action_dtype).numpy().dtype
         self.action = np.zeros((*grid, *distribution.action_shape), dtype=action_dtype)
         mask_shape = (*grid, distribution.mask_size)
@@ -64,7 +64,7 @@ class RolloutBuffer:
         self._orders: Tensor | None = None
 
     def begin(self, memory: Tensor | None) -> None:
-        """Before the first row of a new rollout."""
+        """Call before the first row of a new rollout."""
         self.final_steps = []
         self.memory = memory
 
@@ -76,7 +76,7 @@ class RolloutBuffer:
         action_mask: NDArray[np.bool_] | None,
         episode_start: NDArray[np.bool_],
     ) -> None:
-        """What the policy saw in row ``t`` of these columns."""
+        """Write the policy's input in row ``t`` of these columns."""
         for name, leaf in leaves.items():
             self.obs[name][t, columns] = leaf
         if self.action_mask is not None:
@@ -91,7 +91,7 @@ class RolloutBuffer:
         terminated: NDArray[np.bool_],
         truncated: NDArray[np.bool_],
     ) -> None:
-        """What the envs returned for the actions in row ``t`` of these columns."""
+        """Write the results of the actions in row ``t`` of these columns."""
         self.reward[t, columns] = reward
         self.terminated[t, columns] = terminated
         self.truncated[t, columns] = truncated
@@ -99,7 +99,7 @@ class RolloutBuffer:
     def finish(
         self, last: PolicyInput, *, gamma: float, lam: float, scaler: RewardScaler | None = None
     ) -> None:
-        """Score the rollout and compute its advantages; ``last`` follows its last row."""
+        """Score the rollout and compute its advantages; ``last`` is the input after its end."""
         agent, done = self._agent, self.terminated | self.truncated
         inputs, action = self._inputs(), torch.from_numpy(self.action).to(agent.device)
         log_prob, value = self._scores(inputs, action)
@@ -118,7 +118,7 @@ class RolloutBuffer:
         self._keep(Minibatch(inputs, action, log_prob, value, *moved))
 
     def _keep(self, rollout: Minibatch) -> None:
-        """On a GPU always at the same address, where a captured update reads it."""
+        """Keep ``rollout``; on a GPU at a fixed address, where a captured update reads it."""
         if self._finished is None or self._agent.device.type == "cpu":
             self._finished = self._flat = rollout
             if self.memory is None:
@@ -134,7 +134,7 @@ class RolloutBuffer:
         return self._flat
 
     def shuffle(self, generator: torch.Generator, n_orders: int) -> None:
-        """Draw orders for as many epochs, on the host: they do not depend on the device."""
+        """Draw one order per epoch, on the host, so that it does not depend on the device."""
         n_items = self.n_envs if self.memory is not None else self.n_steps * self.n_envs
         drawn = [torch.randperm(n_items, generator=generator) for _ in range(n_orders)]
         orders, device = torch.stack(drawn), self._agent.device
@@ -152,7 +152,7 @@ class RolloutBuffer:
         return self._orders[epoch]
 
     def quality(self) -> RolloutQuality:
-        """The collector has checked every step, so all values are finite."""
+        """``is_finite`` is always True: the collector checks every step."""
         explained = explained_variance(self.value, self.value_target)
         return RolloutQuality(float(np.float32(explained)), is_finite=True)
 
@@ -200,6 +200,6 @@ class RolloutBuffer:
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> NDArray[Any]:
-    """In pinned memory for a GPU, which then copies it without a wait."""
+    """An array of zeros; pinned for a GPU, so that copies to it are asynchronous."""
     zeros = np.zeros(shape, dtype=dtype)
     return torch.from_numpy(zeros).pin_memory().numpy() if device.type == "cuda" else zeros

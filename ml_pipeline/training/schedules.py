@@ -47,7 +47,7 @@ class Schedules:
 
 
 def annealed(value: float, schedule: str, progress: float) -> float:
-    """``value`` at ``progress`` (0 to 1) through the run: constant, or on its way to zero."""
+    """``value`` at ``progress`` (0 to 1) through the run: constant, or annealed to zero."""
     if schedule == "linear":
         return value * (1.0 - progress)
     if schedule == "cosine":

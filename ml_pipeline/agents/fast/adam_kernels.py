@@ -1,4 +1,4 @@
-"""Triton kernels after a gradient: the sum of its partial results, and Adam's step."""
+"""Triton kernels that sum the partial gradients and take Adam's step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses who does PPO's arithmetic: plain torch, or a faster backend that covers the model."""
+"""Chooses the backend for PPO's arithmetic: plain torch, or a faster one that fits the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PPOBackend(Protocol):
 
 
 def fastest(plain: TorchPPO, *, masked: bool) -> tuple[PPOBackend, str]:
-    """The backend for ``plain``'s model, and why a faster one does not work here, if so."""
+    """The backend for ``plain``'s model, and the reason why a faster one fails here, if any."""
     device = plain.adam.values.device
     if device.type == "cpu" and NumpyPPO.covers(plain.model):
         return NumpyPPO(plain.model, plain.adam, plain.config), ""

@@ -1,6 +1,6 @@
 """NumpyPPO: acting and the gradient of PPO's loss for two plain MLPs on the CPU, in NumPy.
 
-It computes what ``TorchPPO`` computes, up to rounding. At these sizes autograd and torch's
+It computes the same as ``TorchPPO``, up to rounding. At these sizes autograd and torch's
 dispatch take several times as long as the arithmetic.
 """
 
@@ -74,7 +74,7 @@ class _Tower:
 class NumpyPPO:
     """Acts, scores and computes gradients in NumPy; shares weights and gradients with the model."""
 
-    acts_faster_on_cpu = False  # it is there already
+    acts_faster_on_cpu = False  # it already runs there
 
     @staticmethod
     def covers(model: Any) -> bool:
@@ -161,7 +161,7 @@ class NumpyPPO:
         return UpdateResult._make(torch.tensor(step, dtype=torch.float64).unbind())
 
     def _step(self, batch: Minibatch, rates: Rates) -> list[float]:
-        """One gradient step; the fields of ``UpdateResult`` as plain numbers."""
+        """One gradient step; returns the fields of ``UpdateResult`` as plain numbers."""
         learning_rate, clip_range, entropy_coef = map(float, rates)
         *report, loss = self._gradient(batch, clip_range, entropy_coef)
         norm, finite = self._adam.step_on_cpu(learning_rate, loss)
@@ -186,7 +186,7 @@ class NumpyPPO:
         return self.critic.forward(self.prepared(obs))[-1][:, 0]
 
     def _gradient(self, batch: Minibatch, clip_range: float, entropy_coef: float) -> list[float]:
-        """Write the gradients; policy loss, value loss, entropy, KL, clip fraction, loss."""
+        """Write the gradients; returns policy and value loss, entropy, KL, clip fraction, loss."""
         x = self.prepared(_numpy(batch.inputs.obs))
         policy_loss, entropy, kl, clip_fraction = self._actor_gradient(
             x, batch, clip_range, entropy_coef

@@ -1,6 +1,6 @@
 """Triton kernels of ``TritonPPO``: forward and backward of a small MLP, one tile at a time.
 
-A tile is a matrix [units, rows], so that a layer is ``weight @ tile``: weights keep torch's layout,
+A tile is a matrix [units, rows], and a layer is ``weight @ tile``. So weights keep torch's layout,
 and sums over rows stay inside a warp. Sizes: B rows, D inputs, H and K hidden units, A outputs. All
 but B are padded to powers of two of at least 16, as tensor cores require. Rows beyond the end are
 not ``live``: they add nothing to any sum.

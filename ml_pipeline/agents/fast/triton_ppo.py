@@ -1,9 +1,9 @@
 """TritonPPO: acting and the gradient of PPO's loss for two small MLPs on a GPU, in Triton.
 
-It computes what ``TorchPPO`` computes, up to rounding. One kernel takes a tile of observations
+It computes the same as ``TorchPPO``, up to rounding. One kernel takes a tile of observations
 through a whole network and back, so activations never reach the device's memory.
 
-Nothing waits for the device, and lasting tensors keep their addresses: CUDA graphs can capture it.
+Nothing waits for the device, and persistent tensors keep their addresses, as CUDA graphs require.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _WIDEST = 64  # units in a layer: a tile of activations must fit in the registers
 _N_METRICS = 8  # columns after the gradient in a row of partial sums; five are used
-_N_PARTS = 64  # of each minibatch, whose advantage moments are merged
+_N_PARTS = 64  # of a minibatch; the moments of their advantages are merged
 _SUM_COLUMNS = 32
 _ADAM_COLUMNS = 512
 
@@ -111,7 +111,7 @@ class TritonPPO:
         self.refresh()
 
     def why_not(self) -> str | None:
-        """Run all kernels on zeros; the reason why this device cannot, or None.
+        """Run all kernels on zeros; returns why this device cannot, or None.
 
         A smaller GPU may have too little shared memory, and another Triton version may fail.
         """
@@ -148,7 +148,7 @@ class TritonPPO:
             return
         self._moments[:n_in] = moments.mean.flatten()
         self._moments[n_in : 2 * n_in] = torch.rsqrt(moments.variance.flatten() + 1e-8)
-        # Before the first rollout there is no deviation to clip by.
+        # Before the first rollout, the deviation is unknown: do not clip.
         self._moments[2 * n_in] = torch.where(moments.count > 0, self._config.clip_obs, torch.inf)
 
     def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
@@ -202,7 +202,7 @@ class TritonPPO:
         )  # fmt: skip
 
     def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
-        # The rates are views of one tensor; the kernels read all three from the first on.
+        # The rates are views of one tensor, which the kernels read from the address of the first.
         packed = torch.as_strided(rates.learning_rate, (len(rates),), (1,))
         return self._epoch(rollout, order, self._config.n_minibatches, packed)
 

@@ -1,7 +1,7 @@
 """GpuActing: actions from a GPU for envs in host memory, with one short wait per step.
 
-Observations pass through pinned memory. The copy to the GPU, the policy, the draw and the copy
-back are queued together, and captured as one graph if graphs are enabled.
+Observations pass through pinned memory. The copy to the GPU, the policy, the sampling and the
+copy back are queued together. If graphs are enabled, they are captured as one graph.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GpuActing:
         self._act()
 
     def actions(self) -> NDArray[Any]:
-        """Wait for the actions, in the form in which they are stored."""
+        """Wait for the actions, in the form that rollouts store."""
         torch.cuda.current_stream(self._agent.device).synchronize()
         action: NDArray[Any] = self._action.numpy().copy()
         return action

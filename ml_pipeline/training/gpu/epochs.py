@@ -24,7 +24,7 @@ _METRIC_NAMES = {
 
 
 class Epochs:
-    """One run makes ``n_epochs`` passes of ``agent`` over all minibatches of ``buffer``."""
+    """Each ``run`` makes ``n_epochs`` passes of ``agent`` over all minibatches of ``buffer``."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Epochs:
 
 
 def update_means(table: NDArray[Any]) -> Metrics:
-    """Means over the gradient steps that were made; ``table`` is that of ``Epochs.run``."""
+    """Means over the gradient steps that were not skipped; ``table`` is that of ``Epochs.run``."""
     values, finite = table[:, :-1], table[:, -1] != 0
     n_skipped = int((~finite).sum())
     means = np.where(finite[:, None], values, 0.0).sum(axis=0) / max(len(finite) - n_skipped, 1)

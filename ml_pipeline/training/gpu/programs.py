@@ -1,8 +1,8 @@
 """Programs: functions on tensors that are compiled, or captured as a CUDA graph and replayed.
 
 With small networks, launching kernels takes longer than running them. A graph launches all kernels
-at once. So a captured function must read and write tensors at fixed addresses, and must never wait
-for the device. A function that cannot be compiled or captured runs as written, and says why once.
+at once. A captured function must read and write tensors at fixed addresses, and must never wait
+for the device. A function that cannot be compiled or captured runs eagerly; the user sees why once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ml_pipeline.errors import type_and_line
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# eager: as written. compiled: consecutive kernels are fused. graph: they are also captured.
+# eager: plain torch. compiled: consecutive kernels are fused. graph: they are also captured.
 MODES = ("eager", "compiled", "graph")
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -51,7 +51,7 @@ class Programs:
         return cast("Function", _Compiled(function, name, self.tell))
 
     def captured(self, function: Callable[[], Any], name: str) -> Callable[[], Any]:
-        """``function``: the first call runs as written, later calls replay a graph."""
+        """``function`` as a graph: the first call runs eagerly, later calls replay the graph."""
         if self.mode != "graph" or self._device.type != "cuda":
             return function
         return _Captured(function, name, self._device, self.tell)
@@ -113,7 +113,7 @@ def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Captured:
     """Each call does its work exactly once: capturing does not run anything.
 
-    The first call runs as written, so that libraries can initialise themselves.
+    The first call runs eagerly, so that libraries can initialise themselves.
     """
 
     def __init__(

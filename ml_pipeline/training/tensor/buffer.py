@@ -41,7 +41,7 @@ class TensorBuffer:
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.obs = zeros(n_steps + 1, n_envs, *obs_shape, dtype=obs_dtype)  # and what follows
+        self.obs = zeros(n_steps + 1, n_envs, *obs_shape, dtype=obs_dtype)  # with the next obs
         self.final_obs = zeros(*grid, *obs_shape, dtype=obs_dtype)  # before the autoreset
         self.action = zeros(*grid, *distribution.action_shape, dtype=distribution.action_dtype)
         self.reward = zeros(*grid)
@@ -67,9 +67,9 @@ class TensorBuffer:
         lam: float,
         scaler: TensorRewardScaler | None = None,
     ) -> None:
-        """Score the rollout and compute its advantages; ``last`` is the last of ``obs``.
+        """Score the rollout and compute its advantages; ``last`` holds the last row of ``obs``.
 
-        A graph captures the arguments of the first call, so all calls must have the same.
+        A graph captures the arguments of the first call, so all calls must pass the same.
         """
         if self._finish is None:
 
@@ -106,7 +106,7 @@ class TensorBuffer:
         return self._finished
 
     def shuffle(self, generator: torch.Generator, n_orders: int) -> None:
-        """Draw the keys of the orders for as many epochs."""
+        """Draw one key per epoch; ``order`` computes the order from it."""
         keys = counter_random.draw_keys(n_orders, generator)
         if len(self._keys) != n_orders:
             self._keys = torch.empty_like(keys, device=self._keys.device)
@@ -140,5 +140,5 @@ def _quality_of(value: Tensor, target: Tensor, reward: Tensor, obs: Tensor) -> T
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    # The torch dtype that corresponds to the NumPy dtype.
+    # torch has no public function from NumPy's dtypes to its own.
     return torch.from_numpy(np.empty(0, dtype=dtype)).dtype

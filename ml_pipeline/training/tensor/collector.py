@@ -40,7 +40,7 @@ class TensorRolloutStats:
 
 
 class TensorCollector:
-    """Rollouts of an agent in ``env``, on the device of both."""
+    """Collects rollouts in ``env``, on the device that env and agent share."""
 
     # An iteration takes milliseconds, so a stop signal waits for its end.
     is_interruptible = False
@@ -193,7 +193,7 @@ class TensorCollector:
         return float(begin.elapsed_time(end)) / 1000.0
 
     def last_inputs(self, agent: Actor) -> PolicyInput:
-        """What the policy sees after the last row."""
+        """The policy's input after the last row."""
         if self._buffer is None:
             raise RuntimeError("there is no rollout yet; call collect first")
         return PolicyInput(self._buffer.obs[-1], None, None, None)
@@ -206,7 +206,7 @@ class TensorCollector:
         return []
 
     def state_dict(self) -> StateDict:
-        """The draws of an interrupted rollout do not count."""
+        """Saves the generator as it was before an interrupted rollout."""
         state = self._generator.get_state() if self._state_before is None else self._state_before
         position = None
         obs = self._obs if self._buffer is None else self._buffer.obs[-1]

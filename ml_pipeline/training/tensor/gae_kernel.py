@@ -1,4 +1,4 @@
-"""The advantages of a rollout in one Triton kernel: a loop over time in torch starts hundreds."""
+"""The advantages of a rollout in one Triton kernel; a loop over time in torch launches hundreds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _gae_kernel(
     reward, value, last_value, final_value, terminated, truncated, advantage, value_target,
     n_steps, n_envs, gamma, decay, B: tl.constexpr,
 ):  # fmt: skip
-    """Each program goes back through time with B envs."""
+    """Each program loops backwards over time for B envs."""
     env = tl.program_id(0) * B + tl.arange(0, B)
     live = env < n_envs
     next_value = tl.load(last_value + env, mask=live, other=0.0)
@@ -45,7 +45,7 @@ def gae_in_one_kernel(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """``tensor.returns.gae``."""
+    """``tensor.returns.gae`` with a single kernel launch."""
     n_steps, n_envs = reward.shape
     advantage, value_target = torch.empty_like(reward), torch.empty_like(reward)
     block = 128

@@ -73,7 +73,7 @@ def gae_step_by_step(
 
 
 class TensorRewardScaler:
-    """``RewardScaler`` in tensors: divides by the running deviation of the discounted return.
+    """``RewardScaler`` for tensors.
 
     It cannot share code with ``RewardScaler``: a graph needs in-place writes without branches, and
     MPS has no float64.
@@ -100,7 +100,7 @@ class TensorRewardScaler:
         return (reward * scale).clamp(-self.clip, self.clip)
 
     def _take_in(self, returns: Tensor, running: Tensor) -> None:
-        """In place, for graphs; a rollout that is not finite changes nothing."""
+        """In place, for graphs; a non-finite rollout does not change the moments."""
         batch = returns.mean(), returns.var(correction=0), returns.numel()
         finite = torch.isfinite(batch[1])
         held = self._mean, self._variance, self._count
@@ -112,7 +112,7 @@ class TensorRewardScaler:
         raise TypeError("tensor envs cannot change their number")
 
     def begin_episodes(self) -> None:
-        """All envs were reset."""
+        """Call after all envs were reset."""
         self._return.zero_()
 
     def state_dict(self) -> StateDict:
