@@ -1,4 +1,4 @@
-# make train, make test: need only Python >= 3.10, pip, venv and make.
+# make train and make test need only Python >= 3.10, pip, venv and make.
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -11,7 +11,7 @@ help:  ## show this list
 
 setup: $(VENV)/.installed  ## create .venv and install the package
 
-setup-dev: $(VENV)/.installed-dev  ## also install what tests and checks need
+setup-dev: $(VENV)/.installed-dev  ## also install the packages for tests and checks
 
 $(VENV)/.installed: pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else "ml_pipeline needs Python 3.10 or newer, this is %d.%d; choose another one: make PYTHON=python3.12 ..." % v[:2])'
@@ -35,7 +35,7 @@ test-all: setup-dev  ## run every test that this machine can run
 notebooks: setup-dev  ## run every notebook
 	$(BIN)/python -m pytest --nbmake -p no:xdist notebooks $(ARGS)
 
-check: setup-dev  ## check lint, format, types and layers
+check: setup-dev  ## check lint, format, types and imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -23,12 +23,12 @@ page from `ml_pipeline/config/` and `conf/`. On the command line, use:
 | syntax | effect |
 |---|---|
 | `key=value` | sets a key |
-| `group=option` | selects a file of `conf/` |
+| `group=option` | selects a file in `conf/` |
 | `+key=value` | adds a new key |
 | `~key` | removes a key |
 
-`python train_ppo.py --cfg job` prints the config of a command without training. A wrong key, type
-or range is an error that names the key, before anything starts.
+`python train_ppo.py --cfg job` prints the config of a command without training. If a key, type
+or range is wrong, an error names the key before the run starts.
 """
 
 GROUPS = (
