@@ -93,8 +93,8 @@ def find_algorithm(cfg: DictConfig | TrainConfig) -> Algorithm:
     algorithm = import_dotted(str(name), key="agent.algorithm")
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(
-            f"agent.algorithm={name}: is a {type(algorithm).__name__}; name an "
-            "ml_pipeline.protocols.Algorithm"
+            f"agent.algorithm={name}: must be an ml_pipeline.protocols.Algorithm, got a "
+            f"{type(algorithm).__name__}"
         )
     return algorithm
 

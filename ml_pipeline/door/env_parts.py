@@ -48,7 +48,8 @@ def _make_tensor_env(plan: RunPlan, env_class: type[TorchVectorEnv]) -> TorchVec
 
 
 def _how_tensor_envs_run(plan: RunPlan) -> str:
-    how = f"{_counted(plan.config.n_envs)} as tensors"
+    n_envs = plan.config.n_envs
+    how = "1 tensor env" if n_envs == 1 else f"{n_envs} tensor envs"
     if plan.place.programs.mode == "graph":
         # Say so: it takes seconds, and nothing else is printed meanwhile.
         how += ", compiled and captured in the first iterations"

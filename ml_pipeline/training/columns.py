@@ -162,7 +162,7 @@ def restore_columns(
     if not isinstance(positions, list):
         raise ValueError("the checkpoint holds no env positions, or those of another kind of env")
     if len(positions) != len(all_columns):
-        raise ValueError("collector has changed")
+        raise ValueError("the collector setting has changed")
     for position in positions:
         if (position["mask"] is not None) != agent.masks.are_used:
             raise ValueError("agent.action_mask has changed")

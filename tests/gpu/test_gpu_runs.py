@@ -148,7 +148,7 @@ def test_a_run_with_graphs_gives_the_numbers_of_a_plain_one(
 
     assert fallbacks(output) == []
     if "env=torch" in overrides[0]:
-        assert "as tensors, compiled and captured in the first iterations" in output
+        assert "tensor envs, compiled and captured in the first iterations" in output
     assert_close(graph, plain)
 
 

@@ -70,7 +70,7 @@ def test_a_stopped_and_resumed_run_equals_a_whole_one(
     output = capsys.readouterr().out
     whole = train(overrides).run_dir
 
-    assert "4 envs as tensors, cpu" in output
+    assert "4 tensor envs, cpu" in output
     assert "resumed at env step 128 in the middle of its episodes" in output
     rows = read_rows(whole)
     assert [int(row["env_steps"]) for row in rows] == [64, 128, 192, 256]
@@ -206,7 +206,7 @@ def test_an_automatic_number_of_envs_fits_the_budget(
 
     assert result.env_steps == n_envs * 16
     output = capsys.readouterr().out
-    assert f"{n_envs} envs as tensors (n_envs=auto: {n_envs} envs), cpu" in output
+    assert f"{n_envs} tensor envs (n_envs=auto: {n_envs} envs), cpu" in output
 
 
 def test_a_nan_reward_stops_the_run_with_one_line(here: Path) -> None:
