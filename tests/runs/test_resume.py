@@ -204,7 +204,7 @@ def test_env_that_cannot_be_saved_is_reported_once_and_resumes_with_new_episodes
         ("best copied", [], "the checkpoint was saved without the envs"),
         ("n_envs", ["n_envs=2"], "the checkpoint has 4 envs, this run 2"),
         ("settings", ["+env.kwargs.max_episode_steps=50"], "the env's settings have changed"),
-        ("collector", ["collector=double"], "collector setting has changed"),
+        ("collector", ["collector=double"], "the collector setting has changed"),
     ],
 )
 def test_resume_that_cannot_continue_the_episodes_says_why(
