@@ -98,7 +98,7 @@ class Channel:
         if n_sent < len(data):
             self._send_rest(memoryview(data)[n_sent:], seconds)
         if hints is not None:
-            # Only after the message: a process that sees the word must find the message.
+            # After sending: a process that sees the word must find the message.
             hints[self._sent] = 2 * number + 1
 
     def _barrier(self) -> None:

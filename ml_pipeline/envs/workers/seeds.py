@@ -43,7 +43,7 @@ class EnvSeeds:
         self._unused = self._unused[:n_envs] + [None for _ in new]
 
     def after_restart(self, rows: Sequence[int], n_restarts: int) -> Seeds:
-        """New seeds, derived from the old ones, with which the episode might crash again."""
+        """New seeds, derived from the old ones: an old seed might repeat the crash."""
         return [_restart_seed(self.last[row], n_restarts) for row in rows]
 
 
