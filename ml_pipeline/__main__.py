@@ -18,7 +18,7 @@ from ml_pipeline.door.exits import exit_code
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, without the usage above it."""
+    """Reports a mistake in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

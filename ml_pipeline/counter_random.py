@@ -1,8 +1,8 @@
 """Random numbers as a pure function of a key and a counter, equal on every device.
 
-There is no generator state: the caller passes the key and counts. Only integer operations of
-torch are used, so nothing waits for the host, and a CUDA graph can capture every draw. CPU, CUDA
-and MPS give the same bits, except that ``randn`` depends on the last bits of ``erfinv``.
+There is no generator state: the caller passes the key and the counter. Only integer operations of
+torch are used. Nothing waits for the host, and a CUDA graph can capture every draw. CPU, CUDA and
+MPS give the same bits, except that ``randn`` depends on the last bits of ``erfinv``.
 
 The algorithm is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 Its 32-bit words are stored in int64 tensors, as 0 .. 2^32 - 1.
@@ -27,8 +27,8 @@ _KEY_STEP_0, _KEY_STEP_1 = 0x9E3779B9, 0xBB67AE85
 _N_PHILOX_ROUNDS = 10
 # The last word of the counter, so that different kinds of draws never share a block.
 _ROWS, _UNIFORM, _NORMAL, _SHUFFLE = 1, 2, 3, 4
-# Measured over 24,000 keys: with 24 rounds, all orders of up to six elements are equally frequent;
-# with 256 or more elements, pairs show no correlation after 6 rounds.
+# Measured over 24,000 keys. With 24 rounds, all orders of up to six elements are equally frequent.
+# With 256 or more elements, pairs show no correlation after 6 rounds.
 _N_ROUNDS_FEW, _N_ROUNDS_MANY = 24, 10
 
 
@@ -53,7 +53,7 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 def uniform(seed: Tensor, counter: Tensor, n: int) -> tuple[Tensor, ...]:
     """[N] int64 seeds and counters -> ``n`` tensors [N], float32 in [0, 1).
 
-    Element i depends on seed[i] and counter[i] only, not on N, and a smaller ``n`` gives the first
+    Element i depends only on seed[i] and counter[i], not on N. A smaller ``n`` returns the first
     tensors of a larger one. Separate tensors let a compiler fuse each with its use.
     """
     words: list[Tensor] = []
@@ -82,8 +82,8 @@ def randn(key: Tensor, shape: Sequence[int], device: torch.device | str | None =
 def permutation(n: int, key: Tensor) -> Tensor:
     """0 .. n - 1 in an order drawn by ``key`` (a 0-d int64 tensor): int64 [n], on its device.
 
-    A Feistel network permutes 0 .. 2^k - 1 for the next power of two, each element on its own;
-    the values below n, in their order, are the permutation (Mitchell et al. 2022,
+    A Feistel network permutes 0 .. 2^k - 1 for the next power of two, each element independently.
+    The values below n, in their order, are the permutation (Mitchell et al. 2022,
     "Bandwidth-optimal random shuffling for GPUs"). This needs no sort, no loop over elements and
     no shape that depends on data. A 64-bit key cannot reach all orders of many elements.
     """
@@ -135,8 +135,8 @@ def _words(
 
 
 def _count(n: int, device: torch.device | str) -> Tensor:
-    # The mask changes no value. Without it Inductor (torch 2.13) treats the count and the products
-    # after it as one index and computes both in 32 bits.
+    # The mask changes no value. Without it Inductor (torch 2.13) treats the count and the later
+    # products as one index and computes both in 32 bits.
     return torch.arange(n, device=device) & _MASK
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class World(NamedTuple):
-    """This process among its peers; the default is a process on its own."""
+    """The rank of this process and the number of ranks; the default is a single process."""
 
     rank: int = 0
     size: int = 1

@@ -16,7 +16,7 @@ def first_line(error: BaseException, n_lines: int = 1) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """The end of an error message that contains a traceback, such as that of ``WorkerError``."""
+    """The last line of an error message that contains a traceback, as in ``WorkerError``."""
     return _lines(error)[-1]
 
 

@@ -46,7 +46,7 @@ def missing_extra(needed_by: str, error: Exception) -> MissingExtraError:
 
 
 def import_extra(module: str, *, needed_by: str) -> ModuleType:
-    """Import an optional package, or say what needs it and how to install it."""
+    """Import an optional package; the error names ``needed_by`` and the install command."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

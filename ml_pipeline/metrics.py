@@ -1,6 +1,6 @@
-"""The metrics that several modules read by name; every name is ``group/name``.
+"""Names of the metrics that several modules read; every name is ``group/name``.
 
-A run names others in its config: ``best_metric`` picks ``best.pt``, ``objective`` is maximised.
+A config names other metrics: ``best_metric`` picks ``best.pt``, ``objective`` is maximised.
 """
 
 from __future__ import annotations

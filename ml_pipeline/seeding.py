@@ -1,6 +1,6 @@
-"""Seeds: every owner of randomness draws from its own stream.
+"""Seeds: every user of random numbers draws from its own stream.
 
-Training env i gets ``seed + i``, so a run with few envs replays the first envs of a larger run.
+Training env i gets ``seed + i``: a run with few envs replays the first envs of a larger run.
 All other streams are unrelated to these and to each other.
 """
 

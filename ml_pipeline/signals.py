@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _ECHO_SECONDS = 0.5
-_GRACE_SECONDS = 4.0  # of the 10 or so that follow a SIGTERM; saving needs the rest
+_GRACE_SECONDS = 4.0  # SIGKILL follows SIGTERM after about 10 s; saving needs the rest
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if hasattr(signal, "SIGHUP"):  # not on Windows
@@ -35,24 +35,24 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Transaction:
-    """One iteration: a stop signal may discard it before ``hold``, and waits until ``commit``."""
+    """One iteration: a stop signal may discard it before ``hold``, then waits for ``commit``."""
 
     def __init__(self, on_commit: Callable[[], None] = lambda: None) -> None:
         self.is_held = False
         self._on_commit = on_commit
 
     def hold(self) -> None:
-        """From here to ``commit`` nothing may be interrupted: a stop signal waits."""
+        """From here to ``commit``, a stop signal waits."""
         self.is_held = True
 
     def commit(self) -> None:
-        """The changes are complete; what follows in the block may be interrupted again."""
+        """The changes are complete; a stop signal may interrupt the rest of the block."""
         self.is_held = False
         self._on_commit()
 
 
 class NoSignals:
-    """Stands in for ``StopSignals`` where nothing handles signals."""
+    """Replaces ``StopSignals`` where signals are not handled."""
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
@@ -67,7 +67,7 @@ class StopSignals:
     """While open, a stop signal raises ``Interrupted``: at once, or after a block that delays it.
 
     ``shielded`` and ``transaction`` delay it. ``on_wait`` is called when a signal has to wait.
-    A second signal within ``echo_seconds`` is ignored: a process and its group often both get one.
+    A second signal within ``echo_seconds`` is ignored: often a process and its group both get it.
     Python delivers signals to the main thread only; in other threads this does nothing.
     """
 
@@ -120,10 +120,10 @@ class StopSignals:
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
-        """A block whose end a stop signal waits for.
+        """A stop signal waits for the end of this block.
 
-        It waits at most ``grace_seconds``, or until a second signal; but always from
-        ``Transaction.hold`` to ``commit``.
+        It waits at most ``grace_seconds``, or until a second signal. Between ``Transaction.hold``
+        and ``commit`` it waits without a limit.
         """
         self._transaction = Transaction(self._raise_if_due)
         try:

@@ -1,10 +1,10 @@
-"""Sweeps: the status of each job of a multirun, kept in its folder and printed at the end.
+"""Sweeps: the status of each job of a multirun, stored in its folder and printed at the end.
 
-The process that runs a job writes its status at the start and at the end. So the table is complete
+The process of a job writes the job's status at the start and at the end. So the table is complete
 with every launcher, and shows a killed job as died.
 
-If jobs run in parallel processes, a stop signal waits until all have saved. Jobs also stop when
-the process that started them is gone.
+If jobs run in parallel processes, a stop signal waits until all jobs have saved. Jobs also stop
+when the process that started them ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LAUNCHERS = {
 }
 
 _STOPPED = "stopped"  # while this file exists, no further job starts
-_STOP_SECONDS = 20.0  # a job needs at most ten
+_STOP_SECONDS = 20.0  # a job needs at most 10
 _SAVE_SECONDS = 10.0
 _POLL_SECONDS = 1.0
 
@@ -127,7 +127,7 @@ def jobs_table(jobs: Sequence[Job]) -> Table:
 
 
 class SweepReport(Callback):
-    """Hydra callback that remembers the folder of a multirun; ``tell`` prints its table."""
+    """Hydra callback that stores the folder of a multirun; ``tell`` prints its table."""
 
     _folder: Path | None = None  # on the class: Hydra makes the instance
 
@@ -180,7 +180,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def end_with_parent() -> None:
-    """Send SIGTERM to this process when its parent is gone; otherwise it would keep training."""
+    """Send SIGTERM to this process when its parent ends; otherwise it would keep training."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -188,13 +188,13 @@ def end_with_parent() -> None:
             time.sleep(_POLL_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_SAVE_SECONDS)
-        os._exit(143)  # joblib would wait for jobs that never come
+        os._exit(143)  # joblib would wait for jobs that never arrive
 
     threading.Thread(target=watch, daemon=True).start()
 
 
 def check_launcher(arguments: Sequence[str]) -> None:
-    """Raise an error with the install command; Hydra would only say that it has no launcher."""
+    """Refuse a launcher that is not installed, with the install command, which Hydra omits."""
     for argument in arguments:
         key, _, name = argument.partition("=")
         module = _LAUNCHERS.get(name) if key == "sweep" else None

@@ -50,7 +50,7 @@ def import_dotted(path: str, *, key: str) -> Any:
 
 
 def moved(path: str) -> str:
-    """Today's path of a module or class of this package that an older file names."""
+    """The current path of a module or class of this package; ``path`` may be an older one."""
     return _MOVED.get(path, path)
 
 
@@ -100,7 +100,7 @@ def check_arguments(target: Any, arguments: Mapping[str, Any], *, key: str, give
 
 
 def instantiate(entry: Mapping[str, Any], *, key: str, offers: Mapping[str, Any]) -> Any:
-    """Build an entry's object; it also receives each of ``offers`` that its signature names."""
+    """Build an entry's object; each of ``offers`` is passed if its signature names it."""
     target, arguments = import_entry(entry, key=key)
     wanted = inspect.signature(target).parameters
     arguments = {**{name: offers[name] for name in offers if name in wanted}, **arguments}

@@ -91,7 +91,7 @@ class Pair:
             return torch.randn(shape, generator=generator).to(device)
 
         def chosen(*steps: float) -> Tensor:
-            """Not near a clip range of 0.2, so that rounding does not decide what is clipped."""
+            """Far from a clip range of 0.2, so that rounding does not change what is clipped."""
             numbers = torch.randint(len(steps), (n_rows,), generator=generator)
             return torch.tensor(steps)[numbers].to(device)
 
@@ -137,7 +137,7 @@ class Pair:
         return agent
 
     def epochs(self, rollout: Minibatch) -> tuple[UpdateResult, UpdateResult]:
-        """One epoch each: of the fast agent and of the plain one."""
+        """The results of one epoch of the fast agent and one of the plain agent."""
         agents = self.fast, self.plain
         ours, theirs = (agent.epoch(rollout, self.order, self.rates) for agent in agents)
         return UpdateResult._make(ours.unbind(1)), UpdateResult._make(theirs.unbind(1))
@@ -146,7 +146,7 @@ class Pair:
 def differences(
     case: Case, backend: str, device: torch.device, precision: str = "float32"
 ) -> dict[str, float]:
-    """Of acting, scoring and one epoch."""
+    """Differences in acting, scoring and one epoch."""
     pair = Pair(case, backend, device, precision)
     plain, fast, inputs = pair.plain, pair.fast, pair.inputs
     out = torch.full_like(pair.action, 77)
@@ -187,9 +187,9 @@ def differences(
 def broken_differences(
     case: Case, backend: str, device: torch.device, field: str
 ) -> dict[str, float]:
-    """Of an epoch with a NaN in its first minibatch.
+    """Differences in an epoch with a NaN in its first minibatch.
 
-    Then of an epoch of NaNs, which must change nothing.
+    Then in an epoch of NaNs, which must change nothing.
     """
     skipping = case._replace(options={**case.options, "on_nonfinite": "skip"})
     pair = Pair(skipping, backend, device, "float32")
@@ -228,7 +228,7 @@ def random_outcome(n_steps: int, n_envs: int, seed: int, device: Any = "cpu") ->
 
 
 def gae_differences(n_steps: int, n_envs: int, device: torch.device) -> dict[str, float]:
-    """Of the kernel and the loop over time."""
+    """Differences between the kernel and the loop over time."""
     from ml_pipeline.training.tensor.gae_kernel import gae_in_one_kernel
 
     outcome = random_outcome(n_steps, n_envs, 1, device)

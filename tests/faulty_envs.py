@@ -16,7 +16,7 @@ from tiny_envs import CountingEnv, NoisyEnv, misbehave
 
 
 class GivenEnv(CountingEnv):
-    """Always observes ``obs``, whatever its space is."""
+    """Always observes ``obs``, even if it does not fit the space."""
 
     def __init__(self, space: Any, obs: Any) -> None:
         super().__init__(length=1000)

@@ -175,7 +175,7 @@ class OldApi(gym.Env[Any, Any]):
 
 
 class CountingCalls(nn.Module):
-    """Returns something else at each call; a graph would repeat the first result."""
+    """Returns a different result at each call; a graph would repeat the first one."""
 
     def __init__(self, observation_space: gym.Space[Any]) -> None:
         super().__init__()
@@ -189,14 +189,14 @@ class CountingCalls(nn.Module):
 
 
 class Deciding(CountingCalls):
-    """Branches on the data, which a graph cannot."""
+    """Branches on the data, which a graph cannot do."""
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.layer(obs) if float(obs.sum()) > 0 else -self.layer(obs)
 
 
 class ByLength(CountingCalls):
-    """Uses len(obs), which the faster way to export treats as a constant."""
+    """Uses len(obs), which the faster export method treats as a constant."""
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.layer(obs.reshape(len(obs), -1))

@@ -1,7 +1,7 @@
 """The reference runs: short trainings whose metrics.csv must not change when code moves.
 
-``python tests/runs/reference_runs.py`` records them again; do that only when a change of the
-numbers is intended, and say why in the commit.
+``python tests/reference_runs.py`` records them again. Do that only for an intended change of the
+numbers, and explain it in the commit.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def overrides(name: str) -> list[str]:
 
 
 def train(name: str, folder: Path) -> list[dict[str, str]]:
-    """Train a reference run in ``folder``; the rows of its metrics.csv."""
+    """Train a reference run in ``folder``; returns the rows of its metrics.csv."""
     command = [sys.executable, str(REPOSITORY / "train_ppo.py"), *overrides(name)]
     if name == "cartpole_killed":
         _train_until_killed(command, folder)
@@ -74,7 +74,7 @@ def train(name: str, folder: Path) -> list[dict[str, str]]:
 
 
 def _train_until_killed(command: list[str], folder: Path) -> None:
-    """Start a training and kill it with SIGKILL once its first checkpoint is there."""
+    """Start a training and kill it with SIGKILL once its first checkpoint exists."""
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:

@@ -34,7 +34,7 @@ def agent_for(
 
 
 def agent_in(env: Any, network: Any = MLP, **options: Any) -> PPOAgent:
-    """For a vector env."""
+    """An agent for the spaces of a vector env."""
     return agent_for(env.single_observation_space, env.single_action_space, network, **options)
 
 
@@ -44,7 +44,7 @@ def seen(obs: Tensor, mask: Tensor | None = None) -> PolicyInput:
 
 
 def minibatch(agent: PPOAgent, size: int = 32) -> Minibatch:
-    """Of random observations and an older policy: some ratios are outside of the clip range."""
+    """Random observations and an older policy: some ratios are outside the clip range."""
     space, generator = agent.spaces["observation_space"], torch.Generator().manual_seed(1)
     space.seed(1)
     obs = batched(space, [space.sample() for _ in range(size)])
@@ -84,7 +84,7 @@ class Played:
             self.scaler = self.collector.new_scaler(gamma=config.gamma, clip=config.clip_reward)
 
     def collect(self) -> Any:
-        """One more rollout, which counts; its stats."""
+        """Collect and commit one more rollout; returns its stats."""
         stats = self.collector.collect(self.agent, self.buffer)
         self.collector.commit(self.n_steps)
         return stats

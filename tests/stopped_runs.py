@@ -1,4 +1,4 @@
-"""For tests that stop a run, resume it and compare it with a whole one."""
+"""For tests that stop a run, resume it and compare it with an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ml_pipeline.training.loop import Loop
 
 
 class StopAfter(Callback):
-    """Interrupts like SIGTERM; after 0 iterations: before the first rollout."""
+    """Interrupts like SIGTERM; 0 iterations means before the first rollout."""
 
     def __init__(self, n_iterations: int) -> None:
         self.n_iterations = n_iterations

@@ -266,7 +266,7 @@ class MixedEnv(gym.Env[Any, Any]):
 
 
 class ForbiddingEnv(gym.Env[Any, Any]):
-    """Allows one or two of four actions, which change each step, and raises at any other."""
+    """Allows one or two of four actions, which change each step; any other action raises."""
 
     def __init__(self, where: str = "info") -> None:
         self.where = where

@@ -15,7 +15,7 @@ from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
 
 
 class Places(TorchVectorEnv):
-    """Observation and reward of step t in env i are 10 t + i, whatever the action.
+    """Observation and reward of step t in env i are 10 t + i for any action.
 
     Env i terminates at step 4, or at step 3 if i is odd.
     """
@@ -39,7 +39,7 @@ class Places(TorchVectorEnv):
 
 
 class Endless(Places):
-    """The same, but only the time limit of three steps ends an episode."""
+    """Like ``Places``, but only the time limit of three steps ends an episode."""
 
     max_episode_steps = 3
 

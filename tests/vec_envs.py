@@ -1,4 +1,4 @@
-"""Every way to run envs, for contracts that hold for all of them, and helpers for their tests."""
+"""Every way to run envs, for tests that all of them must pass, and helpers for these tests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ each_start_mostly_slow = starts(("fork", 4))  # for tests with many other parame
 
 @pytest.fixture(autouse=True)
 def leaves_no_child() -> Iterator[None]:
-    """A module that imports this asserts it of each of its tests."""
+    """Import this into a module to check each of its tests for leftover child processes."""
     yield
     if multiprocessing.active_children():
         gc.collect()  # an env that was not closed ends its workers when it is collected
@@ -58,7 +58,7 @@ def zeros(env: Any) -> Any:
 
 @contextlib.contextmanager
 def answers_within(seconds: float) -> Iterator[None]:
-    """The bounds are wide: they tell an answer from a hang. benchmarks/vec_env.py measures."""
+    """Detects a hang; the bounds are too wide to measure speed (see benchmarks/vec_env.py)."""
     start = time.monotonic()
     yield
     assert time.monotonic() - start < seconds

@@ -165,7 +165,7 @@ def _efficiency(groups: Sequence[Group], metric: str) -> Chart:
         label = f"{group.label} ({len(reached)} of {len(needed)})"
         if len(reached) == len(needed):
             bars.append(_bar(label, reached))
-        else:  # a mean over the successful runs alone would be too good
+        else:  # a mean over the successful runs alone would be too optimistic
             bars.append(Bar(label, np.nan, np.nan, np.nan, reached))
     note = f"Env steps until {metric} reaches {target:.1f}. In brackets: the runs that reach it."
     return Chart("efficiency", title, "env steps", "", note, bars=bars)

@@ -1,4 +1,4 @@
-"""Comparison of runs: reads them, groups those that differ only by seed, and tabulates both."""
+"""Comparison of runs: reads them, groups those that differ only by seed, and makes tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 from ml_pipeline.runs.loggers import read_metrics
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
-# Keys that do not change what a run learns, and the seed, over which a group averages.
+# The seed, over which a group averages, and keys that have no effect on learning.
 _NOT_COMPARED = (
     *("seed", "device", "resume", "trust"),
     *("objective", "best_metric", "vec_env.", "logger."),
@@ -65,7 +65,7 @@ class RunData(NamedTuple):
         seconds = float(_column(self.rows, "time/iteration_seconds").sum())
         first = int(self.rows[0]["env_steps"]) if self.rows else 0
         n_rows = len(self.rows)
-        # Estimates the steps of the first row by the mean of the others.
+        # The first row does not say where it started; assume the mean of the other rows.
         steps = (self.env_steps - first) * n_rows / (n_rows - 1) if n_rows > 1 else self.env_steps
         return steps / seconds if seconds else float("nan")
 
@@ -93,7 +93,7 @@ def read_run(path: Path | str, config: Mapping[str, Any]) -> RunData:
 
 
 def check_one_env(runs: Sequence[RunData]) -> None:
-    """Returns of different envs cannot be compared."""
+    """Refuse runs of different envs: their returns cannot be compared."""
     envs = sorted({run.env for run in runs})
     if len(envs) > 1:
         raise ComparisonError(
@@ -121,7 +121,7 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def grouped(runs: Sequence[RunData], by: Sequence[str] = ()) -> list[Group]:
-    """Group by the keys ``by``, or by all that differ and can change what a run learns."""
+    """Group by the keys ``by``, or by all differing keys that can affect learning."""
     configs = [run.config for run in runs]
     known = sorted({name for config in configs for name in config})
     for key in by:
@@ -137,7 +137,7 @@ def grouped(runs: Sequence[RunData], by: Sequence[str] = ()) -> list[Group]:
 
 
 def verdicts(groups: Sequence[Group], metric: str) -> list[str]:
-    """One line per pair of groups with the claim that their runs support."""
+    """One line per pair of groups: the claim that their runs support."""
     if len(groups) == 1:
         n_runs = len(groups[0].finals(metric))
         return ["one run: an interval needs at least two"] if n_runs == 1 else []

@@ -14,7 +14,7 @@ from ml_pipeline.runs.run_folder import RunFolder
 
 
 class RunInfo(NamedTuple):
-    """A run at a glance."""
+    """One line of the list."""
 
     run: RunFolder
     status: str  # "died" if the summary says running, but no process trains it
@@ -32,7 +32,7 @@ def find_runs(root: Path) -> list[RunInfo]:
 def _info(run: RunFolder) -> RunInfo:
     try:
         summary = run.read_summary()
-    except UserError:  # a damaged run is listed, too
+    except UserError:  # a damaged run is also listed
         summary = {}
     status = str(summary.get("status", "unknown"))
     if status == "running" and not run.is_locked():
@@ -66,7 +66,7 @@ def runs_table(runs: Sequence[RunInfo]) -> Table:
 
 
 def prune(runs: Sequence[RunInfo]) -> None:
-    """Remove run folders; one that a process trains raises ``RunFolderError`` and stays."""
+    """Remove run folders; raises ``RunFolderError`` for one that a process is training."""
     for info in runs:
         with info.run.locked():
             try:

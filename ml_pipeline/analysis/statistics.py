@@ -28,7 +28,7 @@ class Estimate(NamedTuple):
 
 
 def iqm(runs: Array) -> Array:
-    """Mean of the middle half of the runs, [n_runs, ...] -> [...]; below 4 runs, of all."""
+    """Mean of the middle half of the runs, or of all if fewer than 4: [n_runs, ...] -> [...]."""
     cut = len(runs) // 4
     ordered = np.sort(runs, axis=0)
     return np.asarray(ordered[cut : len(runs) - cut].mean(axis=0))
@@ -46,7 +46,7 @@ def with_interval(runs: Array, statistic: Callable[[Array], Array] = iqm) -> Est
 
 
 def probability_of_improvement(ours: Array, theirs: Array) -> Estimate:
-    """P(a run of ours ends above a run of theirs); a tie counts half. Sides resample separately."""
+    """P(a run of ours ends above a run of theirs); ties count half. Each side is resampled."""
     better = np.sign(np.asarray(ours)[:, None] - np.asarray(theirs)[None, :]) * 0.5 + 0.5
     value = np.asarray(better.mean())
     if min(better.shape) < 2:

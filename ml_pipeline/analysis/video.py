@@ -1,4 +1,4 @@
-"""Videos of a policy: complete episodes as mp4, by Gymnasium's own recorder."""
+"""Videos of a policy: complete episodes as mp4, recorded by Gymnasium."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Checkpoints(EverySteps):
             save_latest(self.run, loop)
 
     def on_train_end(self, loop: Loop) -> None:
-        # A run without evaluation has no best checkpoint on purpose; another name may be a typo.
+        # A run without evaluation intends to have no best checkpoint; another metric may be a typo.
         if self.best_value == -math.inf and self.best_metric != EVAL_RETURN:
             say(f"best_metric={self.best_metric}: no iteration logged it, so best.pt was not saved")
 
@@ -43,6 +43,6 @@ class Checkpoints(EverySteps):
         return {"best_return": self.best_value, "best_metric": self.best_metric}
 
     def load_state_dict(self, state: StateDict) -> None:
-        # A maximum of another metric says nothing about this one.
+        # The maximum of another metric is not comparable.
         if state.get("best_metric", EVAL_RETURN) == self.best_metric:
             self.best_value = state["best_return"]

@@ -15,8 +15,8 @@ from ml_pipeline.training.loop import Loop
 class PeriodicEvaluation(EverySteps):
     """Every ``eval_every_steps`` env steps, and at the end, plays ``n_episodes`` greedy episodes.
 
-    Every evaluation uses the same seeds and a new env, so that wrappers carry nothing over.
-    Two evaluations differ by the policy alone.
+    Every evaluation uses the same seeds and a new env, so that no wrapper keeps its state.
+    Two evaluations differ only by the policy.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""EverySteps: the base of callbacks that act every so many env steps and at the end of a run."""
+"""EverySteps: the base of callbacks that act every ``n_steps`` env steps and at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EverySteps(Callback):
         self._next = self.n_steps
 
     def on_train_start(self, loop: Loop) -> None:
-        """A resumed run does not repeat the multiples that it has passed."""
+        """Skip the multiples that a resumed run has already passed."""
         self._next = (loop.env_steps // self.n_steps + 1) * self.n_steps
 
     def is_due(self, loop: Loop) -> bool:

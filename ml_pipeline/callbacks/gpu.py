@@ -16,12 +16,12 @@ from ml_pipeline.training.loop import Loop
 class GpuReport(Callback):
     """Adds ``gpu/memory_mb`` and ``gpu/utilization`` if a run trains on a GPU.
 
-    ``gpu/memory_mb`` is the memory that torch has reserved. torch keeps what it reserves, so this
-    is also the peak so far. ``gpu/utilization`` is the share of the last second or less in which
-    the GPU was busy, for any process. It needs nvidia-ml-py (on ROCm: amdsmi) and is absent if the
+    ``gpu/memory_mb`` is the memory that torch has reserved. torch does not free it, so this is
+    also the peak so far. ``gpu/utilization`` is the share of about the last second in which the
+    GPU was busy, for any process. It needs nvidia-ml-py (on ROCm: amdsmi) and is absent if the
     package is missing or cannot read it, as on MPS.
 
-    A reading takes up to milliseconds, so only one row per ``every_seconds`` has these metrics.
+    A reading can take milliseconds, so only one row per ``every_seconds`` has these metrics.
     """
 
     def __init__(

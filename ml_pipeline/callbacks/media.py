@@ -16,7 +16,7 @@ from ml_pipeline.training.loop import Loop
 class Media(EverySteps):
     """Logs histograms of a rollout every ``every_steps``, and the best checkpoint at the end.
 
-    Only some loggers show them: W&B and TensorBoard. Without such a logger this costs nothing.
+    Only W&B and TensorBoard show them. Without such a logger this costs nothing.
     """
 
     def __init__(self, run: RunFolder, every_steps: float = 20_000) -> None:

@@ -36,7 +36,7 @@ class Pruning(Callback):
         reported: set[int],
         metric: str = EVAL_RETURN,
     ) -> None:
-        """``reported`` holds the intervals that a resumed run has reported before."""
+        """``reported`` holds the intervals that the run reported before it was resumed."""
         self._trial = trial
         self._metric = metric
         self._every_steps = integer_steps("every_steps", every_steps)
@@ -52,6 +52,6 @@ class Pruning(Callback):
             self._trial.report(value, point)
             self._reported.add(point)
         if self._trial.should_prune():
-            # Before the run ends: a process that takes over a killed trial must know.
+            # Before the run ends, so that a process that continues a killed trial knows.
             self._trial.set_user_attr("pruned", True)
             loop.request_stop(f"pruned with {self._metric} {value:.1f}")

@@ -1,4 +1,4 @@
-"""FollowFreeCores: more envs while the machine is free, fewer while others use it."""
+"""FollowFreeCores: more envs while cores are free, fewer while other programs use them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ml_pipeline.training.loop import Loop
 class FollowFreeCores(Callback):
     """Every ``every`` iterations, sets the number of envs to ``envs_per_core`` per free core.
 
-    A core is free if the load of the last minute leaves it to this run; the run's own load does
-    not count. The result depends on the other load of the machine and cannot be reproduced.
+    A core is free if no other program used it, by the load average of the last minute. The
+    result depends on the load of other programs and cannot be reproduced.
     """
 
     def __init__(

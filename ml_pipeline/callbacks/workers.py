@@ -1,4 +1,4 @@
-"""WorkerReport: logs the load and memory of the env workers, and names a straggler."""
+"""WorkerReport: logs the load and memory of the env workers, and reports a straggler."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PATIENCE = 3  # iterations; a single slow episode does not make a straggler
 class WorkerReport(Callback):
     """Adds ``workers/busy`` and ``workers/rss_mb`` if the envs run in workers.
 
-    ``workers/busy`` is the share of the collection time that a worker spends in its envs, as a
-    mean over the workers. ``workers/rss_mb`` is the resident memory of the largest worker.
-    All workers wait for the slowest one. One that is busy ``straggler`` times as long as the
-    median of the others, for several iterations in a row, is named once.
+    ``workers/busy`` is the share of the collection time that workers spend in their envs, on
+    average. ``workers/rss_mb`` is the resident memory of the largest worker.
+    All workers wait for the slowest one. A straggler is busy ``straggler`` times as long as the
+    median of the others, for several iterations in a row. It is reported once.
     """
 
     def __init__(self, straggler: float = 1.5) -> None:

@@ -1,4 +1,4 @@
-"""Argument types that several commands share; the underscore keeps this file off the shelf."""
+"""Argument types that several commands share; the underscore hides this file from the list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compare: tables of several runs, and a report with learning curves."""
+"""compare: print tables of several runs, and write a report with learning curves."""
 
 from __future__ import annotations
 

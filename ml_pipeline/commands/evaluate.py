@@ -1,4 +1,4 @@
-"""evaluate: returns of new episodes, played by a trained agent."""
+"""evaluate: play new episodes with a trained agent and print its returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""export: the policy of a run as one file, checked against the agent."""
+"""export: write the policy of a run to one file and compare it with the agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""play: greedy episodes of an exported policy or of a run, one line each."""
+"""play: play greedy episodes with an exported policy or a run, and print one line each."""
 
 from __future__ import annotations
 

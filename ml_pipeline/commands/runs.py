@@ -1,4 +1,4 @@
-"""runs: the list of runs, and the removal of some of them."""
+"""runs: list runs, or remove some of them."""
 
 from __future__ import annotations
 

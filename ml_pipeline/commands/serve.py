@@ -1,4 +1,4 @@
-"""serve: an exported policy that answers observations over HTTP."""
+"""serve: answer observations over HTTP with an exported policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""study: the commands of a hyperparameter search."""
+"""study: start, watch and use a hyperparameter search."""
 
 from __future__ import annotations
 

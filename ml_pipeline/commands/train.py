@@ -9,7 +9,7 @@ HELP = "train an agent; train --help lists all settings"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    # Hydra parses this command line, options included: no word is an option of this parser.
+    # Hydra parses the whole command line, so this parser must not treat any word as an option.
     parser.prefix_chars = "\0"
     parser.add_argument("arguments", nargs="*", metavar="KEY=VALUE")
 

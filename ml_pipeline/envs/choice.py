@@ -1,4 +1,4 @@
-"""choose_mode and choose_n_envs: what ``vec_env=auto`` and ``n_envs=auto`` mean.
+"""choose_mode and choose_n_envs: resolve ``vec_env=auto`` and ``n_envs=auto``.
 
 Both time the env and the policy for a moment. A turn is one step of a rollout: the policy acts for
 all envs, then all envs step.
@@ -19,11 +19,11 @@ from ml_pipeline.envs.factory import allowed_action
 from ml_pipeline.envs.vec_env import WorkerStartError
 
 Mode = Literal["serial", "parallel", "shared"]
-Act = Callable[[Any, Any], Any]  # observations, infos -> actions; all for all envs
+Act = Callable[[Any, Any], Any]  # observations, infos -> actions; each for all envs
 
 _SHARED_GAIN = 1.25  # shared gives up isolation, so it must be this much faster than parallel
 _WORKER_GAIN = 1.1  # workers cost memory and time to start, so they must be this much faster
-# A low estimate of the cost of talking to workers. It only decides whether to time them.
+# A low estimate of the cost of a message to workers. It only decides whether to time them.
 _EXCHANGE_SECONDS = 30e-6
 _ENOUGH = 0.9  # n_envs=auto takes the smallest number with this share of the best throughput
 
@@ -53,8 +53,8 @@ def choose_mode(
 ) -> VecEnvChoice:
     """The fastest way to run ``n_envs`` envs like ``env`` in ``n_slices`` processes.
 
-    ``make`` makes the vector env of a mode, which is stepped for a moment and closed. It is not
-    called if workers could not be faster even at the lowest cost of talking to them.
+    ``make`` returns the vector env of a mode, which is timed for a moment and closed. It is not
+    called if workers could not be faster even with the cheapest messages.
     """
     if n_envs == 1:
         return VecEnvChoice("serial", "one env needs no worker")

@@ -15,8 +15,8 @@ from ml_pipeline.protocols import Episode, StateDict
 class EpisodeStats:
     """Adds up the rewards of a vector env; all arrays are [n_envs].
 
-    ``from_infos``: take episodes from the infos of Gymnasium's ``RecordEpisodeStatistics``
-    instead. It is below wrappers that change rewards or end episodes early.
+    ``from_infos``: read episodes from the infos of Gymnasium's ``RecordEpisodeStatistics``
+    instead. That wrapper is inside those that change rewards or end episodes early.
     """
 
     def __init__(self, n_envs: int, *, from_infos: bool = False) -> None:
@@ -27,7 +27,7 @@ class EpisodeStats:
     def step(
         self, reward: NDArray[Any], done: NDArray[np.bool_], infos: Mapping[str, Any]
     ) -> list[Episode]:
-        """Add one step; returns the episodes that ended with it, in the order of the envs."""
+        """Add one step; returns the episodes that ended in it, in the order of the envs."""
         self._return += reward
         self._length += 1
         if not done.any():

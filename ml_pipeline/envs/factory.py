@@ -1,4 +1,4 @@
-"""EnvFactory: makes one env; small enough to be sent to a worker.
+"""EnvFactory: makes one env; it is small enough to send to a worker.
 
 Calling it makes the env from an id or a dotted path and applies the wrappers, the first innermost.
 """
@@ -63,7 +63,7 @@ class EnvFactory:
         maker = import_dotted(str(self.target), key="env.target")
         if not callable(maker):
             raise TargetError(f"env.target={self.target} is not callable; name a class or function")
-        # A TorchVectorEnv is a batch; it has its own way to make a single env.
+        # A TorchVectorEnv is a batch; its single_env makes one env.
         maker = getattr(maker, "single_env", maker)
         check_arguments(maker, self.kwargs, key="env.kwargs")
         with _named(f"env.target={self.target} cannot be made"):
@@ -95,7 +95,7 @@ def _named(what: str) -> Iterator[None]:
 def try_env(
     env: gym.Env[Any, Any], name: str, *, mask_key: str = "action_mask"
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Do one reset and one step, to find an env with another API before training starts.
+    """Do one reset and one step, to detect an env with another API before training starts.
 
     Returns the observation and info of the reset, and the info of the step.
     """
@@ -128,7 +128,7 @@ def allowed_action(
     sizes = _numbers_of_choices(space)
     if sizes is None:
         return space.sample()
-    # Gymnasium does not know this mask format, which agents accept: one flat part per choice.
+    # Agents accept a mask with one array per choice; Gymnasium's spaces do not.
     flat = mask if not isinstance(mask, tuple) else np.concatenate([np.ravel(p) for p in mask])
     parts = np.split(np.asarray(flat).ravel() != 0, sizes.cumsum()[:-1])
     start = space.start.ravel() if isinstance(space, spaces.MultiDiscrete) else np.zeros_like(sizes)
@@ -137,7 +137,7 @@ def allowed_action(
 
 
 def _numbers_of_choices(space: gym.Space[Any]) -> np.ndarray[Any, Any] | None:
-    """How many values each number of an action can have; None if the space is not discrete."""
+    """The number of choices for each part of an action; None if the space is not discrete."""
     if isinstance(space, spaces.MultiDiscrete):
         return space.nvec.ravel()
     if isinstance(space, spaces.MultiBinary):
@@ -146,7 +146,7 @@ def _numbers_of_choices(space: gym.Space[Any]) -> np.ndarray[Any, Any] | None:
 
 
 def close_env(env: gym.Env[Any, Any]) -> None:
-    """Close an env; if it raises, warn: the run is over anyway."""
+    """Close an env; only warn if it raises, because the run is over."""
     try:
         env.close()
     except Exception as error:  # envs may raise anything

@@ -1,9 +1,9 @@
 """Snapshots: a running env as bytes, so that its episode can continue in another process.
 
 A snapshot is a pickle of the whole env with its wrappers and random generators. An env that cannot
-be pickled can give its state instead: a user's env by ``get_state()`` and ``set_state(state)``,
-MuJoCo and the Arcade Learning Environment by their own functions. Some envs can be pickled, but are
-unpickled as new envs (Gymnasium's ``EzPickle``); ``why_no_snapshot`` finds them by a trial.
+be pickled can return its state instead. A user's env has ``get_state()`` and ``set_state(state)``
+for this; MuJoCo and the Arcade Learning Environment have their own functions. Some envs can be
+pickled, but are unpickled as new envs (Gymnasium's ``EzPickle``). ``why_no_snapshot`` detects them.
 
 Loading a pickle runs its code. Workers import this module: keep torch out of it.
 """
@@ -104,7 +104,7 @@ def _equal(ours: Any, theirs: Any) -> bool:
 
 
 def _state_of(base: Any) -> dict[str, Any] | None:
-    """The state that the env gives; None if the env has to be pickled."""
+    """The state that the env returns; None if the env must be pickled."""
     if callable(getattr(base, "get_state", None)) and callable(getattr(base, "set_state", None)):
         generator = getattr(base, "_np_random", None)
         rest = {"_np_random": generator, "_np_random_seed": getattr(base, "_np_random_seed", None)}

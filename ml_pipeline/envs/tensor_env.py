@@ -1,11 +1,11 @@
-"""TorchVectorEnv: a batch of envs whose data are tensors and stay on the device.
+"""TorchVectorEnv: a batch of envs whose tensors stay on the device.
 
 A task defines three pure functions on tensors: ``begin``, ``advance`` and ``observe``. The base
-class turns them into a Gymnasium VectorEnv. It also offers ``transition``, one step of all envs as
-a pure function, for rollouts that are compiled or captured in a CUDA graph. It never synchronises
-with the device.
+class turns them into a Gymnasium VectorEnv. Its ``transition`` is one step of all envs as a pure
+function, for rollouts that are compiled or captured in a CUDA graph. It never synchronises with
+the device.
 
-Env i of seed s draws its episodes from (s + i, number of the episode). So it plays the same on
+Env i of seed s draws its episodes from (s + i, number of the episode). So its episodes are equal on
 every device and in a batch of any size. Workers must not import this module: it imports torch.
 """
 
@@ -105,8 +105,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         """One step of every env: the next state, reward [N] float32, terminated [N] bool.
 
-        Like ``begin`` and ``observe`` it must be pure: no operation in place, no value read by
-        Python, no float64 (MPS has none). It may be traced once and replayed.
+        Like ``begin`` and ``observe`` it must be pure: no in-place operations, no values read in
+        Python, no float64 (MPS does not support it). It may be traced once and replayed.
         """
 
     @abstractmethod
@@ -114,7 +114,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         """Observations [N, *obs], with the dtype of the observation space."""
 
     def transition(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
-        """One step of all envs; an ended episode is followed by the next in the same step."""
+        """One step of all envs; after an episode ends, the next one starts in the same step."""
         return self._autoreset(*self._advance_all(position, action))
 
     def reset(
@@ -141,7 +141,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         with torch.no_grad():
             position, result = self._advance_all(self.position, actions)
             done = result.terminated | result.truncated
-            # On the CPU this check is free and saves the random draws; a GPU would synchronise.
+            # On the CPU this check is cheap and saves random draws; on a GPU it would synchronise.
             if self.device.type != "cpu" or bool(done.any()):
                 position, result = self._autoreset(position, result)
             self.position = position
@@ -211,7 +211,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         return Position(state, n_steps, episode_return, position.n_episodes), result
 
     def _autoreset(self, position: Position, result: StepResult) -> tuple[Position, StepResult]:
-        """Start the next episode of every env whose episode ended; works by masks."""
+        """Start the next episode of every env whose episode ended; uses masks, not indices."""
         done = result.terminated | result.truncated
         fresh = self.begin(self._draws(position.n_episodes))
         pairs = zip(fresh, position.state, strict=True)

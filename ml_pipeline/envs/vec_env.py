@@ -1,6 +1,6 @@
 """ParallelEnv and SerialEnv: many envs as one gymnasium ``VectorEnv``.
 
-Both give the same trajectories bit for bit, for any number of workers and any start method.
+Both return the same trajectories bit for bit, for any number of workers and any start method.
 Env i is seeded ``seed + i``.
 """
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class WorkerLoad(NamedTuple):
-    """What one worker runs, and what it has used so far."""
+    """The envs of one worker, and the time and memory it has used so far."""
 
     rows: list[int]  # indices of its envs
     pid: int
@@ -133,15 +133,15 @@ class ParallelEnv(WorkerVectorEnv):
         """``env_fns`` are sent to the workers by cloudpickle; env i is seeded ``seed + i``.
 
         ``n_workers``: number of processes that step envs. None: one per core that this process
-        may use, at most one per env. With ``main_slice`` this process is one of them, next to at
-        least one worker: it steps its own slice while the workers step theirs.
+        may use, at most one per env. With ``main_slice`` this process is one of them, and
+        there are at least two. It steps its own slice while the workers step theirs.
         ``start_method``: None means spawn, which is safe in programs with threads.
-        ``infos``: "final" sends only those of resets and of ended episodes, which is faster.
+        ``infos``: "final" sends only those of resets and ended episodes, which is faster.
         ``copy``: False returns views of the observations, valid until the next step.
         ``check_finite``: refuse NaN and infinity in observations, rewards and actions.
-        ``step_timeout``: a worker that is silent for so many seconds is killed, and the caller
-        gets a ``WorkerTimeoutError``. This includes building the envs. None waits forever, but
-        still notices a death.
+        ``step_timeout``: a worker that does not answer for this many seconds is killed, and the
+        call raises ``WorkerTimeoutError``. This includes building the envs. None waits forever,
+        but still detects a dead worker.
         ``on_worker_death``: "restart" replaces a dead or stuck worker, at most ``max_restarts``
         times. Its envs are built and reset, with the attributes that ``set_attr`` has set. In
         that step they are truncated and marked in ``infos["worker_restarted"]``.
@@ -204,7 +204,7 @@ class ParallelEnv(WorkerVectorEnv):
         envs and the infos of the resets.
 
         If a worker is already lost or a new env cannot be built, this raises and changes nothing.
-        If a worker is lost later on, this raises and closes the vector env.
+        If a worker is lost later, this raises and closes the vector env.
         """
         self._check_idle("resize")
         if n_envs < 1:
@@ -242,7 +242,7 @@ class ParallelEnv(WorkerVectorEnv):
         self._seeds.resize(n_envs)
 
     def _grow(self, n_envs: int) -> None:
-        """Build the new envs: in new workers while some are missing, else where envs are few."""
+        """Build the new envs, each where there are the fewest; first start missing workers."""
         before = self.num_envs
         rows = range(before, n_envs)
         self.env_fns += [self.env_fns[row % before] for row in rows]

@@ -105,7 +105,7 @@ def best_or_latest(run: RunFolder) -> str:
 
 @contextmanager
 def misfit_explained(run_folder: RunFolder) -> Iterator[None]:
-    """Report a state that does not fit the objects that load it as ``CheckpointError``."""
+    """Raise ``CheckpointError`` if a state does not fit the objects that load it."""
     try:
         yield
     except (RuntimeError, KeyError, ValueError) as error:

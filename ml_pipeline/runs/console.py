@@ -43,7 +43,7 @@ _FIGURES = (
 
 
 class _SafeStdout:
-    """Standard output that ignores a reader that goes away (``| head``, a closed terminal)."""
+    """Standard output that ignores a closed pipe (``| head``) or terminal."""
 
     def __init__(self) -> None:
         self._file: Any = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, stays open
@@ -171,7 +171,7 @@ def python_command() -> str:
 
 
 def say_stopping() -> None:
-    """Called by a signal handler: print is not reentrant, and the terminal may be closed."""
+    """For signal handlers: print is not reentrant, and the terminal may be closed."""
     with suppress(OSError):
         os.write(1, b"stopping after this iteration; press Ctrl-C again to stop sooner\n")
 

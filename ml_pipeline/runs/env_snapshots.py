@@ -1,7 +1,7 @@
 """Snapshots of a run's envs on disk: an exact resume needs them in addition to the checkpoint.
 
-A snapshot is a pickle, so loading it can run any code. It has its own file, which only a resume
-reads, and only if it carries this user's seal: an HMAC with a key from the user's config folder.
+A snapshot is a pickle, so loading it can run any code. Only a resume reads its file, and only if
+this user signed it: an HMAC with a key from the user's config folder.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def _key() -> bytes:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size != _KEY_SIZE:
-            path.unlink()  # truncated; snapshots sealed with it are no longer trusted
+            path.unlink()  # truncated; snapshots signed with it are no longer trusted
         if not path.exists():
-            # Linking is atomic: if two processes create a key, one wins and none reads half a key.
+            # Linking is atomic: if two processes create a key, both read the same complete key.
             temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:

@@ -20,7 +20,7 @@ class TensorBoardLogger:
     """Scalars and histograms in the folder tensorboard/ of the run."""
 
     def __init__(self, run: RunFolder, env_steps: int) -> None:
-        """``env_steps``: where the run resumes; TensorBoard hides older points beyond it."""
+        """``env_steps``: where the run resumes; TensorBoard hides older points after it."""
         import_extra("tensorboard", needed_by="logger=tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
@@ -70,4 +70,4 @@ class TrackioLogger:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
-            self._trackio.finish()  # run.finish() would make Trackio finish it again at exit
+            self._trackio.finish()  # after run.finish(), Trackio would finish the run again at exit

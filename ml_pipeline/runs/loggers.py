@@ -32,7 +32,7 @@ _WANDB_MODES = ("auto", "online", "offline", "disabled")
 class CsvLogger:
     """metrics.csv: a row per iteration; a new metric adds a column.
 
-    Rows beyond ``from_env_steps`` are dropped: the resumed run trains these iterations again.
+    Rows after ``from_env_steps`` are dropped: the resumed run trains these iterations again.
     """
 
     def __init__(self, path: Path, *, from_env_steps: int = 0) -> None:
@@ -127,7 +127,7 @@ class WandbLogger:
         for name, value in (("project", project), ("entity", entity), ("group", group)):
             if not isinstance(value, str | None):
                 raise ValueError(f"{name} must be a string, got {value!r}")
-        # Hides W&B's request to log in; ``status`` says what matters.
+        # Hides W&B's prompt to log in; ``status`` has the important part.
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb  # takes half a second
 
@@ -162,11 +162,11 @@ class WandbLogger:
             self.status = f"W&B off: {first_line(error)}"
 
     def _start(self, wandb: Any, arguments: Mapping[str, Any], timeout_seconds: float) -> None:
-        """Start a run in the requested mode, or else offline, or else not at all."""
+        """Start a run in the requested mode; if that fails, offline; if that fails, not at all."""
         self.mode = self._resolved(self.mode)
         modes, trouble = [self.mode, "offline"], ""
         if self.mode == "online":
-            # Checked before W&B tries: a failed attempt of W&B also delays the exit.
+            # Check before W&B does: a failed attempt by W&B also delays the exit.
             url = wandb.setup().settings.base_url
             if not server_answers(url, seconds=min(5.0, timeout_seconds)):
                 modes.remove("online")
@@ -242,7 +242,7 @@ class WandbLogger:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Shut W&B down after its process died; otherwise it tries to reach it at exit."""
+        """Shut W&B down after its process died; otherwise it tries to contact it at exit."""
         import wandb
 
         self.wandb_run = None

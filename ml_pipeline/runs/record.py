@@ -39,7 +39,7 @@ class LastValues:
 
 
 class Record:
-    """Call ``begin`` before training, ``end`` after it, and ``close`` in any case."""
+    """Call ``begin`` before training, ``end`` after it, and always ``close``."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Record:
         ]
 
     def begin(self, line: str) -> None:
-        """Print the first lines and write the summary of a running run."""
+        """Print the first lines and write a summary with the status running."""
         say(line)
         say(f"run folder: {self.run.path}")
         self._say_logger_status()
@@ -144,7 +144,7 @@ class Record:
             say(f"{result}; no checkpoint was saved in {self.run.path}")
 
     def close(self) -> None:
-        """Close every logger and print what those with a ``status`` report."""
+        """Close every logger and print each ``status``."""
         for logger in reversed(self.loggers):
             try:
                 logger.close()
@@ -163,7 +163,7 @@ class Record:
 
     def _commands(self, *, complete: bool) -> dict[str, str]:
         path = shlex.quote(str(self.run.path))
-        # Hydra reads some signs as its own, unless they stand in quotes.
+        # Some characters have a meaning for Hydra unless they are quoted.
         value = path if re.fullmatch(r"[\w./ '-]+", path) else shlex.quote(f'"{self.run.path}"')
         more = f" total_steps={2 * self._total_steps}" if complete else ""
         siblings = shlex.quote(str(self.run.path.parent)) + "/*"
@@ -176,7 +176,7 @@ class Record:
     def _note_code(self) -> str | None:
         """The commit of this code, or None outside git.
 
-        With uncommitted changes it ends with +, and the changes go to changes.diff.
+        With uncommitted changes it ends with +, and changes.diff contains the changes.
         """
         commit = _git("rev-parse", "HEAD")
         if commit is None:
@@ -188,7 +188,7 @@ class Record:
         return f"{commit}+"
 
     def _command(self) -> str:
-        """What started this leg of the run: a command line, or a call in Python."""
+        """The command line or Python call that started this process."""
         return typed_training() or f"train({self._overrides})"
 
     def _say_logger_status(self) -> None:
@@ -200,9 +200,9 @@ class Record:
 
 
 def _git(*command: str) -> str | None:
-    """What git says of this code; None where there is no git, or no repository."""
+    """The output of a git command on this repository; None without git or a repository."""
     if not (_REPOSITORY / "pyproject.toml").is_file():
-        return None  # installed from a wheel: a repository around it is somebody else's
+        return None  # installed from a wheel: any repository around it is another project
     try:
         result = subprocess.run(
             ["git", "-C", str(_REPOSITORY), *command],

@@ -33,7 +33,7 @@ def save_latest(run: RunFolder, loop: Loop) -> None:
     """
     token = _save_envs(run, loop)
     if token is None and _is_saved_with_envs(run, loop.env_steps):
-        return  # stopped during a rollout: the existing checkpoint is as new and resumes exactly
+        return  # stopped during a rollout: the existing checkpoint has these weights and its envs
     save_checkpoint(run, LATEST, {**loop.state_dict(), "env_snapshots": token})
     sweep_snapshots(run, keep=token)
 
@@ -44,7 +44,7 @@ def _save_envs(run: RunFolder, loop: Loop) -> str | None:
         if snapshots is None:
             return None
         return save_snapshots(run, snapshots) if snapshots else _IN_CHECKPOINT
-    except Exception as error:  # whatever fails here, the weights must be saved
+    except Exception as error:  # the weights must be saved even if the envs cannot be
         say(f"could not save the envs; a resume will start new episodes: {last_line(error)}")
         return None
 
@@ -58,13 +58,13 @@ def _is_saved_with_envs(run: RunFolder, env_steps: int) -> bool:
 
 
 def sweep_litter(run: RunFolder, state: StateDict) -> None:
-    """Remove unfinished files that a kill left behind; the caller must hold the folder's lock."""
+    """Remove unfinished files of a killed process; the caller must hold the folder's lock."""
     run.sweep()
     sweep_snapshots(run, keep=state.get("env_snapshots"))
 
 
 def resume_episodes(run: RunFolder, loop: Loop, state: StateDict, *, trust: bool) -> str:
-    """Continue the saved episodes; returns the words for the console, with the reason if not.
+    """Continue the saved episodes; returns a phrase for the console, with the reason on failure.
 
     Untrusted snapshots raise an error: the next save would replace them, so the user must decide.
     """

@@ -95,7 +95,7 @@ class RunFolder:
         return False
 
     def sweep(self) -> None:
-        """Remove unfinished files that a kill left behind."""
+        """Remove unfinished files of a killed process."""
         for folder in (self.path, self.checkpoints):
             for path in folder.glob(".*.tmp"):
                 remove(path)
@@ -142,8 +142,8 @@ def write_text(path: Path, text: str) -> None:
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Let ``write`` fill a temporary file, which then replaces ``path``.
 
-    A kill at any moment leaves the old file or the new one, and perhaps a temporary file, whose
-    name starts with a dot and ends with .tmp.
+    A kill at any moment leaves the old file or the new one. It may also leave a temporary file,
+    whose name starts with a dot and ends with .tmp.
     """
     with _temporary_beside(path) as (file, temporary):
         write(file)
@@ -161,7 +161,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 @contextmanager
 def _temporary_beside(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
-    # Not tempfile: only this user could read its files, and others may look at a run.
+    # Not tempfile, whose files only this user can read: others may read a run.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with temporary.open("xb") as file:
         try:

@@ -1,4 +1,4 @@
-"""The best trial of a study: written as an experiment of conf/, and deployed as a policy.
+"""The best trial of a study: write it as an experiment of conf/, and deploy its policy.
 
 A deployed folder is a link to a folder beside it, so one rename replaces all of its files.
 """
@@ -82,7 +82,7 @@ def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> 
         *(["defaults:", *defaults, ""] if defaults else []),
         yaml.safe_dump(values, sort_keys=False, width=1000),
     ]
-    # An installed package keeps its files; conf/ of the current folder is searched too.
+    # Do not write into an installed package; Hydra also searches conf/ of the current folder.
     conf = CONF if CONF.parent == REPOSITORY else Path("conf")
     path = conf / "experiment" / f"best_{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def deploy_run(
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_name(f".{target.name}.lock")):
         is_first = _is_first(run, target)
-        # A new seed each time: episodes that have decided once favour the winner.
+        # A new seed each time: the deployed policy won on the episodes of the last seed.
         seed = secrets.randbelow(2**31 - 1 - n_episodes) if seed is None else seed
         new = evaluate_run(run.path, None, n_episodes=n_episodes, seed=seed)
         old = None if is_first else evaluate_run(target, None, n_episodes=n_episodes, seed=seed)
@@ -130,7 +130,7 @@ def deploy_run(
 
 
 def _is_first(run: RunFolder, target: Path) -> bool:
-    """Whether ``target`` has no policy yet; refuses one that holds anything else."""
+    """Whether ``target`` has no policy yet; refuses a folder with other files."""
     if target.is_file():
         raise StudyError(f"--deploy {target}: is a file; name a folder")
     if not (target / DEPLOYED).is_file():

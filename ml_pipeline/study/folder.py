@@ -1,8 +1,8 @@
 """StudyFolder: the files of one study, shared by all its processes: studies/NAME/.
 
 study.yaml holds the settings, journal.log the trials. The process that trains trial N locks
-trials/N.lock. A kill releases the lock, so a trial that is running in the journal and whose lock
-is free is dead: another process can continue it.
+trials/N.lock, and a kill releases the lock. So a trial is dead if the journal says running and its
+lock is free: another process can continue it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ml_pipeline.study.journal import HOST, Journal
 STUDY_ROOT = Path("studies")
 
 _BEAT_SECONDS = 10.0
-_SILENT_SECONDS = 60.0  # without a heartbeat, a trial on another machine is dead
+_SILENT_SECONDS = 60.0  # a trial on another machine is dead after this time without a heartbeat
 _HOPELESS_FAILURES = 3
 
 
 class StudyError(UserError):
-    """A study that does not exist, or that this command does not fit."""
+    """A study does not exist, or does not match this command."""
 
 
 class StudySettings(NamedTuple):
@@ -95,7 +95,7 @@ class StudyFolder:
     def study(self) -> optuna.Study:
         """The study as Optuna sees it, including later changes by other processes."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        # Trials with long rollouts skip points, so few trials may have reached a point.
+        # Trials with long rollouts skip points, so few trials may have a value at a point.
         pruner = MedianPruner(n_startup_trials=5, n_min_trials=5)
         options: dict[str, Any] = {
             "study_name": self.name,
@@ -108,7 +108,7 @@ class StudyFolder:
             return optuna.create_study(**options, direction="maximize", load_if_exists=True)
 
     def attach(self, study: optuna.Study, number: int) -> Trial:
-        """A trial to write to, whichever process created it."""
+        """A writable trial, created by any process."""
         study_id = self.storage.get_study_id_from_name(self.name)
         return Trial(study, self.storage.get_trial_id_from_study_id_trial_number(study_id, number))
 
@@ -143,7 +143,7 @@ class StudyFolder:
         return FileLock(self.trials / f"{number}.lock")
 
     def is_alive(self, trial: FrozenTrial) -> bool:
-        """Whether a process trains this trial, which the journal calls running."""
+        """Whether a process trains this trial, whose state in the journal is running."""
         lock = self.claim(trial)
         if lock is not None:
             lock.release()
@@ -160,7 +160,7 @@ class StudyFolder:
 
 @contextmanager
 def held(lock: FileLock) -> Iterator[None]:
-    """Send heartbeats to other machines, then release the lock of a trial."""
+    """Show other machines a heartbeat during the block, then release the lock of a trial."""
     ended = threading.Event()
 
     def beat() -> None:

@@ -1,4 +1,4 @@
-"""Journal: the file of a study's trials, written by many processes of which any may be killed."""
+"""Journal: the file of a study's trials, written by many processes; any may be killed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Journal(JournalFileBackend):
                 self._marker.write_text(HOST)
                 yield
             finally:
-                with suppress(RuntimeError):  # another machine took this process for dead
+                with suppress(RuntimeError):  # another machine considered this process dead
                     self._among_machines.release()
 
     def _owner(self) -> str | None:
@@ -60,7 +60,7 @@ class Journal(JournalFileBackend):
 
 
 def _seek_end_of_lines(file: IO[bytes]) -> None:
-    """Go behind the last newline."""
+    """Move to the position after the last newline."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         file.seek(end - 1)

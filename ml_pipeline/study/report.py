@@ -32,7 +32,7 @@ def ranked(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 
 def trials_per_hour(trials: Sequence[FrozenTrial]) -> float | None:
-    """Pace of the trials that ended last, without the time in which none was trained."""
+    """Pace of the trials that ended last, excluding the time in which none was trained."""
     ended = [
         (trial.datetime_complete.timestamp(), trial)
         for trial in finished(trials)

@@ -46,7 +46,7 @@ def read_space(name: str) -> Space:
         known = ", ".join(sorted(each.stem for each in path.parent.glob("*.yaml"))) or "none"
         raise ConfigError(f"space={name}: {path} does not exist; existing: {known}")
     try:
-        space = OmegaConf.to_container(OmegaConf.load(path))  # reads 1e-5 as a number
+        space = OmegaConf.to_container(OmegaConf.load(path))  # PyYAML would read 1e-5 as a string
     except (OmegaConfBaseException, YAMLError, OSError) as error:
         raise ConfigError(f"space={name}: cannot read {path}: {first_line(error)}") from error
     if not isinstance(space, dict) or not space:
@@ -57,7 +57,7 @@ def read_space(name: str) -> Space:
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:
-    """The space as Optuna's distributions; refuses a rule that nothing can be drawn from."""
+    """The space as Optuna's distributions; refuses a rule without any possible value."""
     return {key: _distribution(key, rule) for key, rule in space.items()}
 
 
@@ -86,7 +86,7 @@ def _labels(choices: Any) -> list[Any]:
 
 
 def _label(choice: Any) -> Any:
-    """The choice in Optuna, which takes plain values only: a list becomes text."""
+    """The choice as a value for Optuna, which accepts only plain values: a list becomes text."""
     return json.dumps(choice) if isinstance(choice, list) else choice
 
 
@@ -132,7 +132,7 @@ def check_space(space: Space, cfg: DictConfig, overrides: Sequence[str]) -> None
 
 
 def _tried_values(rule: Mapping[str, Any]) -> list[Any]:
-    """All choices, or the ends of a range; ``low + step`` shows what its integers divide by."""
+    """All choices, or the ends of a range and ``low + step``, an integer that may not divide."""
     if "choices" in rule:
         return list(rule["choices"])
     low, high = rule["low"], rule["high"]
@@ -140,7 +140,7 @@ def _tried_values(rule: Mapping[str, Any]) -> list[Any]:
 
 
 def _combinations(tried: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Integers are sizes, which may not fit together: all of them, or a sample of very many."""
+    """Combinations of integers, because sizes may not fit together; a sample if too many."""
     sizes = {key: values for key, values in tried.items() if all(type(v) is int for v in values)}
     combinations = list(itertools.product(*sizes.values()))
     if len(combinations) > _MOST_COMBINATIONS:

@@ -1,7 +1,7 @@
-"""Start, join or continue a study: workers side by side until it has all its trials.
+"""Start, join or continue a study: runs workers in parallel until it has all its trials.
 
-The starting process watches: it reports each trial that ends, passes stop signals on and replaces
-workers that die.
+This process watches the workers. It reports each trial that ends, forwards stop signals and
+replaces workers that die.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def start(name: str, arguments: Sequence[str]) -> None:
     settings = _new_settings(name, request) if is_new else folder.read()
     folder.make()
     with folder.alone():
-        if folder.settings.is_file():  # another process may have created the study meanwhile
+        if folder.settings.is_file():  # another process may have created the study in the meantime
             settings = _joined_settings(folder, request)
         folder.write(settings)
     study = folder.study()
@@ -88,7 +88,7 @@ def start(name: str, arguments: Sequence[str]) -> None:
 
 
 def _new_settings(name: str, request: Request) -> StudySettings:
-    """Settings of a new study; refuses those that would make trials fail."""
+    """Settings of a new study; refuses settings with which trials would fail."""
     # Importing torch takes seconds; joining a study does not need it.
     from ml_pipeline.door.compose import checked_config, compose_config
     from ml_pipeline.study.space import check_space, default_space, read_space
@@ -193,7 +193,7 @@ class _Workers:
         stop = passed_on = None
         while True:
             try:
-                with signals.shielded():  # no worker may start unnoticed
+                with signals.shielded():  # an interrupt must not lose track of a new worker
                     if stop is not None and stop is not passed_on:
                         for worker in self._workers:
                             worker.send_signal(signal.Signals[stop.signal_name])

@@ -1,7 +1,7 @@
 """A worker of a study: begins a trial or continues a dead one, trains it and records the result.
 
-Each fact about a trial is in the journal or in its run folder before the next step begins. So a
-worker may be killed at any point, and another worker continues its trial.
+Each step is recorded in the journal or the run folder before the next one begins. So a worker may
+be killed at any point, and another worker continues its trial.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def work(name: str, *, first: int, parent: int) -> None:
 def _claim(
     folder: StudyFolder, study: optuna.Study, settings: StudySettings, trials: list[FrozenTrial]
 ) -> tuple[Trial, FileLock] | None:
-    """A dead trial, else a new one, and its lock; None if other workers train all that remain."""
+    """A dead trial or else a new one, with its lock; None if other workers train all the rest."""
     for dead in running(trials):
         lock = folder.claim(dead)
         if lock is not None:
@@ -135,13 +135,13 @@ def _new_trial(study: optuna.Study, settings: StudySettings, trials: list[Frozen
             user_attrs={**owner, "seed": stream_seed(settings.seed, f"trial {number}")},
         )
     )
-    # Another machine may have added a trial meanwhile; then ours has a later number.
+    # Another machine may have just added a trial; then ours has a higher number.
     newest_first = reversed(study.get_trials(deepcopy=False))
     return next(trial.number for trial in newest_first if owner.items() <= trial.user_attrs.items())
 
 
 def _run(study: optuna.Study, settings: StudySettings, trial: Trial) -> None:
-    """Train the rest of a trial and tell Optuna the result."""
+    """Train the rest of a trial and report the result to Optuna."""
     say(f"trial {trial.number}: {trial.params}")
     try:
         if trial.user_attrs.get("deaths", 0) >= _MOST_DEATHS:
@@ -156,7 +156,7 @@ def _run(study: optuna.Study, settings: StudySettings, trial: Trial) -> None:
     except KeyboardInterrupt:
         trial.set_user_attr("stopped", True)
         raise
-    except Exception as error:  # of an env, a network, a disk: other trials may succeed
+    except Exception as error:  # an env, a network or a disk failed; other trials may succeed
         reason = first_line(error)
         if not isinstance(error, UserError):
             traceback.print_exc()
@@ -209,7 +209,7 @@ def _has_checkpoint(run: RunFolder) -> bool:
 
 
 def _run_folder(trial: Trial, config: TrainConfig) -> RunFolder:
-    """The run folder of a trial; the journal has its name before it exists."""
+    """The run folder of a trial; its name is written to the journal before it is created."""
     path = trial.user_attrs.get("run_dir")
     if path is not None:
         return RunFolder(Path(path))

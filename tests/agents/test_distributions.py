@@ -30,7 +30,7 @@ def gsde(every_steps: int) -> StateDependentNoise:
     return StateDependentNoise(space, 3, log_std_init=-1.0, every_steps=every_steps)
 
 
-def test_categorical_action_is_where_the_noise_falls() -> None:
+def test_categorical_action_is_the_interval_that_contains_the_noise() -> None:
     distribution = Categorical(spaces.Discrete(3))
     logits = torch.log(torch.tensor([[0.2, 0.5, 0.3]])).expand(5, 3)
     noise = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.9999999])

@@ -1,4 +1,4 @@
-"""Action masks: where they are found, that they are respected, and wrong ones refused."""
+"""Action masks: read from observations or infos, respected, and refused if wrong."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ml_pipeline.agents.space_data import space_from_data, space_to_data, withou
 
 
 class MyBox(spaces.Box):
-    """A subclass, as a user may write one."""
+    """A subclass that a user might write."""
 
 
 SPACES: list[spaces.Space[Any]] = [

@@ -117,7 +117,7 @@ def test_tables_show_the_differing_keys_and_the_supported_claims(
         (["wandb:me/mine"], "wandb:me/mine needs a W&B key"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_1(
+def test_bad_input_prints_one_line_and_exits_with_code_1(
     runs: dict[str, str],
     here: Path,
     arguments: list[str],

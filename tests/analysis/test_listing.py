@@ -80,7 +80,7 @@ def test_prune_keeps_a_run_that_is_being_trained(runs: list[RunFolder]) -> None:
     assert runs[2].path.is_dir()
 
 
-def test_missing_root_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_root_is_a_one_line_error(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs"]) == 1
 
     error = capsys.readouterr().err

@@ -21,7 +21,7 @@ def test_iqm_is_the_mean_of_the_middle_half() -> None:
     assert iqm(runs).tolist() == [3.5, 7.0]
 
 
-def test_95_percent_interval_contains_the_true_mean_about_as_often() -> None:
+def test_95_percent_interval_contains_the_true_mean_about_95_percent_of_the_time() -> None:
     generator = np.random.default_rng(1)
     hits = 0
     for _ in range(200):

@@ -154,7 +154,7 @@ def test_straggler_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     callback = WorkerReport(straggler=1.5)
     env.reset()
     callback.on_train_start(loop)
-    for _ in range(20):  # more than needed: a busy machine may spoil some
+    for _ in range(20):  # more than needed: a busy machine may disturb some
         for _ in range(3):
             env.step(np.zeros(4, dtype=np.int64))
         metrics = {"time/collect_seconds": 0.1}
@@ -167,7 +167,7 @@ def test_straggler_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Counter:
-    """Stands in for NVML, which returns percent or raises."""
+    """Replaces NVML; returns percent or raises."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error

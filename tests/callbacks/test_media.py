@@ -29,7 +29,7 @@ def test_evaluate_records_each_episode(here: Path, capsys: pytest.CaptureFixture
     assert figures.startswith("return: mean")
 
 
-def test_env_that_cannot_render_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_that_cannot_render_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train([*small(), "env.target=tiny_envs.CountingEnv"]).run_dir
 
     for arguments, words in (

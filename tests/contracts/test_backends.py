@@ -1,4 +1,4 @@
-"""Every backend of PPO computes what ``TorchPPO`` computes, up to rounding.
+"""Every backend of PPO computes the same numbers as ``TorchPPO``, up to rounding.
 
 NumPy runs on the CPU, Triton on a GPU or in its interpreter.
 """
@@ -41,7 +41,7 @@ on_gpu = [
 ]
 
 TOLERANCES = {"float32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
-# A clipped row has no gradient. Where rounding clips another row, the difference is large.
+# A clipped row has no gradient. If rounding clips another row, the difference is large.
 GRADIENT_TOLERANCES = {"float32": 1e-4, "tf32": 5e-2, "bf16": 1.5e-1}
 # Share of draws that rounding moves to a neighbouring action.
 SHARE_OF_DRAWS = {"float32": 0.005, "tf32": 0.02, "bf16": 0.06}
@@ -122,7 +122,7 @@ def test_a_minibatch_with_a_nan_changes_nothing(
     ],
     ids=lambda names: "; ".join(names),
 )
-def test_tritons_interpreter_finds_the_same_numbers(names: list[str]) -> None:
+def test_tritons_interpreter_computes_the_same_numbers(names: list[str]) -> None:
     # In a new process: Triton reads the variable when it is imported.
     path = os.pathsep.join([str(REPOSITORY), str(TESTS), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(

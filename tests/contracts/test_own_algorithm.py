@@ -78,7 +78,7 @@ def test_own_algorithm_resumes_and_compares(here: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("own_algorithm")
-def test_own_algorithm_is_studied(here: Path) -> None:
+def test_own_algorithm_works_in_a_study(here: Path) -> None:
     settings = [*SETTINGS, "total_steps=512", "space=space.yaml", "n_trials=2"]
 
     call(here, "-m", "study", "start", "own", *settings)

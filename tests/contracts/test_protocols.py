@@ -17,7 +17,7 @@ def numbered(*shape: int, plus: float = 0.0) -> Tensor:
     return (first + second + plus).expand(shape).clone()
 
 
-def test_take_gives_the_same_transitions_of_every_field() -> None:
+def test_take_returns_the_same_transitions_of_every_field() -> None:
     inputs = PolicyInput(numbered(4, 2), numbered(4, 3) > 15.0, None, None)
     fields = [numbered(4, plus=100.0 * i) for i in range(1, 6)]
 
@@ -33,7 +33,7 @@ def test_take_gives_the_same_transitions_of_every_field() -> None:
     ]
 
 
-def test_take_gives_every_leaf_of_an_observation() -> None:
+def test_take_returns_every_leaf_of_an_observation() -> None:
     obs = {"camera": numbered(4, 2), "arm/angle": numbered(4, plus=0.5)}
     fields = [numbered(4) for _ in range(5)]
 
@@ -46,7 +46,7 @@ def test_take_gives_every_leaf_of_an_observation() -> None:
     }
 
 
-def test_take_gives_whole_sequences_of_a_recurrent_policy_with_their_memory() -> None:
+def test_take_returns_whole_sequences_with_their_recurrent_state() -> None:
     memory, start = numbered(4, 2, plus=0.5), torch.zeros(3, 4, dtype=torch.bool)
     start[0, 3] = True
     inputs = PolicyInput(numbered(3, 4), None, memory, start)
@@ -61,7 +61,7 @@ def test_take_gives_whole_sequences_of_a_recurrent_policy_with_their_memory() ->
     assert taken.inputs.episode_start.tolist() == [[True, False], [False, False], [False, False]]
 
 
-def test_mapped_changes_every_field_with_a_step_axis_and_sets_the_memory() -> None:
+def test_mapped_changes_every_field_with_a_step_axis_and_sets_the_recurrent_state() -> None:
     inputs = PolicyInput(numbered(2, 3), None, numbered(3, 2), torch.ones(2, 3, dtype=torch.bool))
     batch = Minibatch(inputs, *(numbered(2, 3) for _ in range(5)))
 

@@ -87,7 +87,7 @@ def summed(delta: NDArray[Any], done: NDArray[Any], decay: float) -> NDArray[Any
 @pytest.mark.parametrize(
     ("n_steps", "n_envs"), [(1, 1), (9, 5), (32, 128), (4, 130), (33, 300), (5, 4096)]
 )
-def test_the_kernel_computes_the_advantages_of_the_loop(n_steps: int, n_envs: int) -> None:
+def test_the_kernel_computes_the_same_advantages_as_the_loop(n_steps: int, n_envs: int) -> None:
     pytest.importorskip("triton", reason="comes with torch's CUDA builds")
 
     found = gae_differences(n_steps, n_envs, torch.device("cuda"))

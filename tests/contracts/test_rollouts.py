@@ -1,4 +1,4 @@
-"""Collector and buffer of host envs and of tensor envs: the same rollout, finished alike."""
+"""Collector and buffer of host envs and of tensor envs: the same rollouts and the same targets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PlaceEnv(gym.Env[Any, Any]):
 
 
 class Rollouts(Played):
-    """Of ``n_envs`` envs of a kind: host or tensor."""
+    """Rollouts of ``n_envs`` host envs or tensor envs."""
 
     def __init__(
         self,
@@ -63,20 +63,20 @@ class Rollouts(Played):
         super().__init__(env, n_steps, agent_in(env, **options), noise_seed=noise_seed)
 
     def values(self, obs: Any) -> NDArray[Any]:
-        """Of observations [T, n_envs]."""
+        """The agent's values of observations [T, n_envs]."""
         flat = torch.as_tensor(obs, dtype=torch.float32).reshape(-1, 1)
         value = self.agent.value_batch(seen(flat))
         return value.numpy().reshape(np.shape(obs))
 
     def field(self, name: str) -> NDArray[Any]:
-        """[T, n_envs], of the collected rollout."""
+        """A field of the collected rollout, [T, n_envs]."""
         if name == "obs":
             obs = self.buffer.obs
             return np.asarray(obs[""] if isinstance(obs, dict) else obs)[: self.n_steps, :, 0]
         return np.asarray(getattr(self.buffer, name)).copy()
 
     def finished(self, name: str) -> NDArray[Any]:
-        """[T, n_envs], of the rollout to learn from."""
+        """A field of the finished rollout, [T, n_envs]."""
         field: Tensor = getattr(self.buffer.finished(), name)
         return field.numpy().reshape(self.n_steps, self.n_envs)
 
@@ -85,7 +85,7 @@ kinds = pytest.mark.parametrize("kind", ["host", "tensor"])
 
 
 @kinds
-def test_a_rollout_holds_each_number_in_its_place(kind: str) -> None:
+def test_a_rollout_stores_each_number_at_its_step_and_env(kind: str) -> None:
     played = Rollouts(kind)
 
     played.collect()
@@ -208,7 +208,7 @@ def test_each_order_has_every_transition_once_and_the_generator_determines_it(ki
 
 @kinds
 def test_the_noise_seed_determines_the_actions_and_each_rollout_has_new_ones(kind: str) -> None:
-    # Twelve steps are complete episodes, so that both rollouts start alike.
+    # Twelve steps are complete episodes, so that both rollouts start the same way.
     ours, same, other = (Rollouts(kind, 8, 12, noise_seed=seed) for seed in (2, 2, 3))
     actions = []
     for _ in range(2):
@@ -222,7 +222,7 @@ def test_the_noise_seed_determines_the_actions_and_each_rollout_has_new_ones(kin
 
 
 @kinds
-def test_a_rollout_that_was_not_committed_leaves_no_trace_in_the_state(kind: str) -> None:
+def test_an_uncommitted_rollout_does_not_change_the_state(kind: str) -> None:
     played = Rollouts(kind, n_steps=3)
     played.collect()
     before = played.collector.state_dict()

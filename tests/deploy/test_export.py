@@ -215,7 +215,7 @@ def with_network(name: str) -> Path:
         ("Deciding", ["network Deciding cannot be exported as pt2: "]),
     ],
 )
-def test_failed_export_is_one_line_and_leaves_no_file(
+def test_failed_export_prints_one_line_and_leaves_no_file(
     here: Path, network: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = with_network(network)
@@ -252,7 +252,7 @@ def test_out_and_checkpoint_choose_file_and_weights(here: Path) -> None:
         assert policy.metadata["checkpoint"] == checkpoint
 
 
-def test_unwritable_path_is_one_line(
+def test_unwritable_path_is_a_one_line_error(
     exported: Exports, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = exported().run

@@ -301,7 +301,7 @@ def counted(policy: ExportedPolicy, sizes: list[int]) -> ExportedPolicy:
     return ExportedPolicy(run, policy.metadata)
 
 
-def test_waiting_requests_share_a_pass(files: dict[str, Path]) -> None:
+def test_waiting_requests_share_one_forward_pass(files: dict[str, Path]) -> None:
     sizes: list[int] = []
     policy = counted(ExportedPolicy.load(files["cartpole"]), sizes)
     # The long wait excludes the clock: a pass starts when it is full or the next does not fit.
@@ -352,7 +352,7 @@ def test_failing_policy_is_a_500_only_for_the_client_that_caused_it(
         bad.result(10)
 
 
-def test_port_in_use_is_one_line(
+def test_port_in_use_is_a_one_line_error(
     server: PolicyServer, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = str(server.server_port)

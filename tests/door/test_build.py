@@ -24,7 +24,7 @@ from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 
 
-def test_run_leaves_its_record_and_nothing_else(here: Path) -> None:
+def test_run_writes_its_record_and_no_other_files(here: Path) -> None:
     result = train(small())
 
     assert result.run_dir == only_run(here).relative_to(here)
@@ -73,7 +73,7 @@ def test_preset_of_an_extra_trains(here: Path, preset: str) -> None:
     assert train([*small(), f"env={preset}", "~callbacks.evaluation"]).env_steps == 64
 
 
-def test_seed_alone_decides_the_metrics_for_every_vec_env(here: Path) -> None:
+def test_metrics_depend_only_on_the_seed_for_every_vec_env(here: Path) -> None:
     settings = small(n_envs=8, total_steps=512, callbacks__evaluation__eval_every_steps=200)
     ways = [
         ["vec_env=serial"],

@@ -174,6 +174,6 @@ def test_every_preset_composes_and_shows_a_command_in_its_first_line() -> None:
             config(f"{group}={option}", *own)
 
 
-def test_env_presets_have_no_keys_but_those_of_an_env() -> None:
+def test_env_presets_have_only_keys_of_an_env() -> None:
     for file in (REPOSITORY / "conf" / "env").glob("*.yaml"):
         assert set(yaml.safe_load(file.read_text())) <= {"id", "target", "kwargs", "wrappers"}

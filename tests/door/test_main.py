@@ -1,4 +1,4 @@
-"""python -m ml_pipeline: the shelf of commands, their errors, and evaluate."""
+"""python -m ml_pipeline: the list of commands, their errors, and evaluate."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_file_in_the_commands_folder_is_a_command(
         ([], 2, "required: COMMAND; see python -m ml_pipeline --help"),
     ],
 )
-def test_mistake_is_one_line_with_its_exit_code(
+def test_mistake_prints_one_line_and_sets_the_exit_code(
     here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

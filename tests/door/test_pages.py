@@ -1,4 +1,4 @@
-"""The code and the counts on the pages for readers are true."""
+"""The code and the counts in the documentation are correct."""
 
 from __future__ import annotations
 

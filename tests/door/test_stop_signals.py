@@ -1,4 +1,4 @@
-"""StopSignals: when a stop signal raises, and that the old handlers come back."""
+"""StopSignals: when a stop signal raises, and that the old handlers are restored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_stop_signal_raises_at_once_with_its_exit_code(number: int, code: int) -
     assert caught.value.exit_code == code
 
 
-def test_shielded_block_ends_before_any_number_of_signals_raise() -> None:
+def test_shielded_block_finishes_before_any_signal_raises() -> None:
     done: list[str] = []
 
     def work(signals: StopSignals) -> None:
@@ -50,7 +50,7 @@ def test_two_signals_at_once_count_as_one() -> None:
     def work(signals: StopSignals) -> None:
         with signals.transaction():
             send(signal.SIGINT)
-            send(signal.SIGTERM)  # sent to the process group, too
+            send(signal.SIGTERM)  # also sent to the process group
             done.append("patience")
 
     with StopSignals(echo_seconds=60) as signals, pytest.raises(Interrupted, match="SIGINT"):

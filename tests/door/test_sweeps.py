@@ -69,7 +69,7 @@ def local_sweep(here: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stopped_sweep_saves_every_job_and_starts_no_other(
+def test_stopped_sweep_saves_every_job_and_starts_no_more_jobs(
     local_sweep: Any, here: Path, number: int, code: int
 ) -> None:
     process, jobs = local_sweep
@@ -111,7 +111,7 @@ def test_table_shows_only_differing_overrides_and_calls_an_unfinished_job_died()
     assert lines[3].rstrip().endswith("no such env")
 
 
-def test_every_end_of_a_job_is_recorded(tmp_path: Path) -> None:
+def test_every_way_a_job_ends_is_recorded(tmp_path: Path) -> None:
     with noted_job(tmp_path, 0, []) as note:
         note.finished(Path("runs/x"), float("nan"))
     with pytest.raises(ZeroDivisionError), noted_job(tmp_path, 1, []):

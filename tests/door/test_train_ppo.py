@@ -103,7 +103,7 @@ def write_preset(folder: Path, group: str, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_output_says_what_runs_where_and_its_commands_work(door: Door, here: Path) -> None:
+def test_output_shows_envs_and_device_and_its_commands_work(door: Door, here: Path) -> None:
     result = door(*small(), "vec_env=parallel", "vec_env.n_workers=2")
 
     assert result.returncode == 0, result.stderr
@@ -187,7 +187,7 @@ def test_own_network_and_callbacks_are_found_by_dotted_path(
         (["resume=nowhere"], "nowhere"),
     ],
 )
-def test_mistake_is_one_line_and_exit_code_1(
+def test_mistake_prints_one_line_and_exits_with_code_1(
     command: Command,
     here: Path,
     capsys: pytest.CaptureFixture[str],
@@ -229,7 +229,7 @@ def test_script_reports_a_mistake_on_stderr(door: Door) -> None:
     ("number", "code"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
 )
-def test_stop_signal_saves_ends_every_process_and_the_run_resumes(
+def test_stop_signal_saves_the_run_ends_every_process_and_allows_a_resume(
     command: Command, started: Any, here: Path, number: int, code: int
 ) -> None:
     process = started(*small(total_steps=10_000_000), "vec_env=parallel", "vec_env.n_workers=2")
@@ -280,7 +280,7 @@ def test_stop_signal_ends_the_whole_sweep(command: Command, here: Path) -> None:
     assert len(list(here.glob("runs/CartPole-v1/*"))) == 1
 
 
-def test_sweep_makes_one_run_per_value_and_tells_the_logger_its_name(
+def test_sweep_makes_one_run_per_value_and_passes_its_name_to_the_logger(
     command: Command, here: Path
 ) -> None:
     write_preset(here, "logger", "mine: {_target_: own_parts.FileLogger}")

@@ -1,4 +1,4 @@
-"""Atari: what the policy observes, and that returns are still those of the whole game."""
+"""Atari: observations of the policy, and returns of the whole game."""
 
 from __future__ import annotations
 

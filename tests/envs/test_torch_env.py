@@ -218,7 +218,7 @@ def test_an_action_of_wrong_shape_dtype_or_device_is_refused(action: Any, messag
         env.step(action)
 
 
-def test_wrong_sizes_options_and_a_missing_reset_are_named() -> None:
+def test_wrong_sizes_options_and_a_missing_reset_are_refused() -> None:
     with pytest.raises(ValueError, match="num_envs must be at least 1, got 0"):
         Walk(0)
     with pytest.raises(ValueError, match="max_episode_steps must be at least 1, got 0"):

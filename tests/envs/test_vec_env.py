@@ -46,7 +46,7 @@ def trajectory(env: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [NoisyEnv, RegularEnv])
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
-def test_every_way_returns_exactly_what_gymnasiums_sync_vector_env_returns(
+def test_every_vec_env_returns_exactly_the_same_as_gymnasiums_sync_vector_env(
     mode: AutoresetMode, kind: Any
 ) -> None:
     expected = trajectory(SyncVectorEnv([kind] * 5, autoreset_mode=mode))
@@ -343,7 +343,7 @@ def test_close_does_not_raise_even_if_warnings_are_errors() -> None:
     assert env.closed
 
 
-def test_protocols_say_what_a_vector_env_can_do() -> None:
+def test_protocols_match_the_vector_envs_that_implement_them() -> None:
     serial, parallel = SerialEnv([CountingEnv]), forked([CountingEnv])
 
     assert isinstance(serial, Restorable)

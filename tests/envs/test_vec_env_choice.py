@@ -1,4 +1,4 @@
-"""What vec_env=auto and n_envs=auto choose, and how many cores they count."""
+"""The choices of vec_env=auto and n_envs=auto, and the number of cores they use."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="forks in an env
 
 
 def make_and_play(fault: str, where: str, **options: Any) -> None:
-    """Make four envs and use all that they offer; closes them whatever happens."""
+    """Make four envs; reset, step and call them; always close them."""
     if where == "factory":
         env_fns = [partial(faulty_factory, fault, i == 3) for i in range(4)]
         ParallelEnv(env_fns, seed=7, **options).close()
@@ -313,7 +313,7 @@ def wait_again_and_again(env: ParallelEnv) -> None:
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
-def test_output_of_envs_corrupts_nothing(
+def test_printed_output_of_envs_does_not_corrupt_results(
     start_method: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     env = ParallelEnv([PrintingEnv] * 4, n_workers=2, start_method=start_method, seed=1)
@@ -341,7 +341,7 @@ def alarm_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def test_after_an_interrupted_step_only_a_reset_continues() -> None:
+def test_after_an_interrupted_step_the_env_must_be_reset() -> None:
     env = forked([InterruptingEnv, CountingEnv])
     env.reset(seed=1)
     with pytest.raises(KeyboardInterrupt):
@@ -375,13 +375,13 @@ def step_with_an_alarm(env: Any) -> None:
 
 
 @pytest.mark.usefixtures("alarm_interrupts")
-def test_after_an_interrupt_at_any_instant_the_env_can_be_reset_or_reports_a_lost_worker() -> None:
+def test_after_an_interrupt_at_any_time_the_env_can_be_reset_or_reports_a_lost_worker() -> None:
     env = forked([BigInfoEnv] * 4, seed=1)
     env.reset()
     random = np.random.default_rng(0)
     for _ in range(50):
         with contextlib.suppress(InterruptedByAlarm):
-            # Inside the block: on a busy machine the alarm may ring before the next line.
+            # Inside the block: on a busy machine the alarm may go off before the next line.
             signal.setitimer(signal.ITIMER_REAL, float(random.uniform(1e-4, 4e-3)))
             while True:
                 env.step(zeros(env))

@@ -1,4 +1,4 @@
-"""What ParallelEnv leaves behind when a program ends or is killed, and after many envs: nothing."""
+"""ParallelEnv leaves nothing behind when a program ends or is killed, or after many envs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 
 def hold(tmp_path: Path, fault: str, start_method: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A program with two ParallelEnvs, one of them in the middle of a step; and its workers."""
+    """A program with two ParallelEnvs, one of them in the middle of a step, and its worker pids."""
     script = tmp_path / "hold.py"
     script.write_text(HOLD.format(tests=str(TESTS), fault=fault, start=start_method))
     process = subprocess.Popen(

@@ -47,7 +47,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     "state", ["new", "pending", "stuck", "stopped", "dead", "raised", "stuck in close"]
 )
-def test_close_returns_from_any_state(start_method: Any, n_workers: int, state: str) -> None:
+def test_close_works_in_any_state(start_method: Any, n_workers: int, state: str) -> None:
     faults = {"stuck": "hang", "stopped": "stop", "dead": "kill", "raised": "raise"}
     where = "close" if state == "stuck in close" else "step"
     fault = "hang" if state == "stuck in close" else faults.get(state, "nothing")

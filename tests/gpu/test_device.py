@@ -1,4 +1,4 @@
-"""Devices: how a run chooses one, its precision, and what training needs of torch on each."""
+"""Devices: how a run chooses one, its precision, and the torch kernels that training needs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KINDS = [
 
 
 class Watch(TorchDispatchMode):
-    """Notes every torch kernel that runs, also in the backward pass, and those with float64."""
+    """Records every torch kernel, also of the backward pass, and those that use float64."""
 
     def __init__(self) -> None:
         super().__init__()

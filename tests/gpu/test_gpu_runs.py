@@ -1,4 +1,4 @@
-"""Runs on a GPU: the numbers of the CPU, graphs, precision, resume, memory."""
+"""Runs on a GPU: same numbers as on the CPU, graphs, precision, resume, memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_close(ours: list[dict[str, str]], theirs: list[dict[str, str]]) -> No
 
 
 def fallbacks(output: str) -> list[str]:
-    """Lines about something that is slower than intended."""
+    """Lines that report a slower fallback."""
     return [line for line in output.splitlines() if "slower" in line or "plain torch" in line]
 
 
@@ -79,7 +79,7 @@ def test_a_run_logs_the_memory_and_the_utilization_of_the_gpu(here: Path) -> Non
         ("[8388608]", "the network alone does not fit"),
     ],
 )
-def test_out_of_gpu_memory_is_one_line(here: Path, hidden_sizes: str, words: str) -> None:
+def test_out_of_gpu_memory_is_a_one_line_error(here: Path, hidden_sizes: str, words: str) -> None:
     size = {"n_envs": 8, "agent__n_steps": 8192, "agent__n_minibatches": 1, "total_steps": 65536}
     total = total_memory(torch.device("cuda")) or 0
     torch.cuda.empty_cache()
@@ -139,7 +139,7 @@ def test_a_run_continues_on_another_device_and_back(
 
 
 @pytest.mark.parametrize("overrides", GRAPH_KINDS, ids=" ".join)
-def test_a_run_with_graphs_gives_the_numbers_of_a_plain_one(
+def test_a_run_with_graphs_gives_the_same_numbers_as_without(
     overrides: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graph = rows_of(overrides, "compile=graph")
@@ -234,7 +234,7 @@ def test_a_captured_update_follows_the_schedules(name: str, here: Path) -> None:
 
 
 class Flags(Callback):
-    """Notes torch's settings for tf32 during a run."""
+    """Records torch's settings for tf32 during a run."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[bool, bool]] = set()

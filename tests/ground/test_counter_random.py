@@ -120,7 +120,7 @@ def test_a_permutation_of_no_elements_is_refused() -> None:
 
 
 def chi_square_excess(count: Tensor, freedom: int) -> float:
-    """In standard deviations: chi-square has mean ``freedom`` and variance 2 ``freedom``."""
+    """Deviation from the mean ``freedom``, in standard deviations sqrt(2 ``freedom``)."""
     expected = count.float().mean()
     chi_square = ((count - expected) ** 2 / expected).sum()
     return float(chi_square - freedom) / math.sqrt(2 * freedom)

@@ -16,7 +16,7 @@ from ml_pipeline.errors import first_line, last_line
         ("Errors:\n\tsize mismatch", "Errors:", "Errors: size mismatch", "size mismatch"),
     ],
 )
-def test_a_message_of_many_lines_becomes_one(
+def test_a_message_of_many_lines_becomes_one_line(
     message: str, first: str, first_two: str, last: str
 ) -> None:
     error = ValueError(message)

@@ -211,7 +211,7 @@ def test_without_a_key_wandb_never_contacts_the_server(run: RunFolder) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds the process in /proc")
-def test_death_of_the_wandb_process_stops_nothing_and_loses_no_row(run: RunFolder) -> None:
+def test_training_continues_without_losing_a_row_if_the_wandb_process_dies(run: RunFolder) -> None:
     process = start_logging(run, "wait")
     assert process.stdout is not None
     assert "W&B offline" in process.stdout.readline()
@@ -254,7 +254,7 @@ def test_key_is_found_in_the_environment_and_in_netrc(
     ("sweep", "group", "expected"),
     [(None, None, "CartPole-v1-ppo"), ("morning", None, "morning"), ("morning", "mine", "mine")],
 )
-def test_wandb_run_carries_what_comparisons_need(
+def test_wandb_run_has_the_fields_that_comparisons_need(
     run: RunFolder, sweep: str | None, group: str | None, expected: str
 ) -> None:
     logger = WandbLogger(run, CONFIG, sweep, mode="offline", group=group, tags=["try"])

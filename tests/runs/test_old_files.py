@@ -31,7 +31,7 @@ def call(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_old_run_resumes_in_its_episodes_with_the_same_numbers(name: str, tmp_path: Path) -> None:
+def test_old_run_continues_its_episodes_with_the_same_numbers(name: str, tmp_path: Path) -> None:
     run = tmp_path / name
     shutil.copytree(OLD_RUNS / name, run)
 

@@ -1,4 +1,4 @@
-"""A run's numbers depend on its seed and config alone: they outlive every change of the code."""
+"""The numbers of a run depend only on seed and config; changes to the code keep them."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def test_damaged_snapshots_are_refused_even_if_trusted(content: bytes, tmp_path:
         load_snapshots(run, "abc", trust=True)
 
 
-def test_run_without_a_place_for_the_key_trains_and_says_that_a_resume_starts_new_episodes(
+def test_run_that_cannot_store_the_key_trains_and_warns_that_a_resume_starts_new_episodes(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "a file").touch()

@@ -436,7 +436,7 @@ def kill_everything(process: subprocess.Popen[str], name: str) -> None:
 
 
 def has_begun(name: str, n_finished: int) -> bool:
-    """Whether so many trials have ended, and another one has a checkpoint."""
+    """Whether this many trials have ended and another one has a checkpoint."""
     trials = trials_of(name)
     runs = [trial.user_attrs.get("run_dir") for trial in running(trials)]
     saved = [run for run in runs if run and (Path(run) / "checkpoints" / "latest.pt").is_file()]

@@ -108,7 +108,7 @@ ENCODER = {"_target_": "ml_pipeline.agents.networks.MLP", "hidden_sizes": [8]}
     "network", [MLP, partial(Recurrent, size=4, encoder=ENCODER)], ids=["mlp", "lstm"]
 )
 @pytest.mark.parametrize("kind", ["serial", "parallel"])
-def test_two_halves_in_turns_give_the_rollout_of_the_whole(network: Any, kind: str) -> None:
+def test_two_alternating_halves_give_the_same_rollout_as_one_env(network: Any, kind: str) -> None:
     def make(n_envs: int, seed: int) -> Any:
         if kind == "serial":
             return SerialEnv([MixedEnv] * n_envs, seed=seed)
@@ -150,7 +150,7 @@ def test_recurrent_state_continues_in_the_next_rollout_and_ends_with_the_episode
 
 
 @pytest.mark.parametrize("where", ["info", "obs"])
-def test_masks_are_respected_in_every_step_also_after_an_end(where: str) -> None:
+def test_masks_are_respected_in_every_step_also_after_an_episode_ends(where: str) -> None:
     env = SerialEnv([partial(ForbiddingEnv, where)] * 3, seed=1)  # raises at a forbidden action
     played = Played(env, 40, agent_in(env, action_mask="info" if where == "info" else "auto"))
 
@@ -212,7 +212,7 @@ def test_an_observation_outside_its_space_is_refused_with_env_and_step(halves: b
         collected(envs, 8)
 
 
-def test_episodes_in_the_infos_are_counted_instead_of_ends() -> None:
+def test_episodes_are_counted_from_the_infos_if_the_env_reports_them() -> None:
     env = SerialEnv([partial(LivesEnv.wrapped, lives=3)])
 
     stats = Played(env, 12, infos_have_episodes=True).collect()

@@ -10,7 +10,7 @@ from ml_pipeline.protocols import Episode
 from ml_pipeline.training.episode_window import EpisodeWindow
 
 
-def test_means_weigh_each_entry_by_its_number_of_episodes() -> None:
+def test_means_weight_each_entry_by_its_number_of_episodes() -> None:
     metrics = EpisodeWindow().add([Episode(10.0, 4.0, 3), Episode(30.0, 8.0, 1)])
 
     assert metrics == {
@@ -23,7 +23,7 @@ def test_means_weigh_each_entry_by_its_number_of_episodes() -> None:
     }
 
 
-def test_without_an_ended_episode_there_is_no_mean() -> None:
+def test_the_mean_is_absent_if_no_episode_ended() -> None:
     metrics = EpisodeWindow().add([])
 
     assert metrics == {"n_completed_episodes": 0, "rollout/total_episodes": 0}
@@ -41,7 +41,7 @@ def test_without_an_ended_episode_there_is_no_mean() -> None:
         ([3, 4], 2),
     ],
 )
-def test_the_last_100_are_the_newest_entries_with_so_many(counts: list[int], n_latest: int) -> None:
+def test_the_last_100_episodes_are_in_the_newest_entries(counts: list[int], n_latest: int) -> None:
     window = EpisodeWindow()
     episodes = [Episode(float(place), 1.0, n) for place, n in enumerate(counts)]
     for episode in episodes:

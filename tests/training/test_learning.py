@@ -1,4 +1,4 @@
-"""Whole trainings that must solve CartPole."""
+"""Full training runs that must solve CartPole."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ToyTrainer:
 
 
 class Listener(Callback):
-    """Notes all calls; also a logger."""
+    """Records all calls; it is also a logger."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.calls: list[str] = []
@@ -163,7 +163,7 @@ def test_a_loaded_loop_continues_counting_and_loads_the_callbacks_it_still_has()
     assert loaded.trainer.state_dict() == {"toy": 3}
 
 
-def test_a_trainer_need_not_resize_show_rollouts_or_resume_episodes() -> None:
+def test_a_trainer_may_lack_resizing_rollout_data_and_saved_episodes() -> None:
     loop = Loop(ToyTrainer(), saves_envs=True)
 
     assert (loop.agent, loop.envs) == ("agent", ["envs"])

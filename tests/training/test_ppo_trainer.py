@@ -24,7 +24,7 @@ from ml_pipeline.training.ppo_trainer import PPOTrainer
 
 
 def trainer_of(make_env: Any = CountingEnv, network: Any = MLP, **more: Any) -> PPOTrainer:
-    """Of two envs; ``more`` are settings of PPO, or ``fast``."""
+    """A trainer with two envs; ``more`` are settings of PPO, or ``fast``."""
     env = SerialEnv([make_env] * 2)
     settings = {"n_steps": 6, "n_epochs": 2, "n_minibatches": 3, "learning_rate": 0.01}
     agent = agent_in(env, network, **{**settings, **more})
@@ -97,7 +97,7 @@ def test_every_epoch_gets_the_rates_of_the_progress() -> None:
     assert metrics["policy/learning_rate"] == pytest.approx(0.0025)
 
 
-def test_an_epoch_with_a_large_kl_is_the_last_of_its_iteration() -> None:
+def test_a_large_kl_ends_the_iteration_after_the_epoch() -> None:
     options = {"n_epochs": 10, "learning_rate": 0.05}
 
     free = trainer_of(**options).train_episode_vectorized()
@@ -158,7 +158,7 @@ def test_a_loss_that_is_not_finite_stops_training_before_a_weight_changes(fast: 
     assert torch.equal(trainer.agent.adam.values, before)
 
 
-def test_skipped_minibatches_are_counted_and_leave_no_trace() -> None:
+def test_skipped_minibatches_are_counted_and_change_nothing() -> None:
     trainer = trainer_of(
         make_env=partial(BreakingEnv, "obs"),
         on_nonfinite="skip",
@@ -187,7 +187,7 @@ def test_with_tensor_envs_every_episode_is_counted_and_their_mean_reported() -> 
     assert [each[2] for each in trainer.state_dict()["recent_episodes"]] == [7, 7]
 
 
-def test_a_rollout_that_fails_leaves_no_trace_in_the_state() -> None:
+def test_a_failed_rollout_does_not_change_the_state() -> None:
     loop = Loop(trainer_of())
     loop.train(12)
     before = loop.state_dict()

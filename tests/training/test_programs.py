@@ -128,7 +128,7 @@ def captured(function: Callable[[], Any]) -> tuple[Callable[[], Any], list[str]]
 
 
 @on_gpu
-def test_a_graph_runs_once_per_call_on_what_its_inputs_hold_now() -> None:
+def test_a_graph_runs_once_per_call_on_the_current_values_of_its_inputs() -> None:
     x, count = torch.zeros(3, device="cuda"), torch.zeros((), device="cuda")
     python_calls: list[int] = []
 

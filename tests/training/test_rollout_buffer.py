@@ -71,7 +71,7 @@ def test_a_recurrent_policy_learns_from_whole_sequences() -> None:
     assert taken.inputs.memory[:, 0].tolist() == envs
 
 
-def test_scores_in_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_in_parts_equals_scoring_the_whole_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = agent_of()
     values = []
     for numbers in (2**24, 5):

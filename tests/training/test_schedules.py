@@ -39,7 +39,7 @@ def test_an_adaptive_learning_rate_follows_the_kl(kl: float, learning_rate: floa
     rates = schedules.adapted(schedules.rates(0.5), kl)
 
     assert rates.learning_rate == pytest.approx(learning_rate)
-    assert schedules.rates(0.9) == rates  # remembered, whatever the progress
+    assert schedules.rates(0.9) == rates  # kept, independent of the progress
 
 
 @pytest.mark.parametrize(("kl", "limit"), [(1.0, 1e-6), (0.0, 1e-2)])

@@ -39,7 +39,7 @@ def test_the_buffer_also_holds_the_last_and_the_final_observations(make_env: Any
 
 
 @pytest.mark.parametrize("make_env", [TorchCartPole, Drift, Places, Endless])
-def test_a_rollout_and_its_episodes_are_those_of_a_plain_loop(make_env: Any) -> None:
+def test_a_rollout_and_its_episodes_equal_those_of_a_plain_loop(make_env: Any) -> None:
     played, plain = Played(make_env(5), n_steps=40), make_env(5)
     plain.reset(seed=10)
     to_env = played.agent.distribution.to_torch_env

@@ -57,7 +57,7 @@ def test_another_seed_gives_other_numbers(here: Path) -> None:
         for name, each in CASES.items()
     ],
 )
-def test_a_stopped_and_resumed_run_equals_a_whole_one(
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     overrides: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Interrupted):
@@ -171,7 +171,7 @@ def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
         (["compile=graph"], "use compile=auto"),
     ],
 )
-def test_settings_without_a_meaning_for_tensor_envs_are_refused_in_one_line(
+def test_settings_that_tensor_envs_do_not_support_are_refused_in_one_line(
     overrides: list[str], words: str, here: Path
 ) -> None:
     with pytest.raises(UserError) as caught:

@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 
 class CameraAndFlag(gym.Env[Any, Any]):
-    """Dict(camera, flag) observations; the best return is ``length``, a random one a quarter."""
+    """Dict(camera, flag) observations; the best return is ``length``, random play gets 1/4."""
 
     def __init__(self, size: int = 12, length: int = 32) -> None:
         if size < 4 or size % 2:

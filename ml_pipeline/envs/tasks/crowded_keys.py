@@ -1,4 +1,4 @@
-"""CrowdedKeys: many keys, few of which work at a time; only the action mask shows which.
+"""CrowdedKeys: many keys, of which few work at a time; only the action mask shows which.
 
 The observation is the wanted tone. The nearest working key gives the highest reward. A key that
 does not work ends the episode, so a policy without the mask fails, however long it learns.

@@ -1,6 +1,6 @@
 """Channel: one end of the connection between a vector env and a worker.
 
-Messages go over a socket. Sleeping and waking up take longer than a step of most envs, so a waiting
+Messages go over a socket. Sleeping and waking up take longer than a step of most envs. So a waiting
 process first watches a word in shared memory for a while. A plain message (a step request, or
 "done" with nothing to report) is only that word. It goes over the socket as well only if the other
 side is asleep.
@@ -41,10 +41,10 @@ _PARENT_SENT, _WORKER_SENT, _PARENT_SLEEPS, _WORKER_SLEEPS, BUSY = range(5)
 
 yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
-# A plain message needs two guarantees. A process that sees the word must also see all earlier
-# writes. And a full memory barrier must separate writing the word from checking whether the other
-# side sleeps. x86 keeps writes in order, and there any lock is a full barrier. Elsewhere Linux's
-# sched_yield is one, because it locks the run queue. With neither, every message uses the socket.
+# A plain message needs two guarantees. First, a process that sees the word also sees all earlier
+# writes. Second, a full memory barrier separates writing the word from checking whether the other
+# side sleeps. x86 keeps writes in order, and any lock is a full barrier there. Elsewhere Linux's
+# sched_yield is one, because it locks the run queue. Otherwise every message uses the socket.
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 _HAS_BARRIER = _IS_X86 or sys.platform == "linux"
 
@@ -52,8 +52,8 @@ _HAS_BARRIER = _IS_X86 or sys.platform == "linux"
 class Channel:
     """Sends and receives messages, whose numbers must increase.
 
-    The parent's side never blocks: a message that is not sent or received within ``seconds`` is a
-    ``TimeoutError``; None waits forever.
+    The parent's side raises ``TimeoutError`` if a message is not sent or received within
+    ``seconds``; None waits forever.
     """
 
     def __init__(self, sock: socket.socket, side: Literal["parent", "worker"]) -> None:
@@ -98,7 +98,7 @@ class Channel:
         if n_sent < len(data):
             self._send_rest(memoryview(data)[n_sent:], seconds)
         if hints is not None:
-            # After the message: a process that sees the word must find the message.
+            # After sending: a process that sees the word must find the message.
             hints[self._sent] = 2 * number + 1
 
     def _barrier(self) -> None:
@@ -108,7 +108,7 @@ class Channel:
         yield_core()
 
     def _must_wake(self, number: int) -> bool:
-        """The parent waits for the plain replies of all workers, so only the last one wakes it."""
+        """Whether to wake the other side; only the last worker to reply wakes the parent."""
         return self._is_parent or min(self._all_hints[:, _WORKER_SENT].tolist()) >= 2 * number
 
     def _send_rest(self, rest: memoryview, seconds: float | None) -> None:
@@ -120,7 +120,7 @@ class Channel:
                 self._wait(deadline, to_send=True)
 
     def receive(self, seconds: float | None = None) -> Message | None:
-        """The next message; None if the socket repeats one that was already received as a word.
+        """The next message; None if the socket repeats a message already received as a word.
 
         Raises ``EOFError`` if the other side is gone.
         """
@@ -207,9 +207,9 @@ NO_SPIN, SHORT_SPIN, LONG_SPIN = 0.0, 1e-4, 1e-3  # seconds; a wake-up takes abo
 class Spin:
     """Waits for a hint by yielding the core, for a bounded time.
 
-    After a few failed waits, as while a policy learns, it spins only every 32nd time until one
-    succeeds. If a yield returns late, another program uses the core; then it does not spin for a
-    while, longer each time. The scheduler runs a sleeping process sooner than one that yields.
+    After a few failed waits, for example while a policy learns, it spins only every 32nd time
+    until one succeeds. A yield that returns late means that another program uses the core. Then
+    it stops spinning for a while, longer each time: the scheduler prefers sleeping processes.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -220,7 +220,7 @@ class Spin:
         self._rest_seconds = _SHORTEST_REST
 
     def until(self, has_come: Callable[[], bool]) -> bool:
-        """Wait; returns whether the hint has come in time."""
+        """Wait; returns whether the hint came in time."""
         if has_come():
             return True
         now = time.perf_counter()

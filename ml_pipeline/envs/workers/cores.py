@@ -39,8 +39,8 @@ def cgroup_cores(root: Path, own: Path) -> float:
             folder = root / "cpu"
         else:
             continue
-        # The quotas of all parent groups apply, too. Inside a container the path may not exist;
-        # the container's own group is then the root.
+        # The quotas of all parent groups also apply. Inside a container the path may not exist;
+        # then the container's own group is the root.
         below = folder / path.lstrip("/")
         quotas += [_quota(each) for each in (below, *below.parents) if each.is_relative_to(folder)]
     return min(quotas)

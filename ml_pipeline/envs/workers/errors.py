@@ -1,4 +1,4 @@
-"""WorkerError and its kinds: what a vector env raises when an env or a worker fails."""
+"""WorkerError and its subclasses: raised by a vector env when an env or a worker fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WorkerTimeoutError(WorkerError, multiprocessing.TimeoutError, TimeoutError
 
 
 class AnswerPendingError(WorkerTimeoutError):
-    """The timeout of this call has passed, but the answer may still come; wait again."""
+    """This call timed out, but the answer may still arrive; wait again."""
 
 
 class WorkerStartError(WorkerError):
@@ -49,7 +49,7 @@ def error_from(cause: BaseException | None, message: str) -> WorkerError:
 
 
 def _reduce(error: WorkerError) -> Any:
-    """Pickle how to build the error: its class exists in this process only."""
+    """Pickle the arguments of ``error_from``: the class exists in this process only."""
     return error_from, (error.__cause__, str(error))
 
 

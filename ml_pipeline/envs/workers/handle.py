@@ -78,7 +78,7 @@ class WorkerHandle:
         return os.getpid() == self._owner
 
     def send(self, kind: bytes, number: int, payload: bytes, seconds: float | None) -> None:
-        """Send a request; a worker that does not take it is lost."""
+        """Send a request; a worker that does not read it in time is lost."""
         if self.lost is None:
             self.number = number
             self.asked_at = time.monotonic()
@@ -96,7 +96,7 @@ class WorkerHandle:
         self.reply = None
 
     def send_block(self, block: SharedBlock, seconds: float | None) -> None:
-        """Send a descriptor; must follow a ``bind`` request at once."""
+        """Send a descriptor, directly after a ``bind`` request."""
         while self.lost is None:
             try:
                 block.send_descriptor(self.channel.sock)
@@ -141,7 +141,7 @@ class WorkerHandle:
             return WorkerError(message)
 
     def check_alive(self) -> None:
-        """Notice a death even if a child of an env keeps the connection open."""
+        """Detect a dead worker even if a child process of an env keeps the connection open."""
         is_alive = self.process.is_alive()
         if not is_alive and not ready([self.channel.sock], 0.0):  # read its last reply first
             self.lost = self._death()
@@ -190,7 +190,7 @@ def end_workers(workers: list[WorkerHandle], seconds: float = CLOSE_SECONDS) -> 
             closing.append(worker)
         else:
             worker.process.kill()
-    # A worker that is sending a large reply reads CLOSE only after the reply is taken.
+    # A worker that is sending a large reply reads CLOSE only after we have read the reply.
     while closing and (left := deadline - time.monotonic()) > 0:
         readable = ready([worker.channel.sock for worker in closing], min(left, CHECK_SECONDS))
         closing = [
@@ -219,9 +219,9 @@ def _signal_name(number: int) -> str:
 
 @contextlib.contextmanager
 def _foreign_start_method_hidden(context: Any) -> Iterator[None]:
-    """Hide a default start method such as joblib's loky, which a spawned process would adopt.
+    """Hide a default start method such as joblib's loky, which a spawned process would also use.
 
-    A process that has not imported joblib does not know its name.
+    That process would fail: it has not imported joblib, so it does not know the name.
     """
     defaults: Any = multiprocessing.context._default_context
     before = defaults._actual_context
@@ -237,7 +237,7 @@ def _foreign_start_method_hidden(context: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
-    """Children started inside inherit the block, so no signal hits them before they are ready."""
+    """Block stop signals; children started inside inherit the block until they are ready."""
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return

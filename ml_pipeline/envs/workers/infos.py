@@ -18,7 +18,7 @@ AddInfo = Callable[[Infos, Infos, int], Infos]  # VectorEnv._add_info
 def merge_infos(
     step_infos: list[StepInfo], arrays: EnvArrays, add_info: AddInfo, *, may_have_ended: bool
 ) -> Infos:
-    """``may_have_ended``: look for ended episodes, whose final observations belong to the infos."""
+    """``may_have_ended``: also add the final observations and infos of ended episodes."""
     step_infos.sort(key=itemgetter(0))
     infos: Infos = {}
     if may_have_ended and b"\x01" in arrays.terminated.tobytes() + arrays.truncated.tobytes():

@@ -1,7 +1,7 @@
 """WorkerPool: the workers of a vector env; sends requests to all and waits for all replies.
 
-Every wait has a deadline and notices a death. A reply has the number of its request, so a late
-reply, after an error or an interrupt, is never taken for the reply to another request.
+Every wait has a deadline and detects dead workers. A reply has the number of its request. So a
+late reply, after an error or an interrupt, is never mistaken for another one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _START_SECONDS = 60.0  # the shortest deadline of a new process, which has to im
 
 
 class WorkerPool:
-    """Workers that get their requests together."""
+    """Workers that receive the same request at the same time."""
 
     def __init__(self, start_method: StartMethod, answer_seconds: float | None) -> None:
-        """A worker that is silent for ``answer_seconds`` is killed; None waits forever."""
+        """A worker that does not answer for ``answer_seconds`` is killed; None waits forever."""
         self.start_method = start_method
         self.answer_seconds = answer_seconds
         self.workers: list[WorkerHandle] = []
@@ -127,7 +127,7 @@ class WorkerPool:
         """The result of each worker, in order; None for a lost one.
 
         Raises the first fault at once, and the first loss if ``raise_losses``. Raises
-        ``AnswerPendingError`` after ``timeout``; then the results can be asked for again.
+        ``AnswerPendingError`` after ``timeout``; then this can be called again.
         """
         seconds = self.answer_seconds
         all_plain = True
@@ -153,7 +153,7 @@ class WorkerPool:
         raise_faults: bool = True,
         raise_losses: bool = True,
     ) -> None:
-        """Wait until every worker has answered or is lost; ``seconds`` of silence is a loss."""
+        """Wait until every worker has answered or is lost: no answer for ``seconds`` is a loss."""
         start = time.monotonic()
         while True:
             if raise_faults:

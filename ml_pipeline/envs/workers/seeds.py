@@ -10,7 +10,7 @@ Seeds = list[int | None]
 
 
 class EnvSeeds:
-    """Env i gets ``seed + i``; the first reset of each env uses it, unless it brings its own."""
+    """Env i gets ``seed + i``; its first reset uses that seed, unless the reset has its own."""
 
     def __init__(self, seed: int | None, n_envs: int) -> None:
         self._of_env_0 = None if seed is None else int(seed)
@@ -25,7 +25,7 @@ class EnvSeeds:
     def mark_used(
         self, seed: int | Sequence[int | None] | None, seeds: Seeds, mask: Sequence[bool]
     ) -> None:
-        """Note that the envs were reset with ``seeds``, which ``for_reset(seed, mask)`` gave."""
+        """Record that the envs were reset with ``seeds``, returned by ``for_reset(seed, mask)``."""
         if isinstance(seed, (int, np.integer)) and all(mask):
             self._of_env_0 = int(seed)
         for index, new in enumerate(seeds):
@@ -43,7 +43,7 @@ class EnvSeeds:
         self._unused = self._unused[:n_envs] + [None for _ in new]
 
     def after_restart(self, rows: Sequence[int], n_restarts: int) -> Seeds:
-        """New seeds that follow from the old ones: the same episode might crash again."""
+        """New seeds, derived from the old ones: an old seed might repeat the crash."""
         return [_restart_seed(self.last[row], n_restarts) for row in rows]
 
 

@@ -1,9 +1,9 @@
 """EnvArrays: the arrays of a vector env, one row per env, in shared memory.
 
 The memory is anonymous: it has no name in the file system, so nothing is left behind even if every
-process is killed. Observations and actions are a "tree": one array for a plain space, a dict or
-tuple of trees for ``Dict`` and ``Tuple`` spaces, and ``Objects`` for spaces whose values have no
-fixed shape (Text, Sequence, Graph, OneOf, custom spaces). Objects are pickled.
+process is killed. Observations and actions are a "tree". A plain space is one array; ``Dict`` and
+``Tuple`` spaces are a dict or tuple of trees. Spaces whose values have no fixed shape (Text,
+Sequence, Graph, OneOf, custom spaces) are ``Objects``, which are pickled.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class SharedBlock:
 
     def __init__(self, memory: mmap.mmap, handle: int | str) -> None:
         self.memory = memory
-        self._handle = handle  # file descriptor; on Windows a name that vanishes with its last user
-        # The memory lives on as long as there are arrays in it.
+        self._handle = handle  # a descriptor; on Windows a name that exists while a process uses it
+        # The memory itself is freed only when no array uses it any more.
         self.close = weakref.finalize(self, _drop_handle, handle)
 
     @classmethod
@@ -169,12 +169,12 @@ def write_value(view: Tree, value: Any, casts: set[str]) -> None:
         for branch, part in zip(view, value, strict=True):
             write_value(branch, part, casts)
     else:
-        # A copy: an env may change an object after it has returned it.
+        # A copy: an env may change an object after returning it.
         view.objects[view.row] = deepcopy(value)
 
 
 class _ObjectView:
-    """Where one env's object is stored; not a tuple, which would be a tree."""
+    """The place of one env's object; not a tuple, because a tuple is a tree."""
 
     def __init__(self, objects: Objects, row: int) -> None:
         self.objects = objects

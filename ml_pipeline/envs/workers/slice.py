@@ -1,7 +1,7 @@
 """EnvSlice: some envs of a vector env, stepped one after the other in one process.
 
-A worker runs one slice. ``SerialEnv`` and ``main_slice`` run one in the main process. All share
-this code, so they behave alike. Spawned workers import this module: keep torch out of it.
+A worker runs one slice. ``SerialEnv`` and ``main_slice`` run one in the main process. All use
+this code, so they behave the same. Spawned workers import this module: keep torch out of it.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class EnvSlice:
         return self._report(infos)
 
     def put_actions(self, objects: list[list[Any]]) -> None:
-        """Store the action objects that no array can hold; call this before ``step``."""
+        """Store the actions that are objects; call this before ``step``."""
         put_objects(self._arrays.action, self.rows, objects)
 
     def step(self) -> SliceReport | None:
@@ -324,7 +324,7 @@ class EnvSlice:
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _raise_for_env(self, offset: int, error: BaseException) -> NoReturn:
-        """Raise a ``WorkerError`` that names the env; in the main process interrupts pass."""
+        """Raise a ``WorkerError`` that names the env; in the main process, re-raise interrupts."""
         if not (self._in_worker or isinstance(error, (Exception, SystemExit))):
             raise error
         raise self._error_of_env(offset, error) from error

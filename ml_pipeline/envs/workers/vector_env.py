@@ -46,13 +46,13 @@ from ml_pipeline.envs.workers.slice import (
     StepInfo,
 )
 
-# What VectorEnv.step returns: obs, reward, terminated, truncated, infos.
+# Returned by VectorEnv.step: obs, reward, terminated, truncated, infos.
 StepTuple = tuple[
     Any, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", dict[str, Any]
 ]
 
 _RESERVED = ("reset", "step", "close")  # ``call`` refuses them: they must update the arrays
-_MOVES_ENVS = ("reset", "step")  # requests whose lost results cannot be asked for again
+_MOVES_ENVS = ("reset", "step")  # requests whose results cannot be requested again
 
 
 class SliceVectorEnv(VectorEnv[Any, Any, Any]):
@@ -92,7 +92,7 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
         self._last_obs: Any = None  # the observations last returned, if workers can be restarted
 
     def _adopt(self, descriptions: Sequence[Description]) -> None:
-        """Take over spaces and metadata; all envs must have the same spaces."""
+        """Use the spaces and metadata of env 0; all envs must have the same spaces."""
         first = descriptions[0]
         self.num_envs = len(descriptions)
         self.single_observation_space = first.observation_space
@@ -278,12 +278,12 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
             if self._block is not None:
                 self._block.close()
 
-    # The workers run a request while the slice of this process runs it, too.
+    # The workers and the slice of this process run a request at the same time.
 
     def _begin(
         self, pending: str, method: str, arguments_of: Callable[[list[int]], tuple[Any, ...]]
     ) -> None:
-        """Ask every slice for ``method``, with the arguments for its rows."""
+        """Call ``method`` of every slice, with the arguments for its rows."""
         if self._pool is not None:
             arguments = [arguments_of(worker.rows) for worker in self._workers]
             self._pool.request(self._workers, method, arguments)
@@ -315,7 +315,7 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
         return results
 
     def _abandon(self, error: BaseException) -> None:
-        """After an interrupt nobody waits for a pending result."""
+        """Drop the pending result after an interrupt; no caller waits for it."""
         if not isinstance(error, Exception) and self._pending is not None:
             self._is_interrupted = self._is_interrupted or self._pending in _MOVES_ENVS
             self._pending, self._main_is_done = None, False

@@ -1,4 +1,4 @@
-"""worker_main: what runs in a worker process, which serves one slice of the envs.
+"""worker_main: the main function of a worker process, which serves one slice of the envs.
 
 Spawned workers import this module: torch here would cost each of them half a gigabyte.
 """
@@ -53,8 +53,8 @@ def worker_main(
     ``_die_with_parent``.
     """
     # Ctrl-C, a closed terminal, and SIGTERM from timeout or SLURM reach every process of a group.
-    # The parent handles them, and this worker ends when its parent says so. Not SIG_IGN, because
-    # a program that an env starts would inherit it.
+    # The parent handles them and ends this worker. Not SIG_IGN, because a program that an env
+    # starts would inherit it.
     for number in STOP_SIGNALS:
         signal.signal(number, _ignore)
     if sys.platform != "win32":
@@ -68,7 +68,7 @@ def worker_main(
     try:
         _SliceServer(Channel(sock, "worker")).serve()
     except (EOFError, ConnectionError):
-        os._exit(1)  # the parent is gone, so nobody would read an error
+        os._exit(1)  # the parent has ended, so no process would read an error
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -76,7 +76,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _detach_from_fork_server() -> None:
-    """Close the descriptor by which a fork server counts its children, or it outlives its user."""
+    """Close the fork server's alive descriptor; otherwise the server outlives the main process."""
     module = sys.modules.get("multiprocessing.forkserver")
     server = getattr(module, "_forkserver", None)
     if server is not None and server._forkserver_alive_fd is not None:
@@ -122,7 +122,7 @@ class _SliceServer:
                 method, arguments = cloudpickle.loads(payload)
                 owner = self if method in ("build", "bind") else self._slice
                 result = getattr(owner, method)(*arguments)
-            # A plain reply needs a request to all workers at once (see Channel): only a step is.
+            # A plain reply is possible only if all workers got the request, as in a step.
             is_plain = kind == STEP and result is None
             return (DONE, b"") if is_plain else (RESULT, _pickled(result))
         except BaseException as error:
@@ -157,7 +157,7 @@ class _SliceServer:
 
 
 def _seed_global_generators(seed: int | None) -> None:
-    """For envs that draw from the global generators: forked siblings would share one state."""
+    """For envs that use the global generators; forked workers would all have the same state."""
     random.seed(seed)
     np.random.seed(None if seed is None else seed % 2**32)
 
@@ -185,7 +185,7 @@ def _pickled_fault(error: BaseException) -> bytes:
 
 
 def _die_with_parent(parent: int | None, by_kernel: bool) -> None:
-    """End this process when the parent ends, whatever the envs are doing.
+    """End this process when the parent ends, even in the middle of a step.
 
     ``parent``: its process id, or None if a fork server started this process.
     ``by_kernel``: ask the Linux kernel to kill this process, even if it is stopped or stuck in C
@@ -200,7 +200,7 @@ def _die_with_parent(parent: int | None, by_kernel: bool) -> None:
 
 def _watch_parent(parent: int) -> None:
     process = parent_process()
-    # Forked siblings keep the sentinel open too, so check the parent's id as well.
+    # Other forked workers also keep the sentinel open, so check the parent's id as well.
     while os.getppid() == parent:
         if process is None:
             time.sleep(_CHECK_PARENT_SECONDS)

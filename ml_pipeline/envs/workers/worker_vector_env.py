@@ -49,7 +49,7 @@ class WorkerVectorEnv(SliceVectorEnv):
         self.max_restarts = max_restarts
         self.n_restarts = 0
         self._pool: WorkerPool = pool
-        # What set_attr has set in each env; empty if workers are not restarted.
+        # The attributes set by set_attr in each env; empty if workers are not restarted.
         self._attributes: list[dict[str, Any]] = [{} for _ in self.env_fns]
 
     def _build(self, hosts: Sequence[Host], shares: Sequence[list[int]]) -> list[Description]:
@@ -100,8 +100,8 @@ class WorkerVectorEnv(SliceVectorEnv):
         if self.on_worker_death == "restart":
             self._last_obs = layout.arrays().obs
             copy_rows(arrays.obs, self._last_obs, range(self.num_envs))
-        # Never let more processes spin than there are cores. If the workers fill all cores, the
-        # parent takes one from them while it spins, so its spins must be short.
+        # Never let more processes spin than there are cores. If the workers use all cores, the
+        # parent takes one from them while it spins, so it must spin briefly.
         n_spare = available_cores() - len(self._workers)
         self._worker_spin = LONG_SPIN if n_spare >= 0 else NO_SPIN
         self._pool.spin = Spin(LONG_SPIN if n_spare > 0 else min(SHORT_SPIN, self._worker_spin))
@@ -134,7 +134,7 @@ class WorkerVectorEnv(SliceVectorEnv):
         ignore_losses = self.on_worker_death == "restart" and pending != "call"
         results = self._pool.results(self._workers, timeout=timeout, raise_losses=not ignore_losses)
         if pending != "set_attr" and any(worker.lost for worker in self._workers):
-            # Replace lost workers only when all are restarted: if one fails, the next step retries.
+            # Replace lost workers only after all restarts succeed; otherwise the next step retries.
             replacements: dict[int, WorkerHandle] = {}
             try:
                 for number, lost in enumerate(self._workers):

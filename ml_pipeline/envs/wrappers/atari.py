@@ -1,8 +1,8 @@
 """Atari: the usual Atari preprocessing in one wrapper; see conf/env/pong.yaml and breakout.yaml.
 
-Random no-ops at the start, frame skip 4 with the maximum of the last two frames, 84 x 84 grey, a
-stack of four frames, one episode per life, FIRE at the start, and the sign of the reward. Episode
-returns in the infos are those of the whole game, with unclipped rewards.
+Episodes start with random no-ops and FIRE, and end with each life. Frame skip is 4; the maximum
+of the last two frames is used. Observations are stacks of four grey 84 x 84 frames; rewards are
+their signs. Episode returns in the infos are those of the whole game, with unclipped rewards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Atari(gym.Wrapper[Any, Any, Any, Any]):
 class QuickFrames(wrappers.AtariPreprocessing):
     """The same frames as ``AtariPreprocessing``, read directly from the emulator.
 
-    It is faster: the env's own step also copies an RGB image of every frame, which nobody uses.
+    It is faster: the env's own step also copies an unused RGB image of every frame.
     """
 
     @staticmethod

@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 
 class HideVelocity(gym.ObservationWrapper[Any, Any, Any]):
-    """Removes numbers from a vector observation; the default suits CartPole."""
+    """Removes entries of a vector observation; the default is for CartPole."""
 
     def __init__(self, env: gym.Env[Any, Any], hidden: Sequence[int] = (1, 3)) -> None:
         super().__init__(env)
