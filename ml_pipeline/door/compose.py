@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
 
 
 def find_algorithm(cfg: DictConfig | TrainConfig) -> Algorithm:
-    """The algorithm that agent.algorithm names; older runs have no such key and used PPO."""
+    """The algorithm that agent.algorithm names; runs without the key have the oldest one."""
     name = getattr(cfg.agent, "algorithm", None) or ALGORITHM_OF_OLD_RUNS
     algorithm = import_dotted(str(name), key="agent.algorithm")
     if not isinstance(algorithm, Algorithm):
