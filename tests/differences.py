@@ -97,13 +97,14 @@ class Pair:
 
         n_rows = case.n_rows
         self.obs = 2.0 * drawn(n_rows, case.n_obs) + 1.0
-        self.plain = self._agent(case, device, fast=False)
-        self.fast = self._agent(case, device, fast=backend == "numpy", precision=precision)
+        self.plain = self._agent(case, device)
+        self.plain.fast = None
+        self.fast = self._agent(case, device, precision=precision)
         if backend == "triton":
             from ml_pipeline.agents.fast.triton_ppo import TritonPPO
 
             assert TritonPPO.covers(self.fast.model)
-            self.fast.backend = TritonPPO(self.fast.backend)  # type: ignore[arg-type]
+            self.fast.fast = TritonPPO(self.fast.plain)
         assert backend in type(self.fast.backend).__name__.lower()
         mask = None
         if case.is_masked:
@@ -121,7 +122,8 @@ class Pair:
             3.0 * drawn(n_rows) + 1.0,
             drawn(n_rows),
         )
-        self.order = torch.randperm(n_rows, generator=generator).to(device)
+        order = torch.randperm(n_rows, generator=generator).to(device)
+        self.order = order.view(self.config.n_minibatches, -1)
         self.rates = Rates(*torch.tensor(RATES, device=device).unbind())
 
     def _agent(self, case: Case, device: torch.device, **more: Any) -> PPOAgent:
@@ -193,7 +195,7 @@ def broken_differences(
     """
     skipping = case._replace(options={**case.options, "on_nonfinite": "skip"})
     pair = Pair(skipping, backend, device, "float32")
-    plain, fast, row = pair.plain, pair.fast, pair.order[3]
+    plain, fast, row = pair.plain, pair.fast, pair.order[0, 3]
     broken = pair.rollout
     if field == "obs":
         pair.obs[row] = torch.nan

@@ -29,8 +29,8 @@ def agent_for(
     fast: bool = True,
     **options: Any,
 ) -> PPOAgent:
-    config = PPOConfig(**options)
-    return PPOAgent(obs_space, action_space, network, config, device=CPU, seed=seed, fast=fast)
+    config = PPOConfig(fast="auto" if fast else "off", **options)
+    return PPOAgent(obs_space, action_space, network, config, device=CPU, seed=seed)
 
 
 def agent_in(env: Any, network: Any = MLP, **options: Any) -> PPOAgent:

@@ -44,6 +44,8 @@ class PPOTrainer:
         self.schedules = Schedules(config)
         self.episodes = EpisodeWindow()
         self._programs = programs or Programs(agent.device)
+        if remark := agent.check_fast():
+            self._programs.tell(remark)
         self._scaler = None
         if config.scale_reward:
             self._scaler = collector.new_scaler(gamma=config.gamma, clip=config.clip_reward)
@@ -57,7 +59,12 @@ class PPOTrainer:
         one_by_one = self.schedules.uses_kl or self._on_host
         n_epochs = 1 if one_by_one else self.config.n_epochs
         self._epochs = Epochs(
-            self.agent, self.buffer, self._programs, n_epochs=n_epochs, on_host=self._on_host
+            self.agent,
+            self.buffer,
+            self._programs,
+            n_epochs=n_epochs,
+            n_minibatches=self.config.n_minibatches,
+            on_host=self._on_host,
         )
 
     @property

@@ -10,7 +10,8 @@ import torch
 from gymnasium import spaces
 
 from ml_pipeline.agents.image_networks import CNN, DictNetwork
-from ml_pipeline.agents.networks import MLP, init_orthogonal
+from ml_pipeline.agents.networks import MLP
+from ml_pipeline.agents.policy import init_orthogonal
 from ml_pipeline.agents.recurrent import Recurrent
 from ml_pipeline.device import precision_of_products
 from ml_pipeline.targets import import_dotted

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, small
+from conftest import REPOSITORY, read_rows, small
 
 from ml_pipeline.build import train
 
@@ -66,3 +66,21 @@ def test_trained_policy_is_loaded_and_played_in_three_lines(here: Path) -> None:
     statements = [line for line in script.splitlines() if line and "import" not in line]
     assert len(statements) == 3
     assert output.startswith("CartPole-v1 ")
+
+
+def test_loss_of_the_page_trains_and_can_be_swept(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "my_loss.py").write_text(code_blocks("change_the_loss.md")[0])
+    monkeypatch.syspath_prepend(str(here))
+    target = "agent.loss._target_=my_loss.kl_penalty_loss"
+    settings = [[], [target], [target, "+agent.loss.beta=30"]]
+
+    runs = [
+        train([*small(agent__learning_rate=0.01, agent__n_epochs=8), *each]).run_dir
+        for each in settings
+    ]
+
+    kls = [float(read_rows(run)[0]["policy/approx_kl"]) for run in runs]
+    assert kls[0] != kls[1]
+    assert kls[2] < kls[1]
