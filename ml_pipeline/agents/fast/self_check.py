@@ -6,6 +6,7 @@ backends are separate code. This check finds that they differ, and the agent the
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +20,8 @@ if TYPE_CHECKING:
     from ml_pipeline.agents.ppo import PPOAgent
 
 _N_ROWS = 128
-# Relative differences that rounding explains. In low precision, a row may be clipped in one
-# backend only, and then its gradient is missing.
-_TOLERANCES = {"float32": 1e-3, "tf32": 5e-2, "bf16": 1.5e-1}
+# Relative differences that rounding explains: several times those measured on an H200.
+_TOLERANCES = {"float32": 1e-3, "tf32": 2e-2, "bf16": 5e-2}
 _SHARE_OF_ACTIONS = 0.1  # that may differ: rounding moves a draw to the next action
 
 
@@ -80,9 +80,20 @@ def _rollout(agent: PPOAgent) -> tuple[Minibatch, Tensor]:
     action = agent.sample_batch(inputs, noise).action
     log_prob, value = agent.score_batch(inputs, action)
     # From a ratio of 0.2 to one of 4.5, in an order without a pattern.
-    change = torch.linspace(-1.5, 1.5, _N_ROWS)[torch.randperm(_N_ROWS, generator=generator)]
-    older = log_prob + change.to(agent.device), value + drawn()
-    return Minibatch(inputs, action, *older, drawn(), drawn()), noise
+    log_ratio = torch.linspace(-1.5, 1.5, _N_ROWS)[torch.randperm(_N_ROWS, generator=generator)]
+    clip, dual = agent.config.clip_range, agent.config.dual_clip
+    bounds = [math.log(each) for each in (1.0 - clip, 1.0 + clip, dual) if each and each > 0.0]
+    log_ratio = _clear_of(bounds, log_ratio.to(agent.device), margin=0.05 * clip)
+    moved = _clear_of([-clip, clip], drawn(), margin=0.05 * clip)
+    old = log_prob - log_ratio, value - moved
+    return Minibatch(inputs, action, *old, drawn(), drawn()), noise
+
+
+def _clear_of(bounds: list[float], numbers: Tensor, *, margin: float) -> Tensor:
+    """Move numbers away from bounds, so that rounding does not decide which side they are on."""
+    for bound in bounds:
+        numbers = torch.where((numbers - bound).abs() < margin, bound + 2.0 * margin, numbers)
+    return numbers
 
 
 def _results(agent: PPOAgent, rollout: Minibatch, noise: Tensor) -> dict[str, Tensor]:
