@@ -279,9 +279,8 @@ class PPOAgent:
         outputs, next_memory = self.backend.outputs(inputs)
         if memory is not None and next_memory is not None:
             memory.copy_(next_memory)
-        noise = None
-        if not deterministic:
-            noise = self.distribution.draw_noise(1, n_envs, self._act_generator)[0].to(self.device)
+        generator = self._act_generator
+        noise = None if deterministic else self.draw_noise(1, n_envs, generator)[0]
         return self.distribution.chosen(outputs, noise)
 
     def new_memory(self, n_envs: int) -> Tensor | None:

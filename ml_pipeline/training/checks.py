@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,15 +70,20 @@ def check_rollout(is_finite: bool) -> None:
 
 
 def check_updates(
-    table: NDArray[Any], *, first_epoch: int, n_minibatches: int, broken: Sequence[str] | None
+    table: NDArray[Any],
+    *,
+    n_minibatches: int,
+    first_epoch: int = 1,
+    find_broken: Callable[[], Sequence[str]] | None = None,
 ) -> None:
     """Raise if a gradient step was not finite; ``table`` is that of ``Epochs.run``.
 
-    ``broken`` names parameters with non-finite gradients; None if later steps replaced them.
+    ``find_broken`` names parameters with non-finite gradients; None if later steps replaced them.
     """
     finite = table[:, -1] != 0
     if finite.all():
         return
+    broken = None if find_broken is None else find_broken()
     row = int(finite.argmin())
     fields = zip(UpdateResult._fields[:-1], table[row, :-1].tolist(), strict=True)
     names = [name for name, value in fields if not math.isfinite(value)]
