@@ -35,6 +35,7 @@ from ml_pipeline.runs.record import Record
 from ml_pipeline.runs.resuming import resume_episodes, save_latest, sweep_litter
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.signals import Interrupted, StopSignals
+from ml_pipeline.training.checks import BadValueError
 from ml_pipeline.training.loop import Loop
 from ml_pipeline.training.out_of_memory import memory_explained
 
@@ -132,7 +133,7 @@ def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> N
     try:
         with record.timed():
             loop.train(plan.config.wanted_steps)
-    except (Interrupted, WorkerError) as error:
+    except (Interrupted, WorkerError, BadValueError) as error:
         if isinstance(error, Interrupted) or loop.env_steps > plan.first_step:
             with signals.shielded():
                 save_latest(plan.run, loop)

@@ -35,7 +35,7 @@ class FiniteCheck:
         for row in np.flatnonzero(~np.isfinite(reward)).tolist():
             raise BadValueError(
                 f"env {first_env + row} returned the reward {reward[row]} at {self.when(t + 1)}; "
-                "nothing was learned from it, the last checkpoint is kept"
+                "nothing was learned from it"
             )
 
     def obs(self, leaves: Mapping[str, NDArray[Any]], *, first_env: int, t: int) -> None:
@@ -52,7 +52,7 @@ class FiniteCheck:
                 raise BadValueError(
                     f"env {first_env + row} returned an observation{which} that is not finite at "
                     f"{self.when(t)}: entry {index} is {leaf[row][tuple(index)]}; nothing was "
-                    "learned from it, the last checkpoint is kept"
+                    "learned from it"
                 )
 
     def when(self, t: int) -> str:
@@ -63,9 +63,8 @@ def check_rollout(is_finite: bool) -> None:
     """For tensor envs, whose values are checked once per rollout."""
     if not is_finite:
         raise TrainingError(
-            "an env returned an observation or a reward that is not finite; the last checkpoint "
-            "is kept. To find it, train a few envs with compile=off and print what the env's "
-            "advance returns"
+            "an env returned an observation or a reward that is not finite. To find it, train a few "
+            "envs with compile=off and print what the env's advance returns"
         )
 
 
@@ -92,8 +91,8 @@ def check_updates(
     left = "That step changed nothing" if broken is None else "The weights did not change"
     epoch, minibatch = first_epoch + row // n_minibatches, row % n_minibatches + 1
     raise TrainingError(
-        f"epoch {epoch}, minibatch {minibatch}: {' and '.join(names)} not finite. {left}; the last "
-        "checkpoint is kept. Try a smaller agent.learning_rate, and look for huge observations or "
+        f"epoch {epoch}, minibatch {minibatch}: {' and '.join(names)} not finite. {left}. "
+        "Try a smaller agent.learning_rate, and look for huge observations or "
         "rewards (agent.normalize_obs, agent.scale_reward)"
     )
 

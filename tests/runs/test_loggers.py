@@ -210,14 +210,19 @@ def test_without_a_key_wandb_never_contacts_the_server(run: RunFolder) -> None:
             server.accept()
 
 
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds the process in /proc")
-def test_training_continues_without_losing_a_row_if_the_wandb_process_dies(run: RunFolder) -> None:
+def test_training_ends_without_losing_a_row_if_the_wandb_process_dies_or_hangs(
+    number: signal.Signals, run: RunFolder
+) -> None:
     process = start_logging(run, "wait")
     assert process.stdout is not None
     assert "W&B offline" in process.stdout.readline()
 
     (service,) = children_named(process.pid, "wandb-core")
-    os.kill(service, signal.SIGKILL)
+    os.kill(service, number)
 
     assert re.search(r"W&B (stopped at env step|did not finish)", output_of(process, run))
 

@@ -112,6 +112,23 @@ def test_a_full_disk_is_a_one_line_error_and_keeps_the_last_checkpoint(here: Pat
     assert not list(run.rglob("*.tmp"))
 
 
+def test_a_run_on_a_full_disk_does_not_stay_running(here: Path) -> None:
+    overrides = small(total_steps=100000, callbacks__checkpoints__every_steps=1)
+    train_there = subprocess.list2cmdline(door_command(*overrides))
+    script = (
+        f"mount -t tmpfs -o size=220k tmpfs {here} && cd {here} && {train_there}; cat runs/*/*/s*"
+    )
+    if subprocess.run(["unshare", "-rm", "true"], check=False).returncode != 0:
+        pytest.skip("this machine does not allow a mount in a user namespace")
+
+    result = subprocess.run(
+        ["unshare", "-rm", "bash", "-c", script], capture_output=True, text=True, check=False
+    )
+
+    assert "No space left on device" in result.stderr
+    assert '"status": "failed"' in result.stdout
+
+
 def test_a_run_finishes_even_if_an_env_raises_in_close(here: Path) -> None:
     with pytest.warns(RuntimeWarning, match="the door is stuck"):
         run = train([*small(), "env.target=tiny_envs.UncloseableEnv"]).run_dir
