@@ -38,16 +38,6 @@ class Places(TorchVectorEnv):
         return (10.0 * t + number).unsqueeze(1)
 
 
-class Endless(Places):
-    """Like ``Places``, but only the time limit of three steps ends an episode."""
-
-    max_episode_steps = 3
-
-    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
-        state, reward, terminated = super().advance(state, action)
-        return state, reward, torch.zeros_like(terminated)
-
-
 class Drift(TorchVectorEnv):
     """Actions and a random wind move a place; the reward is minus its distance to 0."""
 

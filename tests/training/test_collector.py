@@ -1,6 +1,6 @@
-"""Collector: rollouts of vector envs, their values checked, in one part or two halves.
+"""Collector and RolloutBuffer: what only host envs have.
 
-tests/contracts/test_rollouts.py tests what it shares with ``TensorCollector``.
+tests/contracts/test_rollouts.py tests what they share with those of tensor envs.
 """
 
 from __future__ import annotations
@@ -265,3 +265,42 @@ def test_after_an_interrupt_both_halves_continue_where_their_envs_are() -> None:
     assert buffer.obs[""][:, 0, 0].tolist() == [5, 6, 7, 8]  # this half made its fifth step
     assert buffer.reward[:, 0].tolist() == [60, 70, 80, 90]
     assert buffer.obs[""][:, 1, 0].tolist() == [4, 5, 6, 7]
+
+
+def test_a_recurrent_policy_learns_from_whole_sequences() -> None:
+    env = SerialEnv([partial(CountingEnv, length) for length in (3, 4, 5, 6)])
+    played = Played(env, 5, agent_in(env, LSTM))
+    for _ in range(2):  # the second rollout begins with a recurrent state
+        played.collect()
+    played.finish()
+    played.buffer.shuffle(torch.Generator().manual_seed(1), n_orders=1)
+    order = played.buffer.order(0)
+
+    taken = played.buffer.finished().take(order)
+
+    assert sorted(order.tolist()) == [0, 1, 2, 3]
+    assert np.array_equal(taken.inputs.obs, played.buffer.obs[""][:, order])
+    assert np.array_equal(taken.action, played.buffer.action[:, order])
+    assert torch.equal(taken.inputs.memory, played.buffer.memory[order])
+
+
+def test_scoring_in_parts_equals_scoring_the_whole_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(SerialEnv([CountingEnv, partial(CountingEnv, 4)]), 5)
+    played.collect()
+    values = []
+    for numbers in (2**24, 5):
+        monkeypatch.setattr("ml_pipeline.training.rollout_buffer._SCORED_NUMBERS", numbers)
+        played.finish()
+        values.append(played.buffer.value)
+
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
+
+
+def test_a_rollout_must_be_finished_and_shuffled_before_an_epoch() -> None:
+    buffer = Played(SerialEnv([CountingEnv]), 4).buffer
+
+    for call in (buffer.finished, buffer.observations):
+        with pytest.raises(RuntimeError, match="call finish first"):
+            call()
+    with pytest.raises(RuntimeError, match="call shuffle first"):
+        buffer.order(0)
