@@ -19,12 +19,13 @@ from ml_pipeline.envs.vec_env import SerialEnv
 
 
 class PlaceEnv(CountingEnv):
-    """``Places`` as a single env."""
+    """``Places`` as a single env, which always returns the same buffer."""
 
     def __init__(self, number: int, limit: int | None) -> None:
         super().__init__(length=4 - number % 2)
         self.observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
         self.action_space = spaces.Discrete(3)
+        self._buffer = np.zeros(1, dtype=np.float32)
         self.number = number
         self.limit = limit
 
@@ -33,7 +34,8 @@ class PlaceEnv(CountingEnv):
         return obs, float(obs[0]), terminated, self._step == self.limit, info
 
     def _observe(self) -> Any:
-        return np.array([10.0 * self._step + self.number], dtype=np.float32)
+        self._buffer[:] = 10.0 * self._step + self.number
+        return self._buffer
 
 
 class Rollouts(Played):
