@@ -27,10 +27,12 @@ def agent_for(
     *,
     seed: int = 1,
     fast: bool = True,
+    device: torch.device = CPU,
+    precision: str = "float32",
     **options: Any,
 ) -> PPOAgent:
-    config = PPOConfig(**options)
-    return PPOAgent(obs_space, action_space, network, config, device=CPU, seed=seed, fast=fast)
+    place: Any = {"device": device, "seed": seed, "fast": fast, "precision": precision}
+    return PPOAgent(obs_space, action_space, network, PPOConfig(**options), **place)
 
 
 def agent_in(env: Any, network: Any = MLP, **options: Any) -> PPOAgent:

@@ -148,14 +148,14 @@ def test_skipped_updates_are_counted_and_change_nothing(
     env = Breaking(2) if kind == "tensor" else SerialEnv([partial(BreakingEnv, "obs")] * 2)
     options = {"normalize_obs": True, "scale_reward": True, "learning_rate_schedule": schedule}
     options |= {"on_nonfinite": "skip", "n_minibatches": 1, "shared_trunk": shared_trunk}
-    trainer = trainer_of(env, **options)
+    trainer = trainer_of(env, learning_rate=1e-3, **options)
     before = trainer.agent.adam.values.clone()
 
     metrics = trainer.train_episode_vectorized()
 
     assert metrics["loss/skipped_updates"] == 2  # this rollout had a NaN
     assert torch.equal(trainer.agent.adam.values, before)
-    assert trainer.schedules.rates(0.0).learning_rate == 0.01
+    assert trainer.schedules.rates(0.0).learning_rate == 1e-3
     # The rollouts of host envs that follow have none.
     second = trainer.train_episode_vectorized()
     assert second.get("loss/skipped_updates") == (2 if kind == "tensor" else None)
