@@ -126,10 +126,7 @@ def run(
 
 
 def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> None:
-    """Train to the end; a stop signal leaves a checkpoint of the last complete iteration.
-
-    So does a failing env: it fails during a rollout, before any weight changes.
-    """
+    """Train to the end; a stop signal or a failing env leaves the last complete iteration saved."""
     try:
         with record.timed():
             loop.train(plan.config.wanted_steps)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from gymnasium import spaces
+from small_agents import agent_for
 from torch import Tensor
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.protocols import Minibatch, PolicyInput, Rates, UpdateResult
 from ml_pipeline.training.tensor.returns import RolloutOutcome, gae_step_by_step
 
@@ -84,7 +84,6 @@ class Pair:
     """Two agents with the same weights, one of them with a fast backend, and a rollout."""
 
     def __init__(self, case: Case, backend: str, device: torch.device, precision: str) -> None:
-        self.config = PPOConfig(n_minibatches=2, **case.options)
         generator = torch.Generator().manual_seed(0)
 
         def drawn(*shape: int) -> Tensor:
@@ -129,9 +128,8 @@ class Pair:
     def _agent(self, case: Case, device: torch.device, **more: Any) -> PPOAgent:
         obs_space = spaces.Box(-np.inf, np.inf, (case.n_obs,), np.float32)
         network = partial(MLP, hidden_sizes=case.hidden_sizes, activation=case.activation)
-        agent = PPOAgent(
-            obs_space, case.action_space, network, self.config, device=device, seed=1, **more
-        )
+        options = {"n_minibatches": 2, **case.options, **more}
+        agent = agent_for(obs_space, case.action_space, network, device=device, **options)
         agent.model.policy_head.weight.data.mul_(100.0)  # the actions now differ in probability
         if isinstance(case.action_space, spaces.Box):
             agent.distribution.log_std.data.copy_(torch.tensor([-0.3, 0.1, 0.0]))

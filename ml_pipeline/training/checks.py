@@ -63,8 +63,8 @@ def check_rollout(is_finite: bool) -> None:
     """For tensor envs, whose values are checked once per rollout."""
     if not is_finite:
         raise TrainingError(
-            "an env returned an observation or a reward that is not finite. To find it, train a few "
-            "envs with compile=off and print what the env's advance returns"
+            "an env returned an observation or a reward that is not finite. To find it, train a "
+            "few envs with compile=off and print what the env's advance returns"
         )
 
 

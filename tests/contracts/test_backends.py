@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.protocols import Minibatch, Rates
 
 OBS = spaces.Box(-1, 1, (3,), np.float32)
@@ -344,10 +343,8 @@ def test_triton_covers_two_narrow_layers_of_a_plain_policy(
 @needs_triton
 def test_on_a_gpu_triton_is_used_and_its_trial_changes_no_weight() -> None:
     network = partial(MLP, hidden_sizes=(20, 32), activation="tanh")
-    same: Any = {"device": torch.device("cuda"), "seed": 1}
-    triton, plain = (
-        PPOAgent(OBS, TWO, network, PPOConfig(fast=fast), **same) for fast in ("auto", "off")
-    )
+    make = partial(agent_for, OBS, TWO, network, device=torch.device("cuda"))
+    triton, plain = make(fast=True), make(fast=False)
 
     assert triton.check_fast() == ""
     assert type(triton.backend).__name__ == "TritonPPO"
