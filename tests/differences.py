@@ -122,7 +122,7 @@ class Pair:
             drawn(n_rows),
         )
         order = torch.randperm(n_rows, generator=generator).to(device)
-        self.order = order.view(self.config.n_minibatches, -1)
+        self.order = order.view(2, -1)
         self.rates = Rates(*torch.tensor(RATES, device=device).unbind())
 
     def _agent(self, case: Case, device: torch.device, **more: Any) -> PPOAgent:
