@@ -25,12 +25,12 @@ def test_a_target_overrides_the_id_and_gets_the_kwargs() -> None:
 def test_wrappers_are_applied_in_order_the_first_innermost() -> None:
     wrappers = {
         "scale": {"_target_": "tiny_envs.scale_reward", "factor": 2.0},
-        "shift": {"_target_": "tiny_envs.shift_reward", "by": 1.0},
+        "clip": {"_target_": "gymnasium.wrappers.ClipReward", "max_reward": 15.0},
     }
     env = EnvFactory(None, "tiny_envs.CountingEnv", {}, wrappers)()
     env.reset(seed=1)
 
-    assert env.step(0)[1] == 10.0 * 2.0 + 1.0
+    assert env.step(0)[1] == 15.0  # 2 * 10, clipped; in the other order 20
 
 
 def test_a_factory_can_be_pickled() -> None:

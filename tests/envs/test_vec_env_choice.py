@@ -118,12 +118,6 @@ def test_the_run_records_the_number_that_n_envs_auto_chose(here: Path) -> None:
     assert plain_config(only_run(here))["n_envs"] in (2, 4, 8, 16, 32, 64, 128)
 
 
-def test_serial_and_shared_train_to_the_same_result(here: Path) -> None:
-    results = [train([*small(n_envs=4), f"vec_env={mode}"]) for mode in ("serial", "shared")]
-
-    assert results[0].mean_reward == results[1].mean_reward
-
-
 @pytest.mark.parametrize(
     ("files", "own", "cores"),
     [
