@@ -102,10 +102,7 @@ def test_an_allowed_action_respects_the_mask(space: Any, mask: Any, wanted: Any)
     ("wrapper", "words"),
     [
         ({"_target_": "tiny_envs.scale_reward", "by": 2.0}, r"env.wrappers.mine.by is unknown"),
-        (
-            {"_target_": "gymnasium.wrappers.TimeLimit"},
-            r"env.wrappers.mine: .*'max_episode_steps'",
-        ),
+        ({"_target_": "gymnasium.wrappers.TimeLimit"}, r"env.wrappers.mine: .*'max_episode_steps'"),
         ({"factor": 2.0}, r"env.wrappers.mine needs a _target_"),
     ],
 )

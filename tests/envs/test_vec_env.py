@@ -14,11 +14,7 @@ import numpy as np
 import pytest
 from conftest import Make
 from faulty_envs import BulkyEnv, RegularEnv
-from gymnasium.error import (
-    AlreadyPendingCallError,
-    ClosedEnvironmentError,
-    NoAsyncCallError,
-)
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tiny_envs import CountingEnv, FaultyEnv, NoisyEnv
 from vec_envs import WAYS, each_way, forked, trajectory, zeros
@@ -36,9 +32,7 @@ from ml_pipeline.envs.vec_env import (
 
 @pytest.mark.parametrize("kind", [NoisyEnv, RegularEnv])
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
-def test_every_vec_env_returns_exactly_the_same_as_gymnasiums_sync_vector_env(
-    mode: AutoresetMode, kind: Any
-) -> None:
+def test_every_vec_env_returns_the_same_as_sync_vector_env(mode: AutoresetMode, kind: Any) -> None:
     expected = trajectory(SyncVectorEnv, [kind] * 5, mode, 60)
 
     more = [partial(forked, n_workers=n) for n in (1, 4)]

@@ -18,14 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import TESTS, Make
-from faulty_envs import (
-    BulkyEnv,
-    CodedError,
-    GatedEnv,
-    InterruptingEnv,
-    PrintingEnv,
-    faulty_factory,
-)
+from faulty_envs import BulkyEnv, CodedError, GatedEnv, InterruptingEnv, PrintingEnv, faulty_factory
 from tiny_envs import CountingEnv, FaultyEnv, OddError, SlowEnv
 from vec_envs import (
     WAYS,
@@ -107,9 +100,7 @@ def test_an_exception_is_raised_at_once_even_if_other_workers_are_busy(start: Ma
         (CodedError, (7,)),
     ],
 )
-def test_every_type_of_exception_can_be_caught_and_pickled(
-    start: Make, kind: Any, arguments: Any
-) -> None:
+def test_any_exception_can_be_caught_and_pickled(start: Make, kind: Any, arguments: Any) -> None:
     class RaisingEnv(CountingEnv):
         def step(self, action: Any) -> Any:
             raise kind(*arguments)
@@ -159,9 +150,7 @@ def test_envs_built_before_one_failed_are_closed(make: Make, way: Any, tmp_path:
         ("interrupt", r"env 3 \(seed 10\) raised:[\s\S]*KeyboardInterrupt"),
     ],
 )
-def test_a_death_is_reported_with_its_envs_and_its_cause(
-    start: Make, fault: str, words: str
-) -> None:
+def test_a_death_is_reported_with_envs_and_cause(start: Make, fault: str, words: str) -> None:
     env = start(four_envs(fault), seed=7)
     env.step(zeros(env))
 
@@ -205,9 +194,7 @@ def test_a_death_is_noticed_even_if_a_child_of_the_env_keeps_the_connection_open
         ("hang", "call"),
     ],
 )
-def test_a_stuck_or_stopped_worker_is_an_error_after_the_deadline(
-    make: Make, fault: str, where: str
-) -> None:
+def test_a_stuck_worker_is_an_error_after_the_deadline(make: Make, fault: str, where: str) -> None:
     with answers_within(8), pytest.raises(WorkerTimeoutError, match=r"within 0.5 s and was killed"):
         make_and_play(make, fault, where, step_timeout=0.5)
 
@@ -336,9 +323,7 @@ def step_with_an_alarm(env: Any) -> None:
 
 
 @pytest.mark.usefixtures("alarm_interrupts")
-def test_after_an_interrupt_at_any_time_the_env_can_be_reset_or_reports_a_lost_worker(
-    start: Make,
-) -> None:
+def test_after_any_interrupt_the_env_can_be_reset_or_reports_a_lost_worker(start: Make) -> None:
     env = start([partial(BulkyEnv, n_bytes=500_000)] * 4)
     random = np.random.default_rng(0)
     for _ in range(50):

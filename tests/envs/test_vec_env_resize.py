@@ -86,7 +86,7 @@ def test_an_env_that_cannot_be_built_changes_nothing(
 
 @pytest.mark.parametrize("n_envs", [1, 6])
 @pytest.mark.parametrize("main_slice", [False, True])
-def test_a_worker_that_is_already_lost_is_an_error_and_changes_nothing(
+def test_a_lost_worker_is_an_error_and_changes_nothing(
     start: Make, n_envs: int, main_slice: bool
 ) -> None:
     env = start([CountingEnv] * 4, seed=1, main_slice=main_slice, on_worker_death="restart")

@@ -81,9 +81,7 @@ def test_without_same_step_autoreset_a_restarted_env_shows_its_last_observation(
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_attributes_survive_a_restart_and_are_set_before_the_reset(
-    start: Make, start_method: Any
-) -> None:
+def test_a_restart_sets_the_attributes_before_the_reset(start: Make, start_method: Any) -> None:
     class LevelEnv(CountingEnv):
         level: Any = (0.0,)
 
@@ -238,9 +236,7 @@ def test_a_reset_restarts_a_dead_worker_and_uses_its_seed(make: Make, was_reset:
     [lambda env: env.step(np.zeros((1, 2), dtype=np.float32)), lambda env: env.reset()],
     ids=["step", "reset"],
 )
-def test_a_restart_uses_a_new_seed_that_is_the_same_in_every_run(
-    make: Make, request_to: Any
-) -> None:
+def test_the_new_seed_of_a_restart_is_the_same_in_every_run(make: Make, request_to: Any) -> None:
     def after_restart() -> list[float]:
         env = make([NoisyEnv], seed=5)
         first, _ = env.reset()

@@ -121,6 +121,7 @@ def test_a_cast_of_precision_is_done_and_warned_about_once(make: Make) -> None:
     env = make([partial(GivenEnv, box, np.array([0.5, 0.25]))] * 4, seed=7)
 
     with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         env.reset()
         obs = [env.step(zeros(env))[0] for _ in range(3)][-1]
 
