@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vec_envs import forked
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TESTS = Path(__file__).resolve().parent
 
 Door = Callable[..., "subprocess.CompletedProcess[str]"]
+Make = Callable[..., Any]  # takes the arguments of ParallelEnv
 
 
 def pytest_configure() -> None:
@@ -55,6 +59,40 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty working directory; runs/ appears here."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def leaves_no_child() -> Iterator[None]:
+    """Check the test for leftover child processes."""
+    yield
+    if multiprocessing.active_children():
+        gc.collect()  # an env that was not closed ends its workers when it is collected
+    assert not multiprocessing.active_children()
+
+
+@pytest.fixture
+def way() -> Make:
+    """How ``make`` runs envs: in forked workers, unless a test or module chooses another way."""
+    return forked
+
+
+@pytest.fixture
+def make(way: Make) -> Iterator[Make]:
+    """Makes vector envs, and closes them after the test."""
+    with contextlib.ExitStack() as made:
+        yield lambda *args, **options: made.enter_context(contextlib.closing(way(*args, **options)))
+
+
+@pytest.fixture
+def start(make: Make) -> Make:
+    """Makes vector envs and resets them, and closes them after the test."""
+
+    def made_and_reset(*args: Any, **options: Any) -> Any:
+        env = make(*args, **options)
+        env.reset()
+        return env
+
+    return made_and_reset
 
 
 def door_command(*arguments: str) -> list[str]:
