@@ -8,8 +8,8 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -69,8 +69,24 @@ def wide_console() -> Console:
     return console
 
 
+_is_quiet = False
+
+
+@contextmanager
+def quiet_console(quiet: bool) -> Iterator[None]:
+    """With ``quiet``, a run in this block prints nothing."""
+    global _is_quiet
+    before, _is_quiet = _is_quiet, quiet
+    try:
+        yield
+    finally:
+        _is_quiet = before
+
+
 def say(line: str) -> None:
     """Print a line at once; a closed output must not stop a run."""
+    if _is_quiet:
+        return
     try:
         print(line, flush=True)
     except (OSError, ValueError):  # a broken pipe, a full disk, a closed terminal
@@ -83,7 +99,9 @@ class ConsoleLogger:
 
     def __init__(self, total_steps: int, *, env_steps: int = 0, console: Console | None = None):
         stdout = cast("IO[str]", _SafeStdout())
-        self._console = console or Console(file=stdout, soft_wrap=True, highlight=False)
+        if console is None:
+            console = Console(file=stdout, soft_wrap=True, highlight=False, quiet=_is_quiet)
+        self._console = console
         self._total_steps = total_steps
         self._counted_from = time.monotonic(), env_steps  # for the ETA
         self._is_first = True
