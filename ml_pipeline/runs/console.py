@@ -33,13 +33,20 @@ _TRAIN = " train"  # commands/train.py adds it to the program's name in sys.argv
 # Title, metric, format; a missing metric is shown as a dash.
 _FIGURES = (
     ("iteration", "iteration", "{:.0f}"),
-    ("reward", "rollout/episode_return", "{:.1f}"),
+    ("return", "rollout/episode_return", "{:.1f}"),
     ("length", "rollout/episode_length", "{:.1f}"),
     ("mean(100)", MEAN_RETURN, "{:.1f}"),
     ("episodes", "rollout/total_episodes", "{:.0f}"),
     ("eval", EVAL_RETURN, "{:.1f}"),
     ("steps/s", "time/env_steps_per_second", "{:,.0f}"),
 )
+# Shown if the terminal is wide enough.
+_MORE_FIGURES = (
+    ("KL", "policy/approx_kl", "{:.4f}"),
+    ("entropy", "policy/entropy", "{:.3f}"),
+    ("explained", "value/explained_variance", "{:.2f}"),
+)
+_WIDTH_OF_ALL = 120
 
 
 class _SafeStdout:
@@ -172,10 +179,13 @@ class ConsoleLogger:
 
     def _display(self) -> Group:
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-        for title, _, _ in _FIGURES:
+        figures = list(_FIGURES)
+        if self._console.width >= _WIDTH_OF_ALL:
+            figures += [each for each in _MORE_FIGURES if each[1] in self._shown]
+        for title, _, _ in figures:
             table.add_column(title, justify="right")
         shown = self._shown
-        table.add_row(*(form.format(shown[n]) if n in shown else "-" for _, n, form in _FIGURES))
+        table.add_row(*(form.format(shown[n]) if n in shown else "-" for _, n, form in figures))
         return Group(table, self._progress)
 
 

@@ -126,7 +126,7 @@ class Record:
             say(str(error))
             with suppress(RunFolderError):  # it was just reported
                 self.run.end_in_place(status)
-        mean = "" if math.isnan(self.mean_reward) else f", mean reward {self.mean_reward:.1f}"
+        mean = "" if math.isnan(self.mean_reward) else f", mean return {self.mean_reward:.1f}"
         result = f"{line} at env step {env_steps:,} of {self._total_steps:,}{mean}"
         is_complete = status == "finished" and env_steps >= self._total_steps
         commands = self._commands(complete=is_complete)
