@@ -29,6 +29,7 @@ from ml_pipeline.runs.run_folder import write_text
 from ml_pipeline.study.journal import HOST, Journal
 
 STUDY_ROOT = Path("studies")
+MOST_DEATHS = 5  # of the worker of one trial; a stop signal does not count
 
 _BEAT_SECONDS = 10.0
 _SILENT_SECONDS = 60.0  # a trial on another machine is dead after this time without a heartbeat

@@ -524,6 +524,22 @@ def test_interrupted_last_evaluation_is_repeated(finished_run: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_trial_whose_worker_dies_five_times_fails(
+    here: Path, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRASH", "kill")
+    crash = "+callbacks.crash={_target_: own_parts.CrashAt, iteration: 1}"
+
+    process = begin(here, "start", "bad", *small(), space, "n_trials=1", crash)
+    output, _ = process.communicate(timeout=280)
+
+    assert output.count("a worker died with exit code -9") == 5
+    assert "all 1 trials failed: its worker died 5 times" in output
+    assert process.returncode == 1
+
+
+@pytest.mark.slow
 def test_trained_trial_without_a_result_is_not_trained_again(here: Path, space: str) -> None:
     complete(here, "mine", *small(), space, "n_trials=2")
     before = trials_of("mine")
