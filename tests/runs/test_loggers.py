@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import numpy as np
 import pytest
 import wandb
 from conftest import REPOSITORY, Capture, children_of, read_rows, small, wait_until
@@ -252,6 +253,8 @@ def test_wandb_mode_of_the_environment_is_respected(
 def test_project_that_wandb_refuses_does_not_stop_the_run(run: RunFolder) -> None:
     logger = WandbLogger(run, CONFIG, None, mode="offline", project="a/b?c")
     logger.log({"a": 1.0}, env_steps=1)
+    logger.log_histograms({"a": np.zeros(3)}, env_steps=1)
+    logger.log_file(run.metrics, kind="checkpoint", env_steps=1)
     logger.close()
 
     assert logger.status.startswith("W&B off, offline failed: ")
