@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from conftest import Capture
 from rich.console import Console
 
 from ml_pipeline.runs import console
@@ -29,7 +30,7 @@ def test_eta_counts_this_process_only_and_not_the_iteration_that_compiles(
     moments: list[tuple[float, int]],
     expected: list[str],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     now = 100.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
