@@ -18,10 +18,14 @@ from ml_pipeline.training.loop import Loop
 
 
 class StopAfter(Callback):
-    """Interrupts like SIGTERM."""
+    """Interrupts like SIGTERM; 0 iterations means before the first rollout."""
 
     def __init__(self, n_iterations: int) -> None:
         self.n_iterations = n_iterations
+
+    def on_train_start(self, loop: Loop) -> None:
+        if self.n_iterations == 0:
+            raise Interrupted(signal.SIGTERM)
 
     def on_iteration_logged(self, loop: Loop, metrics: Mapping[str, float]) -> None:
         if loop.iteration == self.n_iterations:
