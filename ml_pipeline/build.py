@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
 from omegaconf import DictConfig
 
 from ml_pipeline.device import precision_of_products
@@ -32,7 +31,13 @@ from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Agent, Callback
 from ml_pipeline.runs.console import say, say_stopping
 from ml_pipeline.runs.record import Record
-from ml_pipeline.runs.resuming import resume_episodes, save_latest, sweep_litter
+from ml_pipeline.runs.resuming import (
+    SavedEpisodes,
+    read_episodes,
+    resume_episodes,
+    save_latest,
+    sweep_litter,
+)
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.signals import Interrupted, StopSignals
 from ml_pipeline.training.loop import Loop
@@ -90,6 +95,7 @@ def run(
         stack.enter_context(torch_threads(device))
         stack.enter_context(precision_of_products(plan.config.precision, device))
         signals = stack.enter_context(StopSignals(on_wait=say_stopping))
+        saved = _read_episodes(plan)
         if plan.state is None:
             plan.run.make()
             stack.enter_context(plan.run.locked())
@@ -103,7 +109,7 @@ def run(
                 for env in envs:
                     stack.callback(env.close)
                 loop = build_loop(plan, envs, record, signals)
-                resumed = _resume(plan, loop)
+                resumed = _resume(plan, loop, saved)
                 write_text(plan.run.config, stored_text(plan.config))
                 record.begin(f"{plan.config.env.name}: {how}, {device}")
                 if resumed:
@@ -139,14 +145,18 @@ def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> N
         raise
 
 
-def _resume(plan: RunPlan, loop: Loop) -> str:
+def _read_episodes(plan: RunPlan) -> SavedEpisodes | None:
+    """The episodes to resume, or None for a new run; raises before a file changes."""
+    if plan.state is None:
+        return None
+    env = dataclasses.asdict(plan.config.env)
+    return read_episodes(plan.run, plan.state, env, trust=plan.config.trust)
+
+
+def _resume(plan: RunPlan, loop: Loop, saved: SavedEpisodes | None) -> str:
     """Continue the saved episodes if possible; returns the line to print, or an empty string."""
-    if plan.state is not None:
-        saved_env = (yaml.safe_load(plan.state["config"]) or {}).get("env")
-        if saved_env == dataclasses.asdict(plan.config.env):
-            how = resume_episodes(plan.run, loop, plan.state, trust=plan.config.trust)
-        else:
-            how = "with new episodes: the env's settings have changed"
+    if plan.state is not None and saved is not None:
+        how = resume_episodes(plan.run, loop, plan.state, saved)
         return f"resumed at env step {plan.first_step:,} {how}"
     if plan.no_snapshot is not None:
         return f"if resumed, this run will start new episodes: {plan.no_snapshot}"

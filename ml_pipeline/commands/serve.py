@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ml_pipeline.commands._arguments import integer
+from ml_pipeline.commands._arguments import add_trust, integer
 
 HELP = "answer observations over HTTP with an exported policy"
 
@@ -22,11 +22,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="most observations in one call of the policy; default: 64",
     )
+    add_trust(parser)
 
 
 def run(options: Namespace) -> None:
     from ml_pipeline.deploy.exported import ExportedPolicy
     from ml_pipeline.deploy.serve import serve
 
-    policy = ExportedPolicy.load(options.file)
+    policy = ExportedPolicy.load(options.file, trust=options.trust)
     serve(policy, host=options.host, port=options.port, max_batch=options.max_batch)

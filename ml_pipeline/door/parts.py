@@ -20,6 +20,7 @@ from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.protocols import Agent, Callback, Envs, Logger, Place, Policy, Spaces
 from ml_pipeline.runs.checkpoint import (
     LATEST,
+    check_fits,
     check_plain,
     checkpoint_path,
     misfit_explained,
@@ -113,6 +114,7 @@ def build_loop(
     seed_global_generators(config.seed)  # again: a probed env may have drawn from them
     if plan.state is not None:
         with misfit_explained(plan.run):
+            check_fits(loop.state_dict(), plan.state, "state")
             loop.load_state_dict(plan.state)
     return loop
 

@@ -62,7 +62,7 @@ def test_old_run_evaluates_to_the_same_return(name: str, mean: float) -> None:
 def test_old_policy_plays(file: str) -> None:
     policy = str(OLD_RUNS / "cartpole" / file)
 
-    output = call("-m", "ml_pipeline", "play", policy, "--episodes", "1")
+    output = call("-m", "ml_pipeline", "play", policy, "--episodes", "1", "--trust")
 
     assert "seed 0: return" in output
 

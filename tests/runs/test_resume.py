@@ -295,6 +295,7 @@ def test_resume_removes_unfinished_files_but_not_those_of_a_live_run(trained: Ru
 
 
 def test_key_is_made_once_and_only_this_user_can_read_it(tmp_path: Path, config_home: Path) -> None:
+    (config_home / "ml_pipeline" / "snapshot.key").unlink()
     run = RunFolder(tmp_path / "run")
     run.make()
     tokens = [save_snapshots(run, [b"one", b"", b"three"]) for _ in range(2)]
