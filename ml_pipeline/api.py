@@ -65,9 +65,12 @@ def _hydra_value(value: Any) -> str:
     return f"'{escaped}'"
 
 
-def load(path: Path | str) -> LoadedPolicy:
-    """The policy of a run folder, or of an exported .onnx or .pt2 file."""
-    policy, env, env_name = load_policy(path)
+def load(path: Path | str, *, trust: bool = False) -> LoadedPolicy:
+    """The policy of a run folder, or of an exported .onnx or .pt2 file.
+
+    ``trust`` accepts files of another user that can run code (docs/runs.md).
+    """
+    policy, env, env_name = load_policy(path, trust=trust)
     close_env(env)
     return LoadedPolicy(policy, env_name, env.observation_space, env.action_space)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import multiprocessing
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
 from omegaconf import DictConfig
 
 from ml_pipeline.device import precision_of_products
@@ -24,7 +22,14 @@ from ml_pipeline.door.compose import (
 )
 from ml_pipeline.door.env_parts import build_vec_envs
 from ml_pipeline.door.load import load_agent, load_policy
-from ml_pipeline.door.parts import build_loop, build_record, memory_advice, torch_threads
+from ml_pipeline.door.parts import (
+    build_loop,
+    build_record,
+    memory_advice,
+    read_saved_episodes,
+    resume,
+    torch_threads,
+)
 from ml_pipeline.door.plan import RunPlan, make_plan
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.envs.workers.errors import WorkerError
@@ -32,7 +37,7 @@ from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Agent, Callback
 from ml_pipeline.runs.console import say, say_stopping
 from ml_pipeline.runs.record import Record
-from ml_pipeline.runs.resuming import resume_episodes, save_latest, sweep_litter
+from ml_pipeline.runs.resuming import save_latest, sweep_litter
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.signals import Interrupted, StopSignals
 from ml_pipeline.training.checks import BadValueError
@@ -91,6 +96,7 @@ def run(
         stack.enter_context(torch_threads(device))
         stack.enter_context(precision_of_products(plan.config.precision, device))
         signals = stack.enter_context(StopSignals(on_wait=say_stopping))
+        saved = read_saved_episodes(plan)
         if plan.state is None:
             plan.run.make()
             stack.enter_context(plan.run.locked())
@@ -104,7 +110,7 @@ def run(
                 for env in envs:
                     stack.callback(env.close)
                 loop = build_loop(plan, envs, record, signals)
-                resumed = _resume(plan, loop)
+                resumed = resume(plan, loop, saved)
                 write_text(plan.run.config, stored_text(plan.config))
                 record.begin(f"{plan.config.env.name}: {how}, {device}")
                 if resumed:
@@ -135,17 +141,3 @@ def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> N
             with signals.shielded():
                 save_latest(plan.run, loop)
         raise
-
-
-def _resume(plan: RunPlan, loop: Loop) -> str:
-    """Continue the saved episodes if possible; returns the line to print, or an empty string."""
-    if plan.state is not None:
-        saved_env = (yaml.safe_load(plan.state["config"]) or {}).get("env")
-        if saved_env == dataclasses.asdict(plan.config.env):
-            how = resume_episodes(plan.run, loop, plan.state, trust=plan.config.trust)
-        else:
-            how = "with new episodes: the env's settings have changed"
-        return f"resumed at env step {plan.first_step:,} {how}"
-    if plan.no_snapshot is not None:
-        return f"if resumed, this run will start new episodes: {plan.no_snapshot}"
-    return ""

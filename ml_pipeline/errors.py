@@ -6,6 +6,19 @@ from __future__ import annotations
 class UserError(Exception):
     """Commands print ``str(error)`` and exit with code 1; modules raise subclasses."""
 
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    """Text of a file without control characters, which a terminal would obey."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
+
+
+def shorten(text: str, length: int = 100) -> str:
+    """The first ``length`` characters."""
+    return text if len(text) <= length else f"{text[:length]}..."
+
 
 def first_line(error: BaseException, n_lines: int = 1) -> str:
     """The start of a foreign error message, in one line; its type if the message is empty.

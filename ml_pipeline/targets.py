@@ -84,7 +84,7 @@ def check_arguments(target: Any, arguments: Mapping[str, Any], *, key: str, give
 
     ``given`` positional arguments come from the caller, such as the env of a wrapper.
     """
-    signature = inspect.signature(target)
+    signature = _signature(target, key)
     every = list(signature.parameters.values())
     parameters = [each for each in every if each.kind is each.KEYWORD_ONLY or each in every[given:]]
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -100,10 +100,22 @@ def check_arguments(target: Any, arguments: Mapping[str, Any], *, key: str, give
         raise TargetError(f"{key}: {target.__name__} cannot be called: {error}") from error
 
 
+def _signature(target: Any, key: str) -> inspect.Signature:
+    try:
+        return inspect.signature(target)
+    except (TypeError, ValueError) as error:
+        raise TargetError(
+            f"{key}: {target!r} cannot be called; name a class or function"
+        ) from error
+
+
 def instantiate(entry: Mapping[str, Any], *, key: str, offers: Mapping[str, Any]) -> Any:
     """Build an entry's object; each of ``offers`` is passed if its signature names it."""
     target, arguments = import_entry(entry, key=key)
-    wanted = inspect.signature(target).parameters
+    wanted = _signature(target, key).parameters
+    for name in arguments:
+        if name in offers and not isinstance(offers[name], (int, str, type(None))):
+            raise TargetError(f"{key}.{name}={arguments[name]}: the run sets it; remove the key")
     arguments = {**{name: offers[name] for name in offers if name in wanted}, **arguments}
     check_arguments(target, arguments, key=key)
     try:

@@ -50,10 +50,22 @@ def _no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
 
 
+@pytest.fixture(scope="session")
+def user_key() -> bytes:
+    """One key for all tests: some share the runs and files that they sign."""
+    return os.urandom(32)
+
+
 @pytest.fixture(autouse=True)
-def config_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Use an empty config folder, which holds the key for snapshots of envs."""
+def config_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, user_key: bytes
+) -> Path:
+    """Use a new config folder, which holds only the key that signs files."""
     folder = tmp_path_factory.mktemp("config")
+    key = folder / "ml_pipeline" / "snapshot.key"
+    key.parent.mkdir()
+    key.touch(0o600)
+    key.write_bytes(user_key)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     return folder
 

@@ -51,6 +51,13 @@ def write_report(folder: Path, groups: Sequence[Group], metric: str) -> Path:
 
 def draw_png(chart: Chart, labels: Sequence[str], path: Path) -> None:
     """``labels``: the labels of the groups, which get the colours in this order."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):  # a value of a config may contain a $
+        _draw_png(chart, labels, path)
+
+
+def _draw_png(chart: Chart, labels: Sequence[str], path: Path) -> None:
     from matplotlib.figure import Figure
 
     height = 4.0 if chart.lines else 1.4 + 0.5 * len(chart.bars)

@@ -1,8 +1,8 @@
-"""Argument types that several commands share; the underscore hides this file from the list."""
+"""Arguments that several commands share; the underscore hides this file from the list."""
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 
 
@@ -16,3 +16,12 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def add_trust(parser: ArgumentParser) -> None:
+    """For commands that read a run folder or a policy file."""
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="accept files of another user that can run any code; default: refuse them",
+    )

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ml_pipeline.commands._arguments import add_trust
 from ml_pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="folder of the report; default: runs/reports/<env>_<date>_<time>",
     )
     parser.add_argument("--open", action="store_true", help="open the report in a browser")
+    add_trust(parser)
 
 
 def run(options: Namespace) -> None:
@@ -48,7 +50,7 @@ def run(options: Namespace) -> None:
     from ml_pipeline.extras import MissingExtraError
     from ml_pipeline.runs.console import wide_console
 
-    runs = _read_runs(options.runs)
+    runs = _read_runs(options.runs, trust=options.trust)
     compare.check_one_env(runs)
     metric = compare.chosen_metric(runs, options.metric)
     groups = compare.grouped(runs, options.by)
@@ -70,7 +72,7 @@ def run(options: Namespace) -> None:
         webbrowser.open(page.resolve().as_uri())
 
 
-def _read_runs(paths: Sequence[str]) -> list[RunData]:
+def _read_runs(paths: Sequence[str], *, trust: bool) -> list[RunData]:
     from ml_pipeline.analysis.compare import read_run
     from ml_pipeline.analysis.wandb_runs import PREFIX, download
     from ml_pipeline.door.compose import plain_config
@@ -79,7 +81,7 @@ def _read_runs(paths: Sequence[str]) -> list[RunData]:
     for given in paths:
         for path in download(given) if given.startswith(PREFIX) else [given]:
             try:
-                runs.append(read_run(path, plain_config(path)))
+                runs.append(read_run(path, plain_config(path, trust=trust)))
             except UserError as error:  # runs/<env>/* may contain a run that stopped at its start
                 print(f"left out: {error}", file=sys.stderr)
     if not runs:

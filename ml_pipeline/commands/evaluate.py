@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ml_pipeline.commands._arguments import integer
+from ml_pipeline.commands._arguments import add_trust, integer
 from ml_pipeline.errors import UserError
 
 HELP = "play episodes with a trained agent and print its returns"
@@ -27,6 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--video", action="store_true", help="record each episode as mp4")
     parser.add_argument("--render", choices=("human",), help="show the episodes in a window")
+    add_trust(parser)
 
 
 def run(options: Namespace) -> None:
@@ -39,7 +40,9 @@ def run(options: Namespace) -> None:
     if options.video and options.render:
         raise UserError("--video and --render: an env renders in one way; choose one of them")
     render_mode = "rgb_array" if options.video else options.render
-    trained = load_agent(options.run, options.checkpoint, render_mode=render_mode)
+    trained = load_agent(
+        options.run, options.checkpoint, render_mode=render_mode, trust=options.trust
+    )
     seed = options.seed
     if seed is None:
         seed = stream_seed(trained.seed, "evaluate command")

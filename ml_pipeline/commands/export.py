@@ -6,6 +6,8 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from ml_pipeline.commands._arguments import add_trust
+
 HELP = "write the policy of a run to one file"
 
 
@@ -18,6 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", choices=("best", "latest"), help="default: best if saved, else latest"
     )
+    add_trust(parser)
 
 
 def run(options: Namespace) -> None:
@@ -25,7 +28,11 @@ def run(options: Namespace) -> None:
     from ml_pipeline.runs.console import user_command
 
     trained, path, policy, agreement = export_run(
-        options.run, options.out, file_format=options.format, checkpoint=options.checkpoint
+        options.run,
+        options.out,
+        file_format=options.format,
+        checkpoint=options.checkpoint,
+        trust=options.trust,
     )
     print(
         f"{trained.env_name}, checkpoint {trained.checkpoint} of env step {trained.env_steps:,}: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ml_pipeline.commands._arguments import integer
+from ml_pipeline.commands._arguments import add_trust, integer
 
 HELP = "play greedy episodes with a run or an exported policy"
 
@@ -20,6 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="seed of the first episode; default: 0",
     )
     parser.add_argument("--render", choices=("human",), help="show the episodes in a window")
+    add_trust(parser)
 
 
 def run(options: Namespace) -> None:
@@ -30,7 +31,7 @@ def run(options: Namespace) -> None:
     from ml_pipeline.door.parts import torch_threads
     from ml_pipeline.envs.factory import close_env
 
-    policy, env, name = load_policy(options.policy, render=options.render)
+    policy, env, name = load_policy(options.policy, render=options.render, trust=options.trust)
     print(f"{name}, greedy actions")
     returns = []
     try:

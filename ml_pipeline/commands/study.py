@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from ml_pipeline.commands._arguments import integer
+from ml_pipeline.commands._arguments import add_trust, integer
 from ml_pipeline.extras import import_extra
 
 HELP = "search for good hyperparameters"
@@ -53,6 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="seed of the first episode; default: a new one each time",
     )
+    add_trust(best)
     best.set_defaults(study=_best)
 
     work = commands.add_parser("work")  # start calls it, for each of its processes
@@ -88,7 +89,13 @@ def _dashboard(options: Namespace) -> None:
 def _best(options: Namespace) -> None:
     from ml_pipeline.study.best import write_best
 
-    write_best(options.name, deploy=options.deploy, n_episodes=options.episodes, seed=options.seed)
+    write_best(
+        options.name,
+        deploy=options.deploy,
+        n_episodes=options.episodes,
+        seed=options.seed,
+        trust=options.trust,
+    )
 
 
 def _work(options: Namespace) -> None:

@@ -82,7 +82,7 @@ class TrainConfig:
     compile: str = "auto"  # or off, or graph: compile and capture the work on a GPU
     precision: str = "float32"  # of matrix products on a GPU; tf32 and bf16 are faster
     resume: Optional[str] = None  # a run folder
-    trust: bool = False  # resume envs that another user saved: unpickling them can run any code
+    trust: bool = False  # resume a folder of another user, which can run any code
     objective: str = MEAN_RETURN  # the metric that sweeps maximise
     best_metric: str = EVAL_RETURN  # the metric that decides which checkpoint is best
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -119,7 +119,8 @@ class TrainConfig:
         if self.n_envs == "auto":
             return self.n_envs
         is_integer = isinstance(self.n_envs, int) and not isinstance(self.n_envs, bool)
-        check(is_integer and self.n_envs >= 1, "n_envs", "auto, or at least 1", self.n_envs)
+        fits = is_integer and 1 <= self.n_envs < 2**31
+        check(fits, "n_envs", "auto, or at least 1", self.n_envs)
         return self.n_envs
 
     def suits(self, n_envs: int, *, recurrent: bool = False) -> bool:

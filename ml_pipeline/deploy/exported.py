@@ -1,9 +1,9 @@
 """ExportedPolicy: a policy from one file; needs neither its run nor the code of its network.
 
-Safety: an .onnx file is data, and onnxruntime only runs its graph. A .pt2 file is read by
-``torch.export.load``, which is limited to plain tensors here. torch still trusts the file: Python
-evaluates its sizes as sympy expressions. Load a .pt2 only from people whose programs you would
-run. Loading creates no env. Creating one from the metadata's ``env`` calls the classes named there.
+Safety: an .onnx file is data, and onnxruntime only runs its graph. A .pt2 file is a program:
+``torch.export.load`` evaluates its sizes as Python expressions. So ``load`` refuses a .pt2 file
+unless this user exported it (``is_own``), or ``trust`` is set. Loading creates no env. Creating
+one from the metadata's ``env`` calls the classes named there; ``door.load`` checks them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from ml_pipeline.agents.masks import MaskError, checked_mask, masks_in
 from ml_pipeline.agents.observations import ObservationReader
 from ml_pipeline.agents.policy import MASK, MEMORY, NEXT_MEMORY
 from ml_pipeline.agents.space_data import space_from_data
-from ml_pipeline.errors import UserError, first_line
+from ml_pipeline.deploy.onnx_data import check_self_contained
+from ml_pipeline.errors import UserError, first_line, printable, shorten, type_and_line
 from ml_pipeline.extras import import_extra
+from ml_pipeline.runs.signatures import UntrustedError, is_signed
 
 METADATA_FORMAT = 1  # increased when older readers cannot use the metadata
 METADATA_FILE = "metadata.json"  # inside a .pt2
 METADATA_KEY = "ml_pipeline"  # inside an .onnx
+PURPOSE = "policy"  # of the signature
 
 
 Arrays = dict[str, NDArray[Any]]  # by name of input or output, [batch, ...] each
@@ -55,10 +58,16 @@ class TensorSpec(NamedTuple):
 class ExportedPolicy:
     """A ``Policy`` that always acts greedily."""
 
-    def __init__(self, run: Callable[[Arrays], Arrays], metadata: dict[str, Any]) -> None:
-        """``run`` maps the inputs, by name and in the metadata's order, to the outputs by name."""
+    def __init__(
+        self, run: Callable[[Arrays], Arrays], metadata: dict[str, Any], *, is_own: bool = True
+    ) -> None:
+        """``run`` maps the inputs, by name and in the metadata's order, to the outputs by name.
+
+        ``is_own``: this user exported it, so it may name any class.
+        """
         self.run = run
         self.metadata = metadata
+        self.is_own = is_own
         self.observation_space = space_from_data(metadata["observation_space"])
         self.action_space = space_from_data(metadata["action_space"])
         self.reader = ObservationReader(self.observation_space)
@@ -80,23 +89,34 @@ class ExportedPolicy:
             self._choices = MultiCategorical(self.action_space)
 
     @classmethod
-    def load(cls, path: Path | str) -> ExportedPolicy:
-        """Read a .pt2 or .onnx file; the content decides the format, not the name."""
-        if Path(path).is_dir():
+    def load(cls, path: Path | str, *, trust: bool = False) -> ExportedPolicy:
+        """Read a .pt2 or .onnx file; the content decides the format, not the name.
+
+        ``trust`` accepts a .pt2 file of another user, which can run any code.
+        """
+        if os.path.isdir(path):
             raise PolicyFileError(
                 f"{path} is a folder; export the run first: python -m ml_pipeline export {path}"
             )
         try:
             content = Path(path).read_bytes()
-        except OSError as error:
-            raise PolicyFileError(f"{path} cannot be read: {error.strerror}") from error
-        return cls.from_bytes(content, str(path))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise PolicyFileError(f"{shorten(str(path))} cannot be read: {reason}") from error
+        return cls.from_bytes(content, str(path), trust=trust)
 
     @classmethod
-    def from_bytes(cls, content: bytes, name: str) -> ExportedPolicy:
+    def from_bytes(cls, content: bytes, name: str, *, trust: bool = False) -> ExportedPolicy:
         """``name`` is used in errors."""
-        is_pt2 = zipfile.is_zipfile(io.BytesIO(content))
+        is_pt2, is_own = zipfile.is_zipfile(io.BytesIO(content)), is_signed(PURPOSE, content)
         try:
+            if is_pt2:
+                _check_zip(content)
+            if is_pt2 and not (is_own or trust):
+                raise UntrustedError(
+                    f"{name}: this user did not export it, or it has changed since, and a .pt2 "
+                    "file can run any code; add --trust if you trust its author, or ask for .onnx"
+                )
             run, text = (_load_pt2 if is_pt2 else _load_onnx)(content)
         except UserError:
             raise
@@ -112,17 +132,43 @@ class ExportedPolicy:
             metadata = json.loads(text)
             known = metadata["format"] == METADATA_FORMAT
             if known:
-                return cls(run, metadata)
-        except (ValueError, KeyError, TypeError) as error:
-            raise PolicyFileError(f"{name} has damaged metadata: {error!r}") from error
+                policy = cls(run, metadata, is_own=is_own)
+                policy._check()
+                return policy
+        except Exception as error:  # the metadata may be anything
+            reason = type_and_line(error)
+            raise PolicyFileError(f"{name} has damaged metadata: {reason}") from error
         raise PolicyFileError(
             f"{name} has metadata format {metadata['format']}, but this version reads format "
             f"{METADATA_FORMAT}; export the run again"
         )
 
+    def _check(self) -> None:
+        """Compare the metadata with the spaces, and with one call of the graph."""
+        for key, kind in (("env_name", str), ("env", dict)):
+            if not isinstance(self.metadata[key], kind):
+                raise TypeError(f"{key} must be a {kind.__name__}, got {self.metadata[key]!r}")
+        for name, each in self.inputs.items():
+            shape = each.shape if each.leaf is None else self.reader.shapes[each.leaf]
+            is_own = each.leaf is not None or name in (MASK, MEMORY)
+            if not is_own or each.shape != shape or each.dtype.kind not in "biuf":
+                raise ValueError(f"input {name} does not fit the observation space")
+        if self.mask_leaf is not None and self.mask_leaf not in self.reader.shapes:
+            raise ValueError(f"mask_leaf={self.mask_leaf} is not part of the observation space")
+        outputs = self.run(
+            {name: np.zeros((1, *each.shape), each.dtype) for name, each in self.inputs.items()}
+        )
+        if outputs.keys() != self.outputs.keys():
+            raise ValueError(f"the outputs are {', '.join(outputs)}")
+        for name, each in self.outputs.items():
+            found = outputs[name]
+            wanted = self.action_space.shape or () if name == "action" else each.shape
+            if found.shape != (1, *wanted) or found.dtype != each.dtype:
+                raise ValueError(f"output {name} is {found.dtype} {found.shape}")
+
     @property
     def env_name(self) -> str:
-        return str(self.metadata["env_name"])
+        return printable(str(self.metadata["env_name"]))
 
     def act_batch(
         self,
@@ -183,6 +229,14 @@ class ExportedPolicy:
         return masks_in(infos) if self.wants_mask else None
 
 
+def _check_zip(content: bytes) -> None:
+    """Find changed bytes: torch does not compare the checksums."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged} does not match; copy or export it again")
+
+
 def _load_pt2(content: bytes) -> tuple[Callable[[Arrays], Arrays], str]:
     extra = {METADATA_FILE: ""}
     with _plain_pickles_only(), warnings.catch_warnings():
@@ -217,7 +271,10 @@ def _plain_pickles_only() -> Iterator[None]:
 
 def _load_onnx(content: bytes) -> tuple[Callable[[Arrays], Arrays], str]:
     onnxruntime = import_extra("onnxruntime", needed_by="an .onnx file")
+    check_self_contained(content)
     options = onnxruntime.SessionOptions()
+    # onnxruntime would also read its own format, which nothing here checks.
+    options.add_session_config_entry("session.load_model_format", "ONNX")
     options.log_severity_level = 4  # its errors are raised, too
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_outputs()]

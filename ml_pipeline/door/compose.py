@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -20,15 +19,20 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.door.explain import explained
-from ml_pipeline.errors import UserError
+from ml_pipeline.door.trust import check_algorithm, check_names
+from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.protocols import Algorithm
-from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.run_folder import RunFolder, check_yaml
+from ml_pipeline.runs.signatures import is_signed, signature
 from ml_pipeline.targets import ALGORITHM_OF_OLD_RUNS, import_dotted
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY = _PACKAGE.parent
 # A wheel has conf/ inside the package, a clone next to it.
 CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else REPOSITORY / "conf"
+
+
+_PURPOSE = "config"  # of the signature
 
 
 class ConfigError(UserError):
@@ -74,7 +78,7 @@ def checked_config(cfg: DictConfig) -> TrainConfig:
         return TrainConfig(**{key: _plain(value) for key, value in values.items()})
     except OmegaConfBaseException as error:
         raise ConfigError(explained(error)) from error
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigError(str(error)) from error
 
 
@@ -101,7 +105,8 @@ def find_algorithm(cfg: DictConfig | TrainConfig) -> Algorithm:
 
 def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """The config of the run to resume, changed only where this command line says so."""
-    base = stored_config(RunFolder.open(str(cfg.resume)))
+    run_folder = RunFolder.open(str(cfg.resume))
+    base, is_own = _read_config(run_folder)
     named = [
         each.key_or_group for each in OverridesParser.create().parse_overrides(list(overrides))
     ]
@@ -115,6 +120,9 @@ def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         for key in named:
             if not key.startswith("hydra"):
                 _take_over(base, cfg, key)
+    if not (is_own or cfg.trust):
+        typed = [tuple(key.split(".")) for key in named]
+        check_names(_container(base), run_folder.config, typed=typed)
     return base
 
 
@@ -133,28 +141,67 @@ def _take_over(base: DictConfig, cfg: DictConfig, key: str) -> None:
         del old[name]
 
 
-def stored_config(run_folder: RunFolder) -> DictConfig:
-    """A run's config.yaml under today's schema."""
+def stored_config(run_folder: RunFolder, *, trust: bool = False) -> TrainConfig:
+    """A run's config.yaml, checked; refuses code of other people unless ``trust``."""
+    cfg, is_own = _read_config(run_folder)
+    if is_own or trust:
+        find_modules_in_cwd()
+    else:
+        check_names(_container(cfg), run_folder.config)
+    return checked_config(cfg)
+
+
+def plain_config(path: Path | str, *, trust: bool = False) -> dict[str, Any]:
+    """A run's config as nested dicts; imports nothing but the algorithm."""
+    run_folder = RunFolder.open(path)
+    cfg, is_own = _read_config(run_folder)
+    if is_own or trust:
+        find_modules_in_cwd()
+    else:
+        check_algorithm(_container(cfg), run_folder.config)
+    return dataclasses.asdict(checked_config(cfg))
+
+
+def _read_config(run_folder: RunFolder) -> tuple[DictConfig, bool]:
+    """A run's config.yaml under today's schema, and whether this user wrote it."""
+    path = run_folder.config
     try:
-        stored = OmegaConf.load(run_folder.config)
+        content = path.read_bytes()
+        text = content.decode("utf-8")
+        check_yaml(text)
+        stored = OmegaConf.create(text)
+        _refuse_interpolations(OmegaConf.to_container(stored, resolve=False), "")
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), stored)
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
-        raise ConfigError(f"{run_folder.config}: not the config of a run: {error}") from error
+    except Exception as error:  # the file may hold anything
+        is_schema = isinstance(error, OmegaConfBaseException)
+        reason = explained(error) if is_schema else first_line(error, n_lines=2)
+        raise ConfigError(f"{path}: not the config of a run: {reason}") from error
     if not isinstance(merged, DictConfig) or not merged.network:
-        raise ConfigError(f"{run_folder.config}: not the config of a run: it names no network")
-    return merged
+        raise ConfigError(f"{path}: not the config of a run: it names no network")
+    return merged, is_signed(_PURPOSE, content)
 
 
-def plain_config(path: Path | str) -> dict[str, Any]:
-    """A run's config as nested dicts."""
-    return dataclasses.asdict(checked_config(stored_config(RunFolder.open(path))))
+def _refuse_interpolations(value: Any, key: str) -> None:
+    """A run stores plain values; ``${oc.env:NAME}`` would read a variable of the reader."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            _refuse_interpolations(part, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for part in value:
+            _refuse_interpolations(part, key)
+    elif isinstance(value, str) and "${" in value:
+        raise ValueError(f"{key}={value}: interpolations are not allowed here; write the value")
+
+
+def _container(cfg: DictConfig) -> dict[str, Any]:
+    return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False))
 
 
 def stored_text(config: TrainConfig) -> str:
     """The text of config.yaml: everything that decides the run, except what it resumed."""
-    return OmegaConf.to_yaml(
-        OmegaConf.create({**dataclasses.asdict(config), "resume": None, "trust": False})
-    )
+    values = {**dataclasses.asdict(config), "resume": None, "trust": False}
+    text = OmegaConf.to_yaml(OmegaConf.create(values)) + "# signature of the user who ran this: "
+    return text + (signature(_PURPOSE, text.encode()).decode() or "none\n")
 
 
 def find_modules_in_cwd() -> None:

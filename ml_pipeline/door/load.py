@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,19 +11,21 @@ import gymnasium as gym
 import torch
 
 from ml_pipeline.agents.space_data import space_to_data
+from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.deploy.export import Agreement, export_policy
 from ml_pipeline.deploy.exported import ExportedPolicy
-from ml_pipeline.door.compose import (
-    ConfigError,
-    checked_config,
-    find_modules_in_cwd,
-    plain_config,
-    stored_config,
-)
+from ml_pipeline.door.compose import ConfigError, find_modules_in_cwd, stored_config
 from ml_pipeline.door.parts import build_agent, build_env_factory, cpu_place, torch_threads
+from ml_pipeline.door.trust import check_names
 from ml_pipeline.envs.factory import EnvFactory, close_env
+from ml_pipeline.errors import first_line
 from ml_pipeline.protocols import Agent, Policy
-from ml_pipeline.runs.checkpoint import best_or_latest, load_checkpoint, misfit_explained
+from ml_pipeline.runs.checkpoint import (
+    best_or_latest,
+    check_fits,
+    load_checkpoint,
+    misfit_explained,
+)
 from ml_pipeline.runs.run_folder import RunFolder
 
 
@@ -37,12 +41,24 @@ class TrainedAgent(NamedTuple):
 
 
 def load_agent(
-    path: Path | str, checkpoint: str | None = None, *, render_mode: str | None = None
+    path: Path | str,
+    checkpoint: str | None = None,
+    *,
+    render_mode: str | None = None,
+    trust: bool = False,
 ) -> TrainedAgent:
-    """The agent of a run folder, on the CPU; ``checkpoint`` None: the best if there is one."""
-    find_modules_in_cwd()
+    """The agent of a run folder, on the CPU; ``checkpoint`` None: the best if there is one.
+
+    ``trust`` accepts a config of another user that names their own classes, which run code.
+    """
     run_folder = RunFolder.open(path)
-    config = checked_config(stored_config(run_folder))
+    config = stored_config(run_folder, trust=trust)
+    return _load_agent(run_folder, config, checkpoint, render_mode)
+
+
+def _load_agent(
+    run_folder: RunFolder, config: TrainConfig, checkpoint: str | None, render_mode: str | None
+) -> TrainedAgent:
     checkpoint = checkpoint or best_or_latest(run_folder)
     state = load_checkpoint(run_folder, checkpoint)
     make_env = build_env_factory(config)
@@ -51,21 +67,28 @@ def load_agent(
     env = make_env()
     agent = build_agent(config, env, cpu_place(config))
     with misfit_explained(run_folder):
+        check_fits(agent.state_dict(), state["agent"], "agent")
         agent.load_state_dict(state["agent"])
         env_steps = int(state["env_steps"])
     return TrainedAgent(agent, env, config.env.name, config.seed, checkpoint, env_steps)
 
 
 def load_policy(
-    path: Path | str, *, render: str | None = None
+    path: Path | str, *, render: str | None = None, trust: bool = False
 ) -> tuple[Policy, gym.Env[Any, Any], str]:
-    """The policy of an exported file or of a run, an env for it, and the env's name."""
-    if Path(path).is_dir():
-        trained = load_agent(path, render_mode=render)
+    """The policy of an exported file or of a run, an env for it, and the env's name.
+
+    ``trust`` accepts files of another user that can run code.
+    """
+    if os.path.isdir(path):
+        trained = load_agent(path, render_mode=render, trust=trust)
         return trained.agent, trained.env, trained.env_name
-    find_modules_in_cwd()
-    policy = ExportedPolicy.load(path)
-    make_env = EnvFactory(**policy.metadata["env"])
+    policy = ExportedPolicy.load(path, trust=trust)
+    if policy.is_own or trust:
+        find_modules_in_cwd()
+    else:
+        check_names({"env": policy.metadata["env"]}, path)
+    make_env = _env_factory(policy, path)
     env = make_env() if render is None else make_env.rendering(render)()
     for own, expected in (
         (env.observation_space, policy.observation_space),
@@ -79,15 +102,33 @@ def load_policy(
     return policy, env, policy.env_name
 
 
+def _env_factory(policy: ExportedPolicy, path: Path | str) -> EnvFactory:
+    try:
+        make_env = EnvFactory(**policy.metadata["env"])
+    except TypeError as error:
+        raise ConfigError(f"{path} has a damaged env: {first_line(error)}") from error
+    for part in (make_env.kwargs, make_env.wrappers):
+        if not isinstance(part, dict):
+            raise ConfigError(f"{path} has a damaged env: {part!r} must be a mapping")
+    return make_env
+
+
 def export_run(
-    path: Path | str, out: Path | None, *, file_format: str, checkpoint: str | None = None
+    path: Path | str,
+    out: Path | None,
+    *,
+    file_format: str,
+    checkpoint: str | None = None,
+    trust: bool = False,
 ) -> tuple[TrainedAgent, Path, ExportedPolicy, Agreement]:
     """Write the policy of a run as one file: ``out``, or policy.<format> in its folder."""
-    trained, run = load_agent(path, checkpoint), RunFolder.open(path)
+    run = RunFolder.open(path)
+    config = stored_config(run, trust=trust)
+    trained = _load_agent(run, config, checkpoint, None)
     out = out or run.path / f"policy.{file_format}"
     facts = {
         "env_name": trained.env_name,
-        "env": plain_config(path)["env"],
+        "env": dataclasses.asdict(config.env),
         "run": run.name,
         "checkpoint": trained.checkpoint,
         "env_steps": trained.env_steps,

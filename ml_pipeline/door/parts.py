@@ -20,11 +20,13 @@ from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.protocols import Agent, Callback, Envs, Logger, Place, Policy, Spaces
 from ml_pipeline.runs.checkpoint import (
     LATEST,
+    check_fits,
     check_plain,
     checkpoint_path,
     misfit_explained,
 )
 from ml_pipeline.runs.record import Record
+from ml_pipeline.runs.resuming import SavedEpisodes, read_episodes, resume_episodes
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.seeding import seed_global_generators
 from ml_pipeline.signals import StopSignals
@@ -113,8 +115,27 @@ def build_loop(
     seed_global_generators(config.seed)  # again: a probed env may have drawn from them
     if plan.state is not None:
         with misfit_explained(plan.run):
+            check_fits(loop.state_dict(), plan.state, "state")
             loop.load_state_dict(plan.state)
     return loop
+
+
+def read_saved_episodes(plan: RunPlan) -> SavedEpisodes | None:
+    """The episodes to resume, or None for a new run; raises before a file changes."""
+    if plan.state is None:
+        return None
+    env = dataclasses.asdict(plan.config.env)
+    return read_episodes(plan.run, plan.state, env, trust=plan.config.trust)
+
+
+def resume(plan: RunPlan, loop: Loop, saved: SavedEpisodes | None) -> str:
+    """Continue the saved episodes if possible; returns the line to print, or an empty string."""
+    if plan.state is not None and saved is not None:
+        how = resume_episodes(plan.run, loop, plan.state, saved)
+        return f"resumed at env step {plan.first_step:,} {how}"
+    if plan.no_snapshot is not None:
+        return f"if resumed, this run will start new episodes: {plan.no_snapshot}"
+    return ""
 
 
 def memory_advice(plan: RunPlan) -> str:

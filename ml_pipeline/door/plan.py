@@ -33,7 +33,7 @@ from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Agent, Callback, Place, StateDict
-from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint, misfit_explained
+from ml_pipeline.runs.checkpoint import LATEST, check_fits, load_checkpoint, misfit_explained
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.seeding import first_env_seed, seed_global_generators
@@ -100,6 +100,7 @@ def make_plan(
         _try_agent(agent, first_env, obs, info)
     if state is not None:
         with misfit_explained(run_folder):
+            check_fits(agent.state_dict(), state["agent"], "agent")
             agent.load_state_dict(state["agent"])
     if tensor_env is not None:
         _check_tensor_env(config, first_env, agent)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,14 @@ FORMAT = 2  # increased when older versions cannot read the file
 LATEST, BEST = "latest", "best"
 
 _PLAIN = (Tensor, int, float, bool, str, bytes, type(None))  # exactly these types, not subclasses
+
+# Entries of every run; the agent and the trainer add their own.
+_KINDS = {
+    "config": (str,),
+    "env_steps": (int,),
+    "iteration": (int,),
+    "env_snapshots": (str, type(None)),
+}
 
 _TRAILER = b"\nml_pipeline sha256 "
 _TRAILER_SIZE = len(_TRAILER) + 64 + 1
@@ -90,11 +97,16 @@ def load_checkpoint(run: RunFolder, name: str) -> StateDict:
         raise CheckpointError(f"{path} is damaged: its checksum does not match its content")
     try:
         state: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:  # torch raises many types
         # torch's message is not shown: it suggests weights_only=False, which runs code.
         raise CheckpointError(f"{path} cannot be read: it contains more than plain data") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
+    for key, kinds in _KINDS.items():
+        if key in state and type(state[key]) not in kinds:
+            raise CheckpointError(f"{path} is damaged: {key} is a {type(state[key]).__name__}")
+    if state.get("env_steps", 0) < 0:
+        raise CheckpointError(f"{path} is damaged: env_steps is negative")
     return state
 
 
@@ -103,15 +115,44 @@ def best_or_latest(run: RunFolder) -> str:
     return BEST if checkpoint_path(run, BEST).is_file() else LATEST
 
 
+def check_fits(own: Any, saved: Any, what: str) -> None:
+    """Raise ``ValueError`` if a saved state has values of other types than ``own`` has now.
+
+    None fits everything: a part may be switched on or off. Missing keys are left to the loader.
+    """
+    if own is None or saved is None:
+        return
+    if isinstance(own, dict):
+        fits = isinstance(saved, dict)
+        parts = [(own[key], saved[key], repr(key)) for key in own if fits and key in saved]
+    elif isinstance(own, (list, tuple)):
+        fits = isinstance(saved, (list, tuple))
+        pairs = zip(own, saved, strict=False) if fits else ()
+        parts = [(one, other, str(index)) for index, (one, other) in enumerate(pairs)]
+    else:
+        fits, parts = type(saved) in ((int, float) if type(own) is float else (type(own),)), []
+    if isinstance(own, Tensor) and fits and own.dtype != saved.dtype:
+        raise ValueError(f"{what} must be {own.dtype}, got {saved.dtype}")
+    if not fits:
+        kinds = type(own).__name__, type(saved).__name__
+        raise ValueError(f"{what} must be a {kinds[0]}, got a {kinds[1]}")
+    for one, other, name in parts:
+        check_fits(one, other, f"{what}[{name}]")
+
+
 @contextmanager
-def misfit_explained(run_folder: RunFolder) -> Iterator[None]:
+def misfit_explained(
+    run_folder: RunFolder, passes: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Raise ``CheckpointError`` if a state does not fit the objects that load it."""
     try:
         yield
-    except (RuntimeError, KeyError, ValueError) as error:
-        if ran_out_of_memory(error):
+    except Exception as error:  # a state of another run or a damaged one fails in many ways
+        if isinstance(error, (UserError, *passes)) or ran_out_of_memory(error):
             raise
         reason = first_line(error, n_lines=2)
+        if not isinstance(error, (RuntimeError, ValueError)):
+            reason = f"{type(error).__name__}: {reason}"
         raise CheckpointError(
             f"the checkpoint in {run_folder.path} does not fit its env, agent and network: {reason}"
         ) from error

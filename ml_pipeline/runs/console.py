@@ -24,7 +24,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
+from ml_pipeline.errors import printable
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 
 _SECONDS_BETWEEN_LINES = 2.0
@@ -68,9 +70,16 @@ class _SafeStdout:
         return getattr(self._file, name)
 
 
+class _PlainConsole(Console):
+    """Shows every text as it is: a text of a file may look like markup or move the cursor."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **{**options, "markup": False, "emoji": False})
+
+
 def wide_console() -> Console:
     """A console for tables; wide if the output is a pipe, so that rows do not wrap."""
-    console = Console(highlight=False)
+    console = _PlainConsole(highlight=False)
     if not console.is_terminal:
         console.width = 250
     return console
@@ -95,7 +104,7 @@ def say(line: str) -> None:
     if _is_quiet:
         return
     try:
-        print(line, flush=True)
+        print(printable(line), flush=True)
     except (OSError, ValueError):  # a broken pipe, a full disk, a closed terminal
         # Otherwise the interpreter fails again when it flushes stdout at exit.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, stays open

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 import struct
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.run_folder import RunFolder, remove, write_atomically
+from ml_pipeline.runs.signatures import NoKeyError, UntrustedError, user_key
 
 _MAGIC = b"ml_pipeline envs 2\n"
-_SEAL_SIZE = _KEY_SIZE = 32
+_SEAL_SIZE = 32
 
 
 class SnapshotError(UserError):
     """The envs of a run cannot continue their episodes."""
 
 
-class UntrustedSnapshotError(SnapshotError):
+class UntrustedSnapshotError(SnapshotError, UntrustedError):
     """The snapshots exist, but another user may have written them."""
 
 
@@ -90,27 +88,7 @@ def _seal(token: str, body: bytes, key: bytes) -> bytes:
 
 
 def _key() -> bytes:
-    """This user's key, created at the first call; only this user can read it."""
-    path = _config_folder() / "snapshot.key"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size != _KEY_SIZE:
-            path.unlink()  # truncated; snapshots signed with it are no longer trusted
-        if not path.exists():
-            # Linking is atomic: if two processes create a key, both read the same complete key.
-            temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(_KEY_SIZE))
-            with suppress(FileExistsError):
-                os.link(temporary, path)
-            temporary.unlink()
-        return path.read_bytes()
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        return user_key()
+    except NoKeyError as error:
         raise SnapshotError(f"no key to seal them with: {error}") from error
-
-
-def _config_folder() -> Path:
-    if sys.platform == "win32":
-        return Path(os.environ.get("APPDATA") or Path.home()) / "ml_pipeline"
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ml_pipeline"

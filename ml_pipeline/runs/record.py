@@ -62,7 +62,9 @@ class Record:
             self._seconds_before = float(before.get("seconds") or 0.0)
             self._train_seconds = float(before.get("train_seconds") or 0.0)
             self._commands_before = list(before.get("commands") or [])
-        except (TypeError, ValueError) as error:
+            if not math.isfinite(self._seconds_before + self._train_seconds):
+                raise ValueError("seconds must be finite")
+        except (TypeError, ValueError, OverflowError) as error:
             raise RunFolderError(f"{run.summary} is damaged: {error}") from error
         self._console = ConsoleLogger(total_steps, env_steps=env_steps)
         self._extra_loggers = dict(loggers)

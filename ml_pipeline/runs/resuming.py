@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import yaml
+
 from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.errors import last_line
 from ml_pipeline.protocols import StateDict
@@ -9,6 +14,7 @@ from ml_pipeline.runs.checkpoint import (
     LATEST,
     CheckpointError,
     load_checkpoint,
+    misfit_explained,
     save_checkpoint,
 )
 from ml_pipeline.runs.console import say
@@ -19,7 +25,7 @@ from ml_pipeline.runs.env_snapshots import (
     save_snapshots,
     sweep_snapshots,
 )
-from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.run_folder import RunFolder, check_yaml
 from ml_pipeline.training.loop import Loop
 
 # Replaces the token of tensor envs, whose state is part of the checkpoint.
@@ -63,24 +69,52 @@ def sweep_litter(run: RunFolder, state: StateDict) -> None:
     sweep_snapshots(run, keep=state.get("env_snapshots"))
 
 
-def resume_episodes(run: RunFolder, loop: Loop, state: StateDict, *, trust: bool) -> str:
-    """Continue the saved episodes; returns a phrase for the console, with the reason on failure.
+class SavedEpisodes(NamedTuple):
+    """The envs of a checkpoint, or the reason why a resumed run starts new episodes."""
+
+    snapshots: list[bytes]  # empty if the envs are in the checkpoint itself
+    why_not: str  # empty: the episodes can continue
+
+
+def read_episodes(
+    run: RunFolder, state: StateDict, env: Mapping[str, Any], *, trust: bool
+) -> SavedEpisodes:
+    """Call it before the resume changes a file; ``env`` is the config of the env.
 
     Untrusted snapshots raise an error: the next save would replace them, so the user must decide.
     """
     token = state.get("env_snapshots")  # a copy of best.pt has none
+    if _saved_env(run, state) != env:
+        return SavedEpisodes([], "the env's settings have changed")
     if token is None:
-        return "with new episodes: the checkpoint was saved without the envs"
+        return SavedEpisodes([], "the checkpoint was saved without the envs")
+    if token == _IN_CHECKPOINT:
+        return SavedEpisodes([], "")
     try:
-        snapshots: list[bytes] = []
-        if token != _IN_CHECKPOINT:
-            snapshots = load_snapshots(run, token, trust=trust)
-            n_envs = sum(env.num_envs for env in loop.envs)
-            if len(snapshots) != n_envs:
-                raise SnapshotError(f"the checkpoint has {len(snapshots)} envs, this run {n_envs}")
-        loop.resume_episodes(state, snapshots)
+        return SavedEpisodes(load_snapshots(run, token, trust=trust), "")
     except UntrustedSnapshotError:
         raise
+    except (SnapshotError, OSError) as error:
+        return SavedEpisodes([], last_line(error))
+
+
+def _saved_env(run: RunFolder, state: StateDict) -> Any:
+    with misfit_explained(run):
+        check_yaml(state["config"])
+        return (yaml.safe_load(state["config"]) or {}).get("env")
+
+
+def resume_episodes(run: RunFolder, loop: Loop, state: StateDict, saved: SavedEpisodes) -> str:
+    """Continue the saved episodes; returns a phrase for the console, with the reason on failure."""
+    if saved.why_not:
+        return f"with new episodes: {saved.why_not}"
+    try:
+        n_envs = sum(env.num_envs for env in loop.envs)
+        if saved.snapshots and len(saved.snapshots) != n_envs:
+            n_saved = len(saved.snapshots)
+            raise SnapshotError(f"the checkpoint has {n_saved} envs, this run {n_envs}")
+        with misfit_explained(run, passes=(WorkerError, OSError, ValueError)):
+            loop.resume_episodes(state, saved.snapshots)
     except (SnapshotError, WorkerError, OSError, ValueError) as error:
         return f"with new episodes: {last_line(error)}"
     return "in the middle of its episodes"

@@ -16,8 +16,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from ml_pipeline.errors import UserError
+import yaml
+
+from ml_pipeline.errors import UserError, shorten
 from ml_pipeline.locks import FileLock
+
+_MAX_YAML = 1_000_000  # characters
+_MAX_DEPTH = 50
 
 
 class RunFolderError(UserError):
@@ -51,12 +56,16 @@ class RunFolder:
         if not str(path):
             raise RunFolderError("the path of the run folder is empty")
         run = cls(Path(path))
-        if run.name in ("", ".."):  # "." has no name
-            run = cls(Path(path).resolve())
-        if not run.path.is_dir():
-            raise RunFolderError(f"{path} is not a run folder: it does not exist")
-        if not run.config.is_file():
-            raise RunFolderError(f"{path} is not a run folder: it has no config.yaml")
+        try:
+            if run.name in ("", ".."):  # "." has no name
+                run = cls(Path(path).resolve())
+            if not run.path.is_dir():
+                raise RunFolderError(f"{path} is not a run folder: it does not exist")
+            if not run.config.is_file():
+                raise RunFolderError(f"{path} is not a run folder: it has no config.yaml")
+        except OSError as error:
+            shown = shorten(str(path))
+            raise RunFolderError(f"{shown} is not a run folder: {error.strerror}") from error
         return run
 
     @property
@@ -108,9 +117,12 @@ class RunFolder:
         """The content of summary.json; empty before the first write."""
         try:
             summary = json.loads(self.summary.read_text(encoding="utf-8"))
+            json.dumps(summary, allow_nan=False)  # Python reads NaN, but JSON has none
         except FileNotFoundError:
             return {}
-        except ValueError as error:
+        except OSError as error:
+            raise RunFolderError(f"{self.summary} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
             raise RunFolderError(f"{self.summary} is not valid JSON: {error}") from error
         if not isinstance(summary, dict):
             raise RunFolderError(f"{self.summary} is not a JSON object")
@@ -131,6 +143,20 @@ class RunFolder:
                 file.write(text)
         except OSError as error:
             raise RunFolderError(f"could not write {self.summary}: {error}") from error
+
+
+def check_yaml(text: str) -> None:
+    """Refuse YAML that a run does not write and that can exhaust the memory or the stack."""
+    if len(text) > _MAX_YAML:
+        raise ValueError(f"{len(text):,} characters, more than {_MAX_YAML:,}")
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"line {event.start_mark.line + 1}: aliases are not allowed")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
 
 
 def remove(path: Path) -> None:

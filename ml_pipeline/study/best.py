@@ -36,8 +36,13 @@ DEPLOYED = "deployed.json"
 _NOT_WRITTEN = ("device", "logger", "vec_env")  # they belong to the machine, not to the result
 
 
-def write_best(name: str, *, deploy: Path | None, n_episodes: int, seed: int | None) -> None:
-    """Write the best trial as an experiment; deploy its policy if the deployed one is worse."""
+def write_best(
+    name: str, *, deploy: Path | None, n_episodes: int, seed: int | None, trust: bool = False
+) -> None:
+    """Write the best trial as an experiment; deploy its policy if the deployed one is worse.
+
+    ``trust`` accepts a deployed policy of another user that can run code.
+    """
     folder = StudyFolder.open(name)
     settings = folder.read()
     complete = ranked(folder.study().get_trials(deepcopy=False))
@@ -51,7 +56,7 @@ def write_best(name: str, *, deploy: Path | None, n_episodes: int, seed: int | N
     if deploy is not None:
         facts = {"study": name, "trial": best.number, "objective": best.value}
         run = RunFolder.open(best.user_attrs["run_dir"])
-        deploy_run(run, deploy, facts, n_episodes=n_episodes, seed=seed)
+        deploy_run(run, deploy, facts, n_episodes=n_episodes, seed=seed, trust=trust)
 
 
 def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> tuple[Path, str]:
@@ -100,17 +105,24 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def deploy_run(
-    run: RunFolder, target: Path, facts: Mapping[str, Any], *, n_episodes: int, seed: int | None
+    run: RunFolder,
+    target: Path,
+    facts: Mapping[str, Any],
+    *,
+    n_episodes: int,
+    seed: int | None,
+    trust: bool = False,
 ) -> None:
     """Put the run's policy into ``target`` if it beats the deployed one on new episodes."""
     target = Path(os.path.abspath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_name(f".{target.name}.lock")):
-        is_first = _is_first(run, target)
+        is_first = _is_first(run, target, trust=trust)
         # A new seed each time: the deployed policy won on the episodes of the last seed.
         seed = secrets.randbelow(2**31 - 1 - n_episodes) if seed is None else seed
-        new = evaluate_run(run.path, None, n_episodes=n_episodes, seed=seed)
-        old = None if is_first else evaluate_run(target, None, n_episodes=n_episodes, seed=seed)
+        how: dict[str, Any] = {"n_episodes": n_episodes, "seed": seed}
+        new = evaluate_run(run.path, None, **how)
+        old = None if is_first else evaluate_run(target, None, **how, trust=trust)
         before = "no policy before" if old is None else f"{old.mean:.1f} before"
         result = f"{new.mean:.1f} over {n_episodes} episodes from seed {seed}, {before}"
         if old is not None and new.mean <= old.mean:
@@ -129,7 +141,7 @@ def deploy_run(
         say(f"deployed to {target}: trial {facts['trial']} reaches {result}")
 
 
-def _is_first(run: RunFolder, target: Path) -> bool:
+def _is_first(run: RunFolder, target: Path, *, trust: bool) -> bool:
     """Whether ``target`` has no policy yet; refuses a folder with other files."""
     if target.is_file():
         raise StudyError(f"--deploy {target}: is a file; name a folder")
@@ -137,7 +149,8 @@ def _is_first(run: RunFolder, target: Path) -> bool:
         if target.is_dir() and any(target.iterdir()):
             raise StudyError(f"--deploy {target}: has other files; name a new or empty folder")
         return True
-    new, old = (plain_config(path)["env"] for path in (run.path, target))
+    new = plain_config(run.path, trust=True)["env"]
+    old = plain_config(target, trust=trust)["env"]
     if new != old:
         raise StudyError(
             f"--deploy {target}: has a policy for another env, {old}, not {new}; name another "
@@ -178,6 +191,6 @@ def _write_artefact(run: RunFolder, made: RunFolder) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     try:
-        export_run(made.path, None, file_format="pt2")
+        export_run(made.path, None, file_format="pt2", trust=True)
     except UserError as error:  # the user's network may not be exportable
         say(f"deployed without policy.pt2: {error}")

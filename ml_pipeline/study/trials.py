@@ -34,9 +34,9 @@ from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.protocols import Callback
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path, load_checkpoint
 from ml_pipeline.runs.console import say
-from ml_pipeline.runs.env_snapshots import UntrustedSnapshotError
 from ml_pipeline.runs.loggers import read_metrics
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.signatures import UntrustedError
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.signals import StopSignals
 from ml_pipeline.study.folder import (
@@ -199,8 +199,8 @@ def _train(
         resume = [f"resume={run.path}"]
         try:
             return run_once(compose_config(resume), resume, sweep=study_name, callbacks=callbacks)
-        except UntrustedSnapshotError:
-            say(f"{run.path}: another user's key signed its snapshots; training starts again")
+        except UntrustedError:
+            say(f"{run.path}: another user's key signed its files; training starts again")
     return run_once(cfg, overrides, sweep=study_name, callbacks=callbacks, folder=run)
 
 
@@ -231,7 +231,7 @@ def _is_trained(run: RunFolder) -> bool:
     """Whether a run is complete although the journal has no result."""
     if run.read_summary().get("status") == "finished":
         return True
-    config = checked_config(stored_config(run))
+    config = stored_config(run, trust=True)
     return int(load_checkpoint(run, LATEST)["env_steps"]) >= config.wanted_steps
 
 
@@ -239,7 +239,7 @@ def recorded_value(run: RunFolder, objective: str) -> float:
     """The objective of a complete run; repeats a last evaluation that a kill interrupted."""
     rows = read_metrics(run.metrics)
     values = [row[objective] for row in rows if row.get(objective)]
-    config = checked_config(stored_config(run))
+    config = stored_config(run, trust=True)
     is_interrupted = objective == EVAL_RETURN and not (rows and rows[-1].get(EVAL_RETURN))
     if not is_interrupted or "evaluation" not in config.callbacks:
         return float(values[-1]) if values else math.nan
@@ -248,9 +248,14 @@ def recorded_value(run: RunFolder, objective: str) -> float:
     return evaluate_run(run.path, LATEST, n_episodes=n_episodes, seed=seed).mean
 
 
-def evaluate_run(path: Path, checkpoint: str | None, *, n_episodes: int, seed: int) -> Evaluation:
-    """Greedy episodes of a run's policy; ``checkpoint`` None: the best, else the latest."""
-    trained = load_agent(path, checkpoint)
+def evaluate_run(
+    path: Path, checkpoint: str | None, *, n_episodes: int, seed: int, trust: bool = True
+) -> Evaluation:
+    """Greedy episodes of a run's policy; ``checkpoint`` None: the best, else the latest.
+
+    Trusts the runs of a study: study.yaml itself names what its trials import.
+    """
+    trained = load_agent(path, checkpoint, trust=trust)
     try:
         return evaluate(
             trained.agent, trained.env, n_episodes=n_episodes, seed=seed, deterministic=True

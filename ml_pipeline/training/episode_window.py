@@ -48,7 +48,10 @@ class EpisodeWindow:
 
     def load_state_dict(self, state: StateDict) -> None:
         self.n_episodes = state["n_episodes"]
-        self._recent.extend(Episode(*episode) for episode in state["recent_episodes"])
+        recent = [Episode(*episode) for episode in state["recent_episodes"]]
+        if not all(isinstance(value, (int, float)) for episode in recent for value in episode):
+            raise ValueError("recent_episodes must be numbers")
+        self._recent.extend(recent)
 
 
 def _means(suffix: str, episodes: Sequence[Episode]) -> Metrics:

@@ -284,7 +284,7 @@ def test_file_that_is_not_an_exported_policy_is_refused(here: Path) -> None:
         (".", "export the run first: python -m ml_pipeline export"),
     ):
         with pytest.raises(PolicyFileError, match=words):
-            ExportedPolicy.load(name)
+            ExportedPolicy.load(name, trust=True)
 
 
 def test_pickle_inside_a_pt2_is_not_run(exported: Export, here: Path) -> None:
@@ -299,7 +299,7 @@ def test_pickle_inside_a_pt2_is_not_run(exported: Export, here: Path) -> None:
             archive.writestr(name, content)
 
     with pytest.raises(PolicyFileError, match="is not an exported policy"):
-        ExportedPolicy.load("trap.pt2")
+        ExportedPolicy.load("trap.pt2", trust=True)
 
     assert pickled
     assert not Path("sprung").exists()

@@ -283,6 +283,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def test_key_is_made_once_and_only_this_user_can_read_it(run: RunFolder, config_home: Path) -> None:
+    (config_home / "ml_pipeline" / "snapshot.key").unlink()
     tokens = [save_snapshots(run, [b"one", b"", b"three"]) for _ in range(2)]
 
     key = config_home / "ml_pipeline" / "snapshot.key"

@@ -1,0 +1,567 @@
+"""A run folder of someone else: no code of its author runs unasked, and damage is one line."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import small
+
+from ml_pipeline.__main__ import main
+from ml_pipeline.build import load_agent, train
+from ml_pipeline.door.compose import plain_config
+from ml_pipeline.door.exits import exit_code
+from ml_pipeline.errors import UserError
+from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.signatures import UntrustedError, is_signed
+
+slow = pytest.mark.slow
+
+SETTINGS = [*small(), "vec_env=serial", "~callbacks.evaluation", "~callbacks.media"]
+
+EVIL = """
+import pathlib
+import gymnasium
+from ml_pipeline.algorithms.ppo import PPO
+from ml_pipeline.protocols import Callback as Base
+pathlib.Path("sprung").touch()
+class Env(gymnasium.Env): ...
+class Callback(Base): ...
+"""
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory, user_key: bytes) -> Iterator[Path]:
+    """A small run with a checkpoint, which this user signed."""
+    folder = tmp_path_factory.mktemp("template")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        key = folder / "config" / "ml_pipeline" / "snapshot.key"
+        key.parent.mkdir(parents=True)
+        key.write_bytes(user_key)
+        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+        run = train(SETTINGS).run_dir
+        yield (folder / run).absolute()
+
+
+@pytest.fixture
+def run(template: Path, here: Path) -> RunFolder:
+    """A copy of the run that this user made; a module evil.py is in the current folder."""
+    (here / "evil.py").write_text(EVIL)
+    shutil.copytree(template, here / "run")
+    sys.modules.pop("evil", None)
+    return RunFolder.open("run")
+
+
+@pytest.fixture
+def foreign(run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunFolder:
+    """The same, made by another user."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
+    return run
+
+
+def change(run: RunFolder, key: str, value: Any) -> None:
+    """Set ``key``, such as env.kwargs.x, in config.yaml."""
+    config = yaml.safe_load(run.config.read_text())
+    *parents, last = key.split(".")
+    part = config
+    for parent in parents:
+        part = part.setdefault(parent, {})
+    part[last] = value
+    run.config.write_text(yaml.safe_dump(config))
+
+
+def files_of(run: RunFolder) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
+
+
+COMMANDS: dict[str, Callable[[str], int]] = {
+    "evaluate": lambda run: main(["evaluate", run, "--episodes", "1"]),
+    "export": lambda run: main(["export", run]),
+    "play": lambda run: main(["play", run, "--episodes", "1"]),
+    "resume": lambda run: exit_code(lambda: train([f"resume={run}", "total_steps=128"])),
+}
+
+NAMES: list[tuple[str, Any, str]] = [
+    ("network._target_", "os.system", "network._target_=os.system"),
+    ("network._target_", "evil.Network", "network._target_=evil.Network"),
+    (
+        "network",
+        {
+            "_target_": "ml_pipeline.agents.recurrent.Recurrent",
+            "encoder": {"_target_": "evil.Network"},
+        },
+        "network.encoder._target_=evil.Network",
+    ),
+    ("network.more", [{"_target_": "evil.Network"}], "network.more.0._target_=evil.Network"),
+    ("env.target", "evil.Env", "env.target=evil.Env"),
+    ("env.id", "evil:Env-v0", "env.id=evil:Env-v0"),
+    ("env.id", "GymV26Environment-v0", "env.id=GymV26Environment-v0"),
+    ("env.kwargs.x", {"_target_": "evil.Env"}, "env.kwargs.x._target_=evil.Env"),
+    ("env.wrappers.x", {"_target_": "evil.wrap"}, "env.wrappers.x._target_=evil.wrap"),
+    ("callbacks.x", {"_target_": "evil.Callback"}, "callbacks.x._target_=evil.Callback"),
+    ("callbacks.x", {"y": {"_target_": "evil.Callback"}}, "callbacks.x.y._target_=evil.Callback"),
+    ("logger.x", {"_target_": "evil.Logger"}, "logger.x._target_=evil.Logger"),
+    ("agent.algorithm", "evil.PPO", "agent.algorithm=evil.PPO"),
+    # Names of the known packages that would import or write what their arguments say.
+    ("env", {"target": "gymnasium.make", "kwargs": {"id": "evil:Env-v0"}}, "env.target=gymnasium"),
+    ("env.target", "gymnasium.Wrapper.evil", "env.target=gymnasium.Wrapper.evil"),
+    (
+        "env",
+        {"target": "ml_pipeline.targets.import_dotted", "kwargs": {"path": "evil.Env", "key": ""}},
+        "env.target=ml_pipeline.targets.import_dotted",
+    ),
+    (
+        "env.wrappers.x",
+        {"_target_": "gymnasium.wrappers.RecordVideo", "video_folder": "videos"},
+        "env.wrappers.x._target_=gymnasium.wrappers.RecordVideo",
+    ),
+    (
+        "network",
+        {"_target_": "torch.nn.modules.module.importlib.import_module", "name": "evil"},
+        "network._target_=torch.nn.modules.module.importlib.import_module",
+    ),
+    (
+        "network",
+        {"_target_": "ml_pipeline.extras.import_extra", "module": "evil", "needed_by": ""},
+        "network._target_=ml_pipeline.extras.import_extra",
+    ),
+    (
+        "callbacks.x",
+        {"_target_": "ml_pipeline.runs.run_folder.RunFolder", "path": "x"},
+        "callbacks.x._target_=ml_pipeline.runs.run_folder.RunFolder",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "value", "shown"),
+    [
+        *(pytest.param("evaluate", *each, id=f"{each[2]}, evaluate") for each in NAMES),
+        *(pytest.param("resume", *each, id=f"{each[2]}, resume", marks=slow) for each in NAMES),
+        *((command, *NAMES[0]) for command in ("export", "play", "resume")),
+    ],
+)
+def test_config_of_another_user_runs_no_code(
+    command: str,
+    key: str,
+    value: Any,
+    shown: str,
+    foreign: RunFolder,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change(foreign, key, value)
+    before = files_of(foreign)
+
+    assert COMMANDS[command](str(foreign.path)) == 1
+
+    assert shown in one_line(capsys)
+    assert not (here / "sprung").exists()
+    assert not (here / "videos").exists()
+    assert files_of(foreign) == before
+
+
+def test_refusal_names_the_file_the_key_the_value_and_the_fix(
+    foreign: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(foreign, "env.target", "evil.Env")
+
+    assert main(["evaluate", str(foreign.path)]) == 1
+
+    error = one_line(capsys)
+    assert error.startswith(f"{foreign.config}: env.target=evil.Env: ")
+    assert "this user did not write the file, or it has changed since" in error
+    assert "add --trust (with resume=: trust=true)" in error
+
+
+@pytest.mark.parametrize("command", ["evaluate", "play", "resume"])
+def test_trust_runs_the_code(
+    command: str, foreign: RunFolder, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(here)
+    change(foreign, "agent.algorithm", "evil.PPO")
+    path = str(foreign.path)
+
+    if command == "resume":
+        assert train([f"resume={path}", "total_steps=128", "trust=true"]).env_steps == 128
+    else:
+        assert main([command, path, "--trust"]) == 0
+
+    assert (here / "sprung").exists()
+
+
+def test_foreign_run_of_known_parts_needs_no_trust_and_becomes_own(foreign: RunFolder) -> None:
+    for path in foreign.checkpoints.glob("*.envs"):
+        path.unlink()  # another user's env snapshots do need trust
+    assert not is_signed("config", foreign.config.read_bytes())
+
+    load_agent(foreign.path)
+    assert train([f"resume={foreign.path}", "total_steps=128"]).env_steps == 128
+
+    assert is_signed("config", foreign.config.read_bytes())
+
+
+def test_compare_imports_nothing_of_another_user(
+    foreign: RunFolder, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(foreign, "env.target", "evil.Env")
+    assert plain_config(foreign.path)["env"]["target"] == "evil.Env"
+
+    change(foreign, "agent.algorithm", "evil.PPO")
+    assert main(["compare", str(foreign.path)]) == 1
+
+    assert "left out: run/config.yaml: agent.algorithm=evil.PPO: " in capsys.readouterr().err
+    assert not (here / "sprung").exists()
+
+
+def test_what_the_user_types_is_trusted(foreign: RunFolder, here: Path) -> None:
+    change(foreign, "callbacks.theirs", {"_target_": "evil.Callback"})
+    mine = "+callbacks.mine={_target_: own_parts.CountChildren}"
+    arguments = [f"resume={foreign.path}", "total_steps=128", mine, "trust=false"]
+    for path in foreign.checkpoints.glob("*.envs"):
+        path.unlink()
+
+    with pytest.raises(UntrustedError, match=r"callbacks\.theirs\._target_=evil\.Callback"):
+        train(arguments)
+    assert train([*arguments, "callbacks=default", "~callbacks.evaluation"]).env_steps == 128
+
+    assert (here / "children").exists()
+    assert not (here / "sprung").exists()
+
+
+def test_key_with_a_dot_does_not_pass_as_typed(foreign: RunFolder, here: Path) -> None:
+    config = yaml.safe_load(foreign.config.read_text())
+    config["callbacks"]["checkpoints.every_steps"] = {"_target_": "evil.Callback"}
+    foreign.config.write_text(yaml.safe_dump(config))
+
+    with pytest.raises(UserError, match=r"evil\.Callback"):
+        train([f"resume={foreign.path}", "callbacks.checkpoints.every_steps=32"])
+
+    assert not (here / "sprung").exists()
+
+
+def test_own_run_of_an_own_env_needs_no_trust_until_its_config_is_edited(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = [*SETTINGS, "env.target=tiny_envs.CountingEnv"]
+    run = RunFolder.open(train(own).run_dir)
+    path, text = str(run.path), run.config.read_text()
+
+    assert main(["evaluate", path, "--episodes", "1"]) == 0
+    assert main(["play", path, "--episodes", "1"]) == 0
+    assert train([f"resume={path}", "total_steps=128"]).env_steps == 128
+    assert main(["evaluate", path, "--episodes", "1"]) == 0
+    capsys.readouterr()
+
+    run.config.write_text(text.replace("seed: 1", "seed: 2"))
+    assert main(["evaluate", path, "--episodes", "1"]) == 1
+    error = one_line(capsys)
+    assert "env.target=tiny_envs.CountingEnv: " in error
+    assert "or it has changed since" in error
+    assert main(["evaluate", path, "--episodes", "1", "--trust"]) == 0
+
+
+def test_run_without_a_key_can_be_evaluated_with_trust(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "a file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(here / "a file"))
+
+    run = train([*SETTINGS, "env.target=tiny_envs.CountingEnv"]).run_dir
+
+    with pytest.raises(UntrustedError):
+        load_agent(run)
+    assert load_agent(run, trust=True).env_steps == 64
+
+
+def test_refused_env_snapshot_changes_nothing(foreign: RunFolder) -> None:
+    (foreign.checkpoints / "0123456789abcdef.envs").write_bytes(b"another")
+    before = files_of(foreign)
+
+    with pytest.raises(UntrustedError, match=r"\.envs was not saved by this user"):
+        train([f"resume={foreign.path}", "total_steps=128", "logger=tensorboard"])
+
+    assert files_of(foreign) == before
+
+
+def test_environment_variable_of_the_reader_stays_secret(
+    foreign: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hunter2")
+    text = foreign.config.read_text()
+    for value in ("'${oc.env:MY_TOKEN}'", '"\\x24{oc.env:MY_TOKEN}"'):
+        foreign.config.write_text(text.replace("kwargs: {}", f"kwargs: {{x: {value}}}"))
+
+        assert main(["compare", str(foreign.path)]) == 1
+        assert COMMANDS["export"](str(foreign.path)) == 1
+
+        error = capsys.readouterr().err
+        assert "env.kwargs.x=${oc.env:MY_TOKEN}: interpolations are not allowed" in error
+        assert "hunter2" not in error
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+CONFIGS: dict[str, bytes] = {
+    "list": b"[1, 2]",
+    "scalar": b"7",
+    "word": b"hello",
+    "null": b"null",
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "not closed": b"a: [",
+    "deep list": b"[" * 100_000,
+    "deep mapping": b"".join(b" " * i + b"a:\n" for i in range(2_000)),
+    "deep braces": b"{a: " * 100_000,
+    "aliases": BOMB.encode(),
+    "python tag": b"!!python/object/apply:os.system [touch sprung]",
+    "huge": b"env: " + b"x" * 2_000_000,
+    "two documents": b"seed: 1\n---\nseed: 2\n",
+    "unknown key": b"colour: red\nnetwork: {_target_: ml_pipeline.agents.networks.MLP}\n",
+    "list as key": b"? [a]\n: b\n",
+}
+VALUES: list[tuple[str, Any]] = [
+    ("seed", "9" * 5_000),
+    ("seed", int("9" * 400)),
+    ("seed", [1]),
+    ("total_steps", int("9" * 400)),
+    ("total_steps", {}),
+    ("n_envs", int("9" * 400)),
+    ("n_envs", "many"),
+    ("agent", "ppo"),
+    ("agent", ["ppo"]),
+    ("agent.algorithm", 5),
+    ("agent.algorithm", {"a": 1}),
+    ("agent.n_steps", int("9" * 400)),
+    ("agent.gamma", "high"),
+    ("agent.colour", "red"),
+    ("env", []),
+    ("env", 5),
+    ("env.id", ["CartPole-v1"]),
+    ("env.id", "\x1b[2J\ud7ff"),
+    ("env.kwargs", [1]),
+    ("env.kwargs", {1: 2}),
+    ("env.kwargs", {"x": {"y": [1]}}),
+    ("env.wrappers", {"x": 5}),
+    ("env.wrappers", {"x": {"_target_": ["gymnasium.Wrapper"]}}),
+    ("network", {"hidden_sizes": [8]}),
+    ("network", {"_target_": 5}),
+    ("network", {"_target_": "torch.nn.Linear", "in_features": "x", "out_features": 2}),
+    ("network", {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}),
+    ("network", {"_target_": "torch.nn.Sequential"}),
+    ("network.hidden_sizes", "wide"),
+    ("network.hidden_sizes", [10**30]),
+    ("network.activation", {"a": 1}),
+    ("vec_env.mode", 5),
+    ("device", "abacus"),
+]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_damaged_config_is_one_line(
+    name: str, foreign: RunFolder, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign.config.write_bytes(CONFIGS[name])
+
+    for command in ("evaluate", "resume"):
+        assert COMMANDS[command](str(foreign.path)) == 1
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        assert "config.yaml: not the config of a run" in error.splitlines()[0]
+        assert len(error) < 2_000
+    assert not (here / "sprung").exists()
+
+
+IDS = [f"{key}={value!s:.40}" for key, value in VALUES]
+
+
+@pytest.mark.parametrize(("key", "value"), VALUES, ids=IDS)
+def test_wrong_value_in_a_config_is_a_user_error(key: str, value: Any, foreign: RunFolder) -> None:
+    change(foreign, key, value)
+
+    with pytest.raises(UserError):
+        load_agent(foreign.path)
+
+
+@slow
+@pytest.mark.parametrize(("key", "value"), VALUES, ids=IDS)
+def test_wrong_value_in_a_config_stops_a_resume(key: str, value: Any, foreign: RunFolder) -> None:
+    change(foreign, key, value)
+
+    with pytest.raises(UserError):
+        train([f"resume={foreign.path}", "total_steps=128", "trust=true"])
+
+
+@pytest.mark.parametrize("path", ["x" * 5_000, "a\0b", "run/" * 2_000, "\udcff"])
+def test_impossible_path_is_one_line(
+    path: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("evaluate", "export", "play", "compare", "serve"):
+        assert main([command, path]) == 1
+        assert "Traceback" not in capsys.readouterr().err
+    with pytest.raises(UserError):
+        train([f'resume="{path}"'])
+
+
+SUMMARIES: dict[str, str] = {
+    "list": "[]",
+    "number": "5",
+    "deep": "[" * 100_000,
+    "nan": '{"seconds": NaN}',
+    "infinite": '{"seconds": 1e999}',
+    "huge": f'{{"seconds": {"9" * 400}}}',
+    "list of seconds": '{"seconds": [1]}',
+    "word": '{"train_seconds": "nan"}',
+    "commands": '{"commands": 5}',
+}
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_damaged_summary_is_one_line(
+    name: str, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.summary.write_text(SUMMARIES[name])
+
+    with pytest.raises(UserError, match=r"summary\.json"):
+        train([f"resume={run.path}", "total_steps=128"])
+    assert main(["runs", "--root", "."]) == 0
+
+
+def write_checkpoint(run: RunFolder, state: Any) -> None:
+    """With a correct checksum."""
+    content = io.BytesIO()
+    torch.save(state, content)
+    digest = hashlib.sha256(content.getvalue()).hexdigest()
+    sealed = content.getvalue() + f"\nml_pipeline sha256 {digest}\n".encode()
+    (run.checkpoints / "latest.pt").write_bytes(sealed)
+
+
+STATES: list[tuple[str, Any]] = [
+    *((key, None) for key in ("agent", "env_steps", "iteration", "global_generators", "config")),
+    *((f"agent.{key}", None) for key in ("model", "adam", "spaces", "act_generator")),
+    *((f"agent.{key}", 5) for key in ("model", "adam", "spaces", "act_generator")),
+    *((key, "abc") for key in ("agent", "iteration", "env_steps", "n_episodes", "callbacks")),
+    *((key, [1, "a"]) for key in ("collector", "generator", "learning_rate", "recent_episodes")),
+    *((f"global_generators.{key}", [1]) for key in ("python", "numpy", "torch")),
+    ("env_steps", -1),
+    ("env_steps", 1.5),
+    ("env_snapshots", 5),
+    ("config", 5),
+    ("config", "{a: " * 100_000),
+    ("config", BOMB),
+    ("config", "- 1"),
+    ("recent_episodes", [["a", "b", "c"]]),
+    ("recent_episodes", [5]),
+    ("callbacks.checkpoints.best_return", "high"),
+    ("callbacks.checkpoints", 5),
+    ("agent.adam.mean", torch.zeros(3)),
+    ("generator", torch.zeros(3)),
+    ("generator", torch.zeros(5_056, dtype=torch.int64)),
+    ("global_generators.torch", torch.zeros(3, dtype=torch.uint8)),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        pytest.param(key, value, id=f"{key}={value!s:.20}", marks=slow if index % 3 else ())
+        for index, (key, value) in enumerate(STATES)
+    ],
+)
+def test_wrong_value_in_a_checkpoint_is_a_user_error(key: str, value: Any, run: RunFolder) -> None:
+    """None removes the key."""
+    state = torch.load(run.checkpoints / "latest.pt", weights_only=True)
+    *parents, last = key.split(".")
+    part = state
+    for parent in parents:
+        part = part[parent]
+    if value is None:
+        del part[last]
+    else:
+        part[last] = value
+    write_checkpoint(run, state)
+
+    with pytest.raises(UserError):
+        train([f"resume={run.path}", "total_steps=128"])
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "missing", "unknown", "list"])
+def test_wrong_weights_are_a_user_error(change: str, run: RunFolder) -> None:
+    state = torch.load(run.checkpoints / "latest.pt", weights_only=True)
+    model = state["agent"]["model"]
+    name = next(iter(model))
+    if change == "missing":
+        del model[name]
+    else:
+        values = {
+            "shape": torch.zeros(2, 2, 2),
+            "dtype": torch.zeros(model[name].shape, dtype=torch.complex64),
+            "unknown": torch.zeros(1),
+            "list": [1.0],
+        }
+        model["unknown" if change == "unknown" else name] = values[change]
+    write_checkpoint(run, state)
+
+    with pytest.raises(UserError):
+        load_agent(run.path, "latest")
+    with pytest.raises(UserError):
+        train([f"resume={run.path}", "total_steps=128"])
+
+
+@pytest.mark.parametrize("state", [[], 5, {"format": 2}, {"format": "2"}])
+def test_checkpoint_of_another_kind_is_a_user_error(state: Any, run: RunFolder) -> None:
+    write_checkpoint(run, state)
+
+    with pytest.raises(UserError, match=r"checkpoint"):
+        load_agent(run.path, "latest")
+    with pytest.raises(UserError, match=r"checkpoint"):
+        train([f"resume={run.path}", "total_steps=128"])
+
+
+def test_texts_of_a_folder_are_shown_as_they_are(
+    run: RunFolder, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = json.loads(run.summary.read_text())
+    summary["env"] = "[/red][bold]Pole \x1b[2J\ud800\u202e:smile:"
+    run.summary.write_text(json.dumps(summary))
+    shutil.copytree(run.path, here / "runs" / "[red]a" / "b")
+
+    assert main(["runs"]) == 0
+
+    output = capsys.readouterr().out
+    assert "[/red][bold]Pole \ufffd[2J\ufffd\ufffd:smile:" in output
+    assert "runs/[red]a/b" in output
+
+
+def test_comparison_shows_values_of_a_config_as_they_are(
+    run: RunFolder, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = RunFolder(here / "other")
+    shutil.copytree(run.path, other.path)
+    change(run, "network.activation", "$\\frac{$ </script><script>alert(1)</script>")
+    change(other, "network.activation", "[/x] <img src=x onerror=alert(1)>")
+
+    assert main(["compare", str(run.path), str(other.path), "--report", "report"]) == 0
+
+    assert "network.activation=[/x] <img src=x onerror=alert(1)>" in capsys.readouterr().out
+    page = (here / "report" / "report.html").read_text()
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page
+    assert "<script>alert(1)" not in page
+    assert "<img src=x" not in page
