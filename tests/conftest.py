@@ -50,24 +50,32 @@ def _no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
 
 
-@pytest.fixture(scope="session")
-def user_key() -> bytes:
-    """One key for all tests: some share the runs and files that they sign."""
-    return os.urandom(32)
+@pytest.fixture(autouse=True, scope="session")
+def user_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[bytes]:
+    """The key that signs files in all tests: some of them share what they sign."""
+    key, folder = os.urandom(32), tmp_path_factory.mktemp("session_config")
+    _write_key(folder, key)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        yield key
 
 
 @pytest.fixture(autouse=True)
 def config_home(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, user_key: bytes
 ) -> Path:
-    """Use a new config folder, which holds only the key that signs files."""
+    """Use a new config folder, which holds only the key."""
     folder = tmp_path_factory.mktemp("config")
-    key = folder / "ml_pipeline" / "snapshot.key"
-    key.parent.mkdir()
-    key.touch(0o600)
-    key.write_bytes(user_key)
+    _write_key(folder, user_key)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     return folder
+
+
+def _write_key(config_home: Path, key: bytes) -> None:
+    path = config_home / "ml_pipeline" / "snapshot.key"
+    path.parent.mkdir()
+    path.touch(0o600)
+    path.write_bytes(key)
 
 
 @pytest.fixture

@@ -34,15 +34,11 @@ class Env(gymnasium.Env): ...
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory, user_key: bytes) -> Iterator[Path]:
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """policy.pt2 and policy.onnx of a small run, and policy files of an own env; all signed."""
     folder = tmp_path_factory.mktemp("template")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        key = folder / "config" / "ml_pipeline" / "snapshot.key"
-        key.parent.mkdir(parents=True)
-        key.write_bytes(user_key)
-        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
         settings = [*small(), "vec_env=serial", "~callbacks.evaluation"]
         for name, more in (("policy", []), ("own", ["env.target=tiny_envs.CountingEnv"])):
             run = train([*settings, *more]).run_dir

@@ -202,7 +202,8 @@ def test_resume_keeps_the_config_except_for_the_keys_on_the_command_line(here: P
     assert second.env_steps == 128
     expected = text.replace("total_steps: 64", "total_steps: 128")
     expected = expected.replace("clip_range: 0.2", "clip_range: 0.1")
-    assert (first.run_dir / "config.yaml").read_text() == expected
+    written = (first.run_dir / "config.yaml").read_text()
+    assert written.splitlines()[:-1] == expected.splitlines()[:-1]  # the last line is a signature
     iterations = [int(row["iteration"]) for row in read_rows(first.run_dir)]
     assert iterations == [1, 2, 3, 4]
 

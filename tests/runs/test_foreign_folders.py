@@ -40,15 +40,11 @@ class Callback(Base): ...
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory, user_key: bytes) -> Iterator[Path]:
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A small run with a checkpoint, which this user signed."""
     folder = tmp_path_factory.mktemp("template")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        key = folder / "config" / "ml_pipeline" / "snapshot.key"
-        key.parent.mkdir(parents=True)
-        key.write_bytes(user_key)
-        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
         run = train(SETTINGS).run_dir
         yield (folder / run).absolute()
 
