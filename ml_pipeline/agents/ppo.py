@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ml_pipeline.agents.acting_noise import ActingNoise
 from ml_pipeline.agents.adam import FlatAdam
 from ml_pipeline.agents.fast.choice import FastPPO, PPOBackend, fastest
 from ml_pipeline.agents.fast.self_check import why_not
@@ -206,7 +207,9 @@ class PPOAgent:
         self.masks = ActionMasks(config.action_mask, self.reader, self.distribution)
         self.memory_size = sum(self.model.memory_sizes)  # 0: not recurrent
         self.adam = FlatAdam(self.model, eps=config.adam_eps, max_grad_norm=config.max_grad_norm)
-        self._act_generator = torch.Generator().manual_seed(stream_seed(seed, "act"))
+        self._noise = ActingNoise(
+            self.distribution, n_steps=config.n_steps, seed=stream_seed(seed, "act")
+        )
         self.plain = TorchPPO(self.model, self.adam, config, precision=precision)
         self.fast: FastPPO | None = None
         if config.fast == "auto" and self.plain.has_standard_loss:
@@ -268,7 +271,10 @@ class PPOAgent:
         action_mask: Mask | None = None,
         memory: Tensor | None = None,
     ) -> NDArray[np.generic]:
-        """[n_envs, *obs] -> [n_envs, *act], ready for ``env.step``; updates ``memory`` in place."""
+        """[n_envs, *obs] -> [n_envs, *act], ready for ``env.step``; updates ``memory`` in place.
+
+        Sampled actions of gSDE keep their noise for several calls, as in a rollout.
+        """
         if self.memory_size and memory is None:
             raise ValueError("this policy is recurrent; pass memory=agent.new_memory(n_envs)")
         leaves = self.reader.read(obs)
@@ -279,8 +285,7 @@ class PPOAgent:
         outputs, next_memory = self.backend.outputs(inputs)
         if memory is not None and next_memory is not None:
             memory.copy_(next_memory)
-        generator = self._act_generator
-        noise = None if deterministic else self.draw_noise(1, n_envs, generator)[0]
+        noise = None if deterministic else self._noise.next(n_envs).to(self.device)
         return self.distribution.chosen(outputs, noise)
 
     def new_memory(self, n_envs: int) -> Tensor | None:
@@ -347,7 +352,7 @@ class PPOAgent:
             "spaces": spaces,
             "model": self.model.state_dict(),
             "adam": self.adam.state_dict(),
-            "act_generator": self._act_generator.get_state(),
+            **self._noise.state_dict(),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -358,4 +363,4 @@ class PPOAgent:
         self.model.load_state_dict(state["model"])
         self.adam.load_state_dict(state["adam"])
         self.backend.refresh()
-        self._act_generator.set_state(state["act_generator"])
+        self._noise.load_state_dict(state)

@@ -92,6 +92,42 @@ def test_deterministic_actions_repeat_and_sampled_ones_differ() -> None:
     assert agent.act_batch(obs).tolist() != agent.act_batch(obs).tolist()
 
 
+@pytest.mark.parametrize(
+    ("every_steps", "draws"),
+    [(2, [0, 0, 1, 1, 2, 3, 3, 4]), (0, [0, 0, 0, 0, 0, 1, 1, 1])],
+)
+def test_sampled_actions_of_gsde_keep_their_noise_as_in_rollouts(
+    every_steps: int, draws: list[int]
+) -> None:
+    agent = agent_with(BOX, box_policy="gsde", gsde_every_steps=every_steps, n_steps=5)
+    obs = np.full((3, 3), 0.5, dtype=np.float32)
+
+    actions = [tuple(agent.act_batch(obs).flatten().tolist()) for _ in draws]
+
+    order = {action: n for n, action in enumerate(dict.fromkeys(actions))}
+    assert [order[action] for action in actions] == draws
+
+
+def test_a_loaded_agent_keeps_the_noise_of_the_saved_one() -> None:
+    options = {"box_policy": "gsde", "gsde_every_steps": 4}
+    agent, loaded = agent_with(BOX, **options), agent_with(BOX, seed=9, **options)
+    obs = np.full((1, 3), 0.5, dtype=np.float32)
+    before = agent.act_batch(obs).tolist()
+
+    loaded.load_state_dict(agent.state_dict())
+
+    expected = [agent.act_batch(obs).tolist() for _ in range(8)]
+    assert [loaded.act_batch(obs).tolist() for _ in range(8)] == expected
+    assert expected[2] == before != expected[3]
+
+
+def test_another_number_of_envs_gets_new_noise() -> None:
+    agent = agent_with(BOX, box_policy="gsde", gsde_every_steps=4)
+
+    assert len(agent.act_batch(np.zeros((3, 3)))) == 3
+    assert len(agent.act_batch(np.zeros((2, 3)))) == 2
+
+
 def test_a_state_of_other_spaces_is_refused() -> None:
     state = agent_with(DISCRETE).state_dict()
 

@@ -132,14 +132,14 @@ def test_update_overridden_in_a_subclass_runs() -> None:
 def test_check_accepts_unchanged_code_and_changes_nothing(case: str) -> None:
     agent = Pair({**CASES, **MASKED_CASES}[case], "numpy", CPU, "float32").fast
     adam = agent.adam
-    kept = adam.values, adam.grad, *adam.moments, adam.n_steps, agent._act_generator.get_state()
+    kept = adam.values, adam.grad, *adam.moments, adam.n_steps, agent.state_dict()["act_generator"]
     before = [each.clone() for each in kept]
 
     remark = agent.check_fast()
 
     assert remark == ""
     assert agent.fast is not None
-    after = [*kept[:-1], agent._act_generator.get_state()]
+    after = [*kept[:-1], agent.state_dict()["act_generator"]]
     assert all(map(torch.equal, before, after))
 
 
