@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ml_pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from ml_pipeline.analysis.compare import RunData
+    from ml_pipeline.analysis.run_data import RunData
 
 HELP = "compare runs in tables and in a report"
 
@@ -45,19 +45,23 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> None:
     from ml_pipeline.analysis import compare
     from ml_pipeline.analysis.report import write_report
+    from ml_pipeline.analysis.run_data import check_one_env, chosen_metric
     from ml_pipeline.extras import MissingExtraError
     from ml_pipeline.runs.console import wide_console
 
     runs = _read_runs(options.runs)
-    compare.check_one_env(runs)
-    metric = compare.chosen_metric(runs, options.metric)
-    groups = compare.grouped(runs, options.by)
+    check_one_env(runs)
+    metric = chosen_metric(runs, options.metric)
+    groups = compare.grouped(runs, metric, options.by)
     console = wide_console()
-    console.print(compare.comparison_table(runs))
+    table, hidden = compare.runs_table(groups, console.width)
+    console.print(table)
+    if hidden:
+        print(f"not shown, for lack of width: {', '.join(hidden)}")
     console.print()
     console.print(compare.groups_table(groups, metric))
-    for line in compare.verdicts(groups, metric):
-        console.print(line, soft_wrap=True)
+    for line in (*compare.remarks(groups), *compare.verdicts(groups, metric)):
+        print(line)
     try:
         page = write_report(options.report or _report_folder(runs[0].env), groups, metric)
     except MissingExtraError as error:
@@ -71,7 +75,7 @@ def run(options: Namespace) -> None:
 
 
 def _read_runs(paths: Sequence[str]) -> list[RunData]:
-    from ml_pipeline.analysis.compare import read_run
+    from ml_pipeline.analysis.run_data import read_run
     from ml_pipeline.analysis.wandb_runs import PREFIX, download
     from ml_pipeline.door.compose import plain_config
 

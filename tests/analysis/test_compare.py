@@ -1,4 +1,4 @@
-"""python -m ml_pipeline compare: groups, tables, supported claims, and bad input."""
+"""python -m ml_pipeline compare: groups, independent seeds, supported claims, and bad input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import yaml
 from conftest import small
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.analysis.compare import RunData, chosen_metric, differing_keys, grouped
+from ml_pipeline.analysis.compare import Group, grouped, remarks, runs_table, verdicts
+from ml_pipeline.analysis.run_data import RunData, chosen_metric
 from ml_pipeline.analysis.wandb_runs import WandbError, download
 from ml_pipeline.build import train
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
@@ -25,33 +26,155 @@ pytestmark = pytest.mark.xdist_group("compare")  # the runs are trained once
 
 
 def run_data(
-    config: dict[str, Any], returns: list[float] | None = None, metric: str = EVAL_RETURN
+    config: dict[str, Any],
+    returns: list[float] | None = None,
+    metric: str = EVAL_RETURN,
+    *,
+    name: str = "x",
+    loss: float | None = None,
 ) -> RunData:
     rows = [
         {"env_steps": str(100 * (i + 1)), metric: str(each), "time/iteration_seconds": "0.5"}
         for i, each in enumerate(returns or [1.0])
     ]
-    return RunData(RunFolder(Path("runs/x")), config, {}, rows)
+    if loss is not None:
+        rows[0]["loss/policy"] = str(loss)
+    return RunData(RunFolder(Path("runs") / name), config, {}, rows)
 
 
-def test_differing_keys_include_a_key_that_one_config_lacks() -> None:
-    assert differing_keys([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}]) == ["b", "c"]
+def runs_of(gamma: float, seeds: list[int | None], first_return: float) -> list[RunData]:
+    """A run per seed; its return grows with its position, so copies differ from each other."""
+    return [
+        run_data(
+            {"agent.gamma": gamma} | ({} if seed is None else {"seed": seed}),
+            [first_return + position],
+            name=f"{gamma}-{position}",
+        )
+        for position, seed in enumerate(seeds)
+    ]
 
 
-def test_runs_that_differ_only_by_seed_form_a_group() -> None:
+def summary(groups: list[Group]) -> list[tuple[str, str, int]]:
+    return [(group.name, group.label, len(group.seeds)) for group in groups]
+
+
+def test_runs_that_differ_only_by_seed_form_a_group_and_the_best_group_is_a() -> None:
     configs = [
         {"seed": seed, "agent.gamma": gamma, "vec_env.n_workers": seed, "agent.n_steps": 16}
         for gamma in (0.9, 0.99)
         for seed in (1, 2)
     ]
-    runs = [run_data(config) for config in configs]
+    runs = [run_data(config, [config["agent.gamma"]]) for config in configs]
 
-    assert [(g.label, len(g.runs)) for g in grouped(runs)] == [
-        ("agent.gamma=0.9", 2),
-        ("agent.gamma=0.99", 2),
+    assert summary(grouped(runs, EVAL_RETURN)) == [("A", "gamma=0.99", 2), ("B", "gamma=0.9", 2)]
+    assert [g.label for g in grouped(runs, EVAL_RETURN, ["seed"])] == ["seed=1", "seed=2"]
+    assert [g.label for g in grouped(runs[:2], EVAL_RETURN)] == ["all runs"]
+
+
+def test_groups_beyond_z_have_two_letters() -> None:
+    runs = [run_data({"agent.gamma": -rank, "seed": 1}, [-rank]) for rank in range(28)]
+
+    assert [group.name for group in grouped(runs, EVAL_RETURN)][24:] == ["Y", "Z", "AA", "AB"]
+
+
+def test_copies_of_one_seed_support_no_claim() -> None:
+    runs = [*runs_of(0.9, [1] * 5, 10.0), *runs_of(0.99, [1] * 5, 50.0)]
+
+    groups = grouped(runs, EVAL_RETURN)
+
+    assert summary(groups) == [("A", "gamma=0.99", 1), ("B", "gamma=0.9", 1)]
+    assert remarks(groups) == [
+        "left out: 8 runs with the same settings and the same seed or origin as another: "
+        "runs/0.99-1, runs/0.99-2, runs/0.99-3, runs/0.99-4, runs/0.9-1 and 3 more"
     ]
-    assert [g.label for g in grouped(runs, ["seed"])] == ["seed=1", "seed=2"]
-    assert [g.label for g in grouped(runs[:2])] == ["all runs"]
+    assert verdicts(groups, EVAL_RETURN) == [
+        "fewer than 5 seeds, too few to claim a difference: A, B; train 5 or more of each"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "n_seeds", "claim"),
+    [
+        ([1, 2, 3, 4, 5], 5, "A is better than B: "),
+        ([1, 2, 3, 4, 5, 5, 1], 5, "A is better than B: "),
+        ([1, 2, 3, 4, 4, 4, 4], 4, "fewer than 5 seeds, too few to claim a difference: B;"),
+        ([1, 2, 3, 4], 4, "fewer than 5 seeds, too few to claim a difference: B;"),
+        ([1, 2, 3, 4, None, None, None], 5, "A is better than B: "),
+        ([None] * 6, 1, "fewer than 5 seeds, too few to claim a difference: B;"),
+    ],
+    ids=["distinct", "some repeated", "too few", "missing", "one unknown", "all unknown"],
+)
+def test_a_claim_needs_five_distinct_seeds(
+    seeds: list[int | None], n_seeds: int, claim: str
+) -> None:
+    runs = [*runs_of(0.9, seeds, 10.0), *runs_of(0.99, [6, 7, 8, 9, 10], 50.0)]
+
+    groups = grouped(runs, EVAL_RETURN)
+
+    assert [len(group.seeds) for group in groups] == [5, n_seeds]
+    assert len(groups[1].repeats) == len(seeds) - n_seeds
+    (line,) = verdicts(groups, EVAL_RETURN)
+    assert line.startswith(claim)
+
+
+def test_of_repeated_runs_the_longest_counts() -> None:
+    stopped = run_data({"seed": 1, "vec_env.n_workers": 2}, [1.0, 2.0])
+    resumed = run_data({"seed": 1, "vec_env.n_workers": 4}, [1.0, 2.0, 3.0])
+
+    (group,) = grouped([stopped, resumed], EVAL_RETURN)
+
+    assert group.finals(EVAL_RETURN).tolist() == [3.0]
+    assert group.repeats == [stopped]
+
+
+def test_copies_that_were_resumed_with_other_seeds_are_one_run() -> None:
+    copies = [run_data({"seed": seed}, [1.0, float(seed)], loss=0.25) for seed in (1, 2)]
+    another = run_data({"seed": 3}, [1.0, 3.0], loss=0.5)
+
+    (group,) = grouped([*copies, another], EVAL_RETURN)
+
+    assert group.seeds == [[copies[0]], [another]]
+    assert group.repeats == [copies[1]]
+
+
+def test_runs_of_one_seed_that_by_puts_together_are_averaged() -> None:
+    runs = [
+        run_data({"agent.gamma": 0.9, "n_envs": n_envs, "seed": seed}, [float(10 * seed + n_envs)])
+        for n_envs in (2, 4)
+        for seed in (1, 2)
+    ]
+
+    (group,) = grouped(runs, EVAL_RETURN, ["agent.gamma"])
+
+    assert group.finals(EVAL_RETURN).tolist() == [13.0, 23.0]
+    assert remarks([group]) == [
+        "runs of the same seed count as one, their mean: A has 4 runs of 2 seeds"
+    ]
+
+
+def test_verdicts_compare_the_best_group_with_the_next_five() -> None:
+    runs = [
+        run
+        for rank in range(9)
+        for run in runs_of(rank / 10, [1, 2, 3, 4] if rank == 8 else [1, 2, 3, 4, 5], 10.0 * rank)
+    ]
+
+    *lines, hidden, few = verdicts(grouped(runs, EVAL_RETURN), EVAL_RETURN)
+
+    assert [line.partition(":")[0] for line in lines] == [f"B is better than {x}" for x in "CDEFG"]
+    assert hidden == "not listed: B against 2 lower groups"
+    assert few.startswith("fewer than 5 seeds, too few to claim a difference: A;")
+
+
+def test_columns_that_do_not_fit_are_named() -> None:
+    configs = [{"agent.gamma": n / 10, "n_envs": n, "seed": n} for n in (1, 2)]
+    groups = grouped([run_data(config) for config in configs], EVAL_RETURN)
+
+    table, hidden = runs_table(groups, width=88)
+
+    assert [str(column.header) for column in table.columns][2:5] == ["status", "gamma", "seed"]
+    assert hidden == ["n_envs"]
+    assert runs_table(groups, width=250)[1] == []
 
 
 def test_speed_and_time_count_all_rows() -> None:
@@ -94,15 +217,29 @@ def test_tables_show_the_differing_keys_and_the_supported_claims(
 ) -> None:
     assert main(["compare", run, runs["second"], "--report", "report"]) == 0
 
-    header, first, second, _, groups, *rest = capsys.readouterr().out.splitlines()
-    assert "agent.gamma" in header
-    assert "agent.clip_range" not in header
-    assert " 0.9 " in first
-    assert " 0.99 " in second
+    header, *lines, _, groups, first, second, few, report = capsys.readouterr().out.splitlines()
+    assert "gamma" in header
+    assert "clip_range" not in header
+    assert sorted(line.split()[3] for line in lines) == ["0.9", "0.99"]
     assert f"{EVAL_RETURN}, IQM" in groups
-    assert rest[0].startswith("agent.gamma=0.9 ")
-    assert rest[2].startswith("1 seed is too few to claim a difference between agent.gamma=0.9")
-    assert rest[3] == "report: report/report.html"
+    assert [first.split()[0], second.split()[0]] == ["A", "B"]
+    assert sorted([first.split()[1], second.split()[1]]) == ["gamma=0.9", "gamma=0.99"]
+    assert few.startswith("fewer than 5 seeds, too few to claim a difference: A, B;")
+    assert report == "report: report/report.html"
+
+
+def test_folder_given_twice_through_a_link_counts_once(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("link").symlink_to(run)
+
+    assert main(["compare", run, "link", "--report", "report"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    line = "left out: 1 run with the same settings and the same seed or origin as another: link"
+    assert line in lines
+    assert "one seed: an interval needs at least two" in lines
+    assert line in Path("report/report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +281,7 @@ def test_other_folders_and_empty_runs_are_left_out_and_named(
 
     printed = capsys.readouterr()
     assert run in printed.out
-    assert "one run: an interval needs at least two" in printed.out
+    assert "one seed: an interval needs at least two" in printed.out
     half, empty = printed.err.splitlines()
     assert half.startswith("left out: half is ")
     assert empty == "left out: empty has no rows in metrics.csv: no iteration has finished"
@@ -184,6 +321,6 @@ def test_wandb_runs_are_downloaded_into_folders_that_compare_reads(
 
     assert main(["compare", run, "wandb:me/mine", "--report", "report"]) == 0
 
-    assert re.search(r"runs/wandb/mine/abc +finished", capsys.readouterr().out)
+    assert re.search(r"runs/wandb/mine/abc +A, repeat +finished", capsys.readouterr().out)
     with pytest.raises(WandbError, match="wandb:me/other has no runs"):
         download("wandb:me/other")

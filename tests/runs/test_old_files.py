@@ -73,4 +73,4 @@ def test_old_runs_compare(tmp_path: Path) -> None:
 
     output = call("-m", "ml_pipeline", "compare", *runs, "--report", str(tmp_path))
 
-    assert "1 seed is too few" in output
+    assert "fewer than 5 seeds, too few to claim a difference: A, B" in output
