@@ -11,15 +11,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from ml_pipeline.analysis.run_data import ComparisonError, RunData, did_you_mean
-from ml_pipeline.analysis.settings import differing_keys, fitted, short_names, shown_value
+from ml_pipeline.analysis.settings import (
+    differing_keys,
+    fitted,
+    is_compared,
+    short_names,
+    shown_value,
+)
 from ml_pipeline.analysis.statistics import FEW_SEEDS, Array, iqm, verdict, with_interval
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 
-# The seed, over which a group averages, and keys that have no effect on learning.
-_NOT_COMPARED = (
-    *("seed", "device", "resume", "trust"),
-    *("objective", "best_metric", "vec_env.", "logger."),
-)
+FIGURES = ("seeds", "IQM", "95 % interval", "env steps/s")  # of a group
 _MOST_VERDICTS = 5
 _MOST_NAMES = 5  # in one line
 
@@ -61,7 +63,7 @@ def grouped(runs: Sequence[RunData], metric: str, by: Sequence[str] = ()) -> lis
         if key not in known:
             hint = did_you_mean(key, known)
             raise ComparisonError(f"--by {key}: not a config key of these runs{hint}")
-    keys = list(by) or [k for k in differing_keys(configs) if not k.startswith(_NOT_COMPARED)]
+    keys = list(by) or list(filter(is_compared, differing_keys(configs)))
     names = short_names(keys)
     members: dict[str, list[RunData]] = {}
     for run in runs:
@@ -90,7 +92,7 @@ def _independent(runs: Sequence[RunData]) -> tuple[list[list[RunData]], list[Run
 
 
 def _learning_settings(run: RunData) -> dict[str, Any]:
-    return {key: v for key, v in run.config.items() if not key.startswith(_NOT_COMPARED)}
+    return {key: value for key, value in run.config.items() if is_compared(key)}
 
 
 def _rank(group: Group, metric: str) -> float:
@@ -153,47 +155,48 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def runs_table(groups: Sequence[Group], width: int) -> tuple[Table, list[str]]:
-    """A row per run with the config keys that differ, and the columns that did not fit."""
+    """A row per run, with the keys that differ within groups, and the columns that did not fit."""
     rows = [(group.name, run) for group in groups for run in group.runs]
     rows += [(f"{group.name}, repeat", run) for group in groups for run in group.repeats]
     runs = [run for _, run in rows]
-    keys = differing_keys([run.config for run in runs])
-    names = short_names(keys)
+    keys = dict.fromkeys(
+        key
+        for group in groups
+        for key in differing_keys([run.config for run in (*group.runs, *group.repeats)])
+    )
     evals = [run.curve(EVAL_RETURN)[1] for run in runs]
     needed = {
         "run": [str(run.run.path) for run in runs],
         "group": [name for name, _ in rows],
-        "status": [str(run.summary.get("status", "unknown")) for run in runs],
     }
-    figures = {
-        "env steps": [f"{run.env_steps:,}" for run in runs],
-        "mean(100)": [_shown(run.final(MEAN_RETURN)) for run in runs],
-        "best eval": [_shown(max(values, default=np.nan)) for values in evals],
+    extra = {
+        "seed": [shown_value(run.config, "seed") for run in runs],
+        "status": [str(run.summary.get("status", "unknown")) for run in runs],
         "last eval": [_shown(run.final(EVAL_RETURN)) for run in runs],
+        "env steps": [f"{run.env_steps:,}" for run in runs],
+        "best eval": [_shown(max(values, default=np.nan)) for values in evals],
+        "mean(100)": [_shown(run.final(MEAN_RETURN)) for run in runs],
         "seconds": [str(run.summary.get("seconds", "-")) for run in runs],
     }
-    extra = {names[key]: [shown_value(run.config, key) for run in runs] for key in keys}
-    return fitted(needed, extra, figures, width)
+    for key, name in short_names([key for key in keys if key != "seed"]).items():
+        extra.setdefault(name, [shown_value(run.config, key) for run in runs])
+    return fitted(needed, extra, width)
 
 
 def groups_table(groups: Sequence[Group], metric: str) -> Table:
-    """A row per group: the interquartile mean over its seeds, with its interval."""
+    """A row per group: the interquartile mean (IQM) over its seeds, with its interval."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("group")
     table.add_column("settings", overflow="fold")
-    for title in figure_titles(metric):
-        table.add_column(title, justify="right")
+    for column in FIGURES:
+        table.add_column(column, justify="right")
     for group in groups:
         table.add_row(group.name, escape(group.label), *figures(group, metric))
     return table
 
 
-def figure_titles(metric: str) -> list[str]:
-    return ["seeds", f"{metric}, IQM", "95 % interval", "env steps/s"]
-
-
 def figures(group: Group, metric: str) -> list[str]:
-    """The number of seeds, the interquartile mean, its interval, and env steps per second."""
+    """The texts of ``FIGURES``."""
     finals = group.finals(metric)
     value, low, high = with_interval(finals) if len(finals) else [np.array(np.nan)] * 3
     interval = f"{low:.1f} to {high:.1f}" if np.isfinite(low) else "-"

@@ -81,13 +81,16 @@ def runs_table(runs: Sequence[RunInfo], width: int) -> tuple[Table, list[str]]:
     times = ["-" if each is None else each.isoformat(" ", "minutes") for each in started]
     facts = [info.summary for info in runs]
     steps, means = ([each.get(key) for each in facts] for key in ("env_steps", "mean_reward"))
-    right = {
-        "env steps": [f"{each:,}" if isinstance(each, int) else "-" for each in steps],
-        "return": [f"{each:.1f}" if isinstance(each, float) else "-" for each in means],
+    needed = {
+        "run": [str(info.run.path) for info in runs],
         "status": [info.status for info in runs],
     }
-    left = {"run": [str(info.run.path) for info in runs]}
-    return fitted(left, {**settings, "started": times}, right, width)
+    figures = {
+        "env steps": [f"{each:,}" if isinstance(each, int) else "-" for each in steps],
+        "return": [f"{each:.1f}" if isinstance(each, float) else "-" for each in means],
+    }
+    extra = {"seed": settings.pop("seed"), **figures, **settings, "started": times}
+    return fitted(needed, extra, width)
 
 
 def _config(run: RunFolder) -> dict[str, Any]:

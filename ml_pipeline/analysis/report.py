@@ -17,8 +17,8 @@ import numpy as np
 
 from ml_pipeline.analysis.charts import MOST_GROUPS, Chart, make_charts
 from ml_pipeline.analysis.compare import (
+    FIGURES,
     Group,
-    figure_titles,
     figures,
     remarks,
     verdicts,
@@ -170,7 +170,7 @@ def _page(folder: Path, groups: Sequence[Group], metric: str, charts: Sequence[C
         metric=html.escape(metric),
         verdicts=f"<ul>{items}</ul>" if items else "",
         groups=_table(
-            ["group", *groups[0].settings, *figure_titles(metric)],
+            ["group", *groups[0].settings, *FIGURES],
             [[g.name, *g.settings.values(), *figures(g, metric)] for g in groups],
         ),
         charts="\n".join(map(_section, charts)),
@@ -257,7 +257,8 @@ th, td {{ text-align: left; padding: 0.25rem 0.9rem 0.25rem 0; border-bottom: 1p
 </head>
 <body>
 <h1>{env}</h1>
-<p class="when">{runs_in_groups}, compared by {metric} on {when}</p>
+<p class="when">{runs_in_groups}, compared by the final {metric} on {when}.
+IQM is the interquartile mean over the seeds.</p>
 {verdicts}
 {groups}
 <div class="charts">

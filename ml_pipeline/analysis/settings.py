@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+# The seed, over which a group averages, and keys that have no effect on learning.
+_NOT_COMPARED = (
+    *("seed", "device", "resume", "trust"),
+    *("objective", "best_metric", "vec_env.", "logger."),
+)
 _TARGET = "._target_"
 _MOST_CHARACTERS = 30  # of a value
 _GAP = 2  # between columns
@@ -26,10 +32,16 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
+def is_compared(key: str) -> bool:
+    """Whether a key can affect learning; false for the seed, too."""
+    return not key.startswith(_NOT_COMPARED)
+
+
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys whose values differ between flat configs, in the order of the configs."""
+    """Keys whose values differ between flat configs: the seed, then those that affect learning."""
     keys = dict.fromkeys(key for config in configs for key in config)
-    return [key for key in keys if any(c.get(key) != configs[0].get(key) for c in configs)]
+    differing = [key for key in keys if any(c.get(key) != configs[0].get(key) for c in configs)]
+    return sorted(differing, key=lambda key: (key != "seed", not is_compared(key)))
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -60,21 +72,20 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def fitted(left: Columns, extra: Columns, right: Columns, width: int) -> tuple[Table, list[str]]:
+def fitted(needed: Columns, extra: Columns, width: int) -> tuple[Table, list[str]]:
     """A table with the extra columns that fit into ``width``, and the titles of the others."""
-    taken = sum(map(_width, (*left.items(), *right.items())))
+    taken = sum(map(_width, needed.items())) - _GAP
     fitting = {}
     for title, cells in extra.items():
         wide = _width((title, cells))
-        if taken + wide - _GAP <= width:
+        if taken + wide <= width:
             fitting[title] = cells
             taken += wide
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in (*left, *fitting):
-        table.add_column(title, overflow="fold")
-    for title in right:
-        table.add_column(title, justify="right", overflow="fold")
-    for row in zip(*left.values(), *fitting.values(), *right.values(), strict=True):
+    for title, cells in (*needed.items(), *fitting.items()):
+        is_number = all(re.fullmatch(r"[\d.,e+-]+", cell) for cell in cells)
+        table.add_column(title, overflow="fold", justify="right" if is_number else "left")
+    for row in zip(*needed.values(), *fitting.values(), strict=True):
         table.add_row(*map(escape, row))
     return table, [title for title in extra if title not in fitting]
 

@@ -6,6 +6,7 @@ import csv
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,12 @@ from conftest import small
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.analysis.compare import Group, grouped, remarks, runs_table, verdicts
-from ml_pipeline.analysis.run_data import RunData, chosen_metric
+from ml_pipeline.analysis.run_data import ComparisonError, RunData, chosen_metric
 from ml_pipeline.analysis.wandb_runs import WandbError, download
 from ml_pipeline.build import train
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.sweeps import JobNote
 
 pytestmark = pytest.mark.xdist_group("compare")  # the runs are trained once
 
@@ -166,15 +168,18 @@ def test_verdicts_compare_the_best_group_with_the_next_five() -> None:
     assert few.startswith("fewer than 5 seeds, too few to claim a difference: A;")
 
 
-def test_columns_that_do_not_fit_are_named() -> None:
-    configs = [{"agent.gamma": n / 10, "n_envs": n, "seed": n} for n in (1, 2)]
+def test_runs_table_shows_what_differs_within_groups_and_names_what_does_not_fit() -> None:
+    configs = [{"agent.gamma": n, "seed": s, "device": f"cuda:{s}"} for n in (1, 2) for s in (1, 2)]
     groups = grouped([run_data(config) for config in configs], EVAL_RETURN)
 
-    table, hidden = runs_table(groups, width=88)
-
-    assert [str(column.header) for column in table.columns][2:5] == ["status", "gamma", "seed"]
-    assert hidden == ["n_envs"]
-    assert runs_table(groups, width=250)[1] == []
+    table, hidden = runs_table(groups, width=250)
+    titles = [str(column.header) for column in table.columns]
+    assert titles[:4] == ["run", "group", "seed", "status"]
+    assert titles[-1] == "device"
+    assert "gamma" not in titles  # the table of the groups has it
+    assert hidden == []
+    assert runs_table(groups, width=81)[1] == ["device"]
+    assert runs_table(groups, width=79)[1] == ["seconds", "device"]
 
 
 def test_speed_and_time_count_all_rows() -> None:
@@ -212,16 +217,15 @@ def run(runs: dict[str, str], here: Path) -> str:
     return runs["run"]
 
 
-def test_tables_show_the_differing_keys_and_the_supported_claims(
+def test_tables_show_runs_groups_and_the_supported_claims(
     run: str, runs: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", run, runs["second"], "--report", "report"]) == 0
 
-    header, *lines, _, groups, first, second, few, report = capsys.readouterr().out.splitlines()
-    assert "gamma" in header
-    assert "clip_range" not in header
-    assert sorted(line.split()[3] for line in lines) == ["0.9", "0.99"]
-    assert f"{EVAL_RETURN}, IQM" in groups
+    header, *lines, _, title, _, first, second, few, report = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["run", "group", "seed"]
+    assert [line.split()[1:3] for line in lines] == [["A", "1"], ["B", "1"]]
+    assert title == f"final {EVAL_RETURN}, interquartile mean (IQM) over the seeds:"
     assert [first.split()[0], second.split()[0]] == ["A", "B"]
     assert sorted([first.split()[1], second.split()[1]]) == ["gamma=0.9", "gamma=0.99"]
     assert few.startswith("fewer than 5 seeds, too few to claim a difference: A, B;")
@@ -240,6 +244,79 @@ def test_folder_given_twice_through_a_link_counts_once(
     assert line in lines
     assert "one seed: an interval needs at least two" in lines
     assert line in Path("report/report.html").read_text()
+
+
+def local(runs: dict[str, str]) -> list[str]:
+    """Copies of two runs at the relative paths that a sweep and a study record."""
+    paths = [f"runs/CartPole-v1/{name}" for name in ("run", "second")]
+    for path in paths:
+        shutil.copytree(runs[Path(path).name], path)
+    return paths
+
+
+def record_sweep(run_dirs: list[str]) -> str:
+    """The records of jobs: one for each run, and one that failed before it had a folder."""
+    folder = Path("runs/sweeps/2026-11-15_12-00-00")
+    for number, path in enumerate(run_dirs):
+        note = JobNote(folder, number, [])
+        note.started(path)
+        note.finished(1.0)
+    failed = JobNote(folder, len(run_dirs), [])
+    failed.started("runs/CartPole-v1/none")
+    failed.failed(ComparisonError("no such env"))
+    return str(folder)
+
+
+def record_study(run_dirs: list[str]) -> str:
+    optuna = pytest.importorskip("optuna", reason="needs the extra: pip install -e '.[study]'")
+    from ml_pipeline.study.folder import StudyFolder, StudySettings
+
+    study = StudyFolder("mine")
+    study.make()
+    study.write(StudySettings([], {}, 3, 1, EVAL_RETURN))
+    for path in run_dirs:
+        trial = optuna.trial.create_trial(value=1.0, user_attrs={"run_dir": path})
+        study.study().add_trial(trial)
+    study.study().add_trial(optuna.trial.create_trial(value=1.0))  # a trial that has no folder yet
+    return str(study.path)
+
+
+@pytest.mark.parametrize("record", [record_sweep, record_study])
+def test_folder_of_a_sweep_or_a_study_stands_for_its_runs(
+    runs: dict[str, str],
+    here: Path,
+    record: Callable[[list[str]], str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    paths = local(runs)
+    folder = record(paths)
+
+    assert main(["compare", folder, "--report", "report"]) == 0
+
+    printed = capsys.readouterr()
+    shown = [line.split()[0] for line in printed.out.splitlines() if line.startswith("runs/")]
+    assert sorted(shown) == paths
+    assert "gamma=0.99" in printed.out
+    missing = ["left out: runs/CartPole-v1/none is not a run folder: it does not exist"]
+    lines = [line.replace(f"{here}/", "") for line in printed.err.splitlines()]
+    assert lines == (missing if record is record_sweep else [])
+
+
+def test_sweep_is_found_from_another_folder_and_a_study_is_refused(
+    runs: dict[str, str],
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paths = local(runs)
+    sweep, study = record_sweep(paths), record_study(paths)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+
+    assert main(["compare", f"../{sweep}", "--report", "report"]) == 0
+    assert str(here / paths[0]) in capsys.readouterr().out
+    assert main(["compare", f"../{study}"]) == 1
+    assert "not in studies/ here; change to the folder that has it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -321,6 +398,6 @@ def test_wandb_runs_are_downloaded_into_folders_that_compare_reads(
 
     assert main(["compare", run, "wandb:me/mine", "--report", "report"]) == 0
 
-    assert re.search(r"runs/wandb/mine/abc +A, repeat +finished", capsys.readouterr().out)
+    assert re.search(r"runs/wandb/mine/abc +A, repeat +1 +finished", capsys.readouterr().out)
     with pytest.raises(WandbError, match="wandb:me/other has no runs"):
         download("wandb:me/other")

@@ -47,11 +47,10 @@ def test_runs_are_listed_with_their_status(
         assert main(["runs"]) == 0
 
     header, *rows = capsys.readouterr().out.splitlines()
-    assert " ".join(header.split()) == "run seed started env steps return status"
+    assert " ".join(header.split()) == "run status seed env steps return started"
     assert [row.split()[0] for row in rows] == [str(run.path) for run in runs]
-    assert [row.split()[1] for row in rows] == ["1"] * 3
-    assert [row.split()[4] for row in rows] == ["64"] * 3
-    assert [row.split()[6] for row in rows] == ["finished", "died", "running"]
+    assert [row.split()[1] for row in rows] == ["finished", "died", "running"]
+    assert [row.split()[2:4] for row in rows] == [["1", "64"]] * 3
 
 
 def change(run: RunFolder, **facts: Any) -> None:
@@ -66,15 +65,15 @@ def test_keys_that_differ_are_columns_as_far_as_they_fit(runs: list[RunFolder]) 
 
     table, hidden = runs_table(found, width=250)
     cells = {str(column.header): list(column.cells) for column in table.columns}
-    assert list(cells)[1:5] == ["seed", "n_envs", "precision", "started"]
+    assert list(cells)[5:] == ["n_envs", "precision", "started"]
     assert cells["seed"] == ["1", "7", "1"]
     assert cells["n_envs"] == ["4", "2", "2"]
     assert cells["precision"] == ["bf16", "float32", "float32"]
     assert hidden == []
 
-    # "runs/CartPole-v1/a" 18, seed 4, env steps 9, return 6, status 8, and n_envs 6, with gaps.
+    # "runs/CartPole-v1/a" 18, "finished" 8, seed 4, env steps 9, return 6, n_envs 6, with gaps.
     table, hidden = runs_table(found, width=61)
-    assert [str(column.header) for column in table.columns][1:3] == ["seed", "n_envs"]
+    assert [str(column.header) for column in table.columns][5:] == ["n_envs"]
     assert hidden == ["precision", "started"]
 
 
@@ -108,7 +107,7 @@ def test_runs_are_sorted_by_start_and_shown_in_local_time(
     assert main(["runs"]) == 0
 
     rows = capsys.readouterr().out.splitlines()[1:]
-    assert [" ".join(row.split()[2:4]) for row in rows] == [
+    assert [" ".join(row.split()[5:7]) for row in rows] == [
         *("2026-01-02 01:00-05:00", "2026-01-02 02:00-05:00", "2026-01-02 03:30-05:00"),
     ]
     assert [row.split()[0][-1] for row in rows] == ["c", "a", "b"]

@@ -19,6 +19,13 @@ def test_differing_keys_include_a_key_that_one_config_lacks() -> None:
     assert differing_keys([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}]) == ["b", "c"]
 
 
+def test_seed_is_the_first_key_and_keys_without_effect_on_learning_are_last() -> None:
+    keys = ["n_envs", "seed", "device", "vec_env.mode", "agent.gamma"]
+    configs = [dict.fromkeys(keys, value) for value in (1, 2)]
+
+    assert differing_keys(configs) == ["seed", "n_envs", "agent.gamma", "device", "vec_env.mode"]
+
+
 def test_short_name_is_the_last_part_of_a_key_if_no_other_key_has_it() -> None:
     keys = ["seed", "agent.gamma", "network._target_", "env.kwargs.size", "network.size"]
 
@@ -50,11 +57,12 @@ def test_class_is_shown_without_its_module_and_a_missing_key_as_a_dash() -> None
 
 
 def test_extra_columns_fill_the_width_exactly() -> None:
-    left, right = {"run": ["12345"]}, {"steps": ["1"]}
-    extra = {"a": ["123"], "long": ["1234567"], "b": ["1"]}
+    needed = {"run": ["a/b/c"]}
+    extra = {"a": ["123"], "long": ["1234567"], "b": ["x"]}
 
-    # 5 + 5 characters, and each column adds 2 for the gap: a takes 5, long 9, b 3.
-    for width, hidden in ((12, ["a", "long", "b"]), (17, ["long", "b"]), (20, ["long"]), (29, [])):
-        table, others = fitted(left, extra, right, width)
+    # 5 characters, and each further column has a gap of 2: a takes 5, long 9, b 3.
+    for width, hidden in ((5, ["a", "long", "b"]), (10, ["long", "b"]), (13, ["long"]), (22, [])):
+        table, others = fitted(needed, extra, width)
         assert others == hidden
-        assert len(table.columns) == 5 - len(hidden)
+        assert len(table.columns) == 4 - len(hidden)
+    assert [column.justify for column in table.columns] == ["left", "right", "right", "left"]
