@@ -266,7 +266,8 @@ def update_and_act(name: str, size: int, *, fast: bool) -> tuple[float, float]:
     }[name]
     space = spaces.Box(-1, 1, (n_obs,), np.float32)
     cpu = torch.device("cpu")
-    agent = PPOAgent(space, action_space, MLP, PPOConfig(), device=cpu, seed=1, fast=fast)
+    config = PPOConfig(fast="auto" if fast else "off")
+    agent = PPOAgent(space, action_space, MLP, config, device=cpu, seed=1)
     generator = torch.Generator().manual_seed(1)
     obs, advantage = (torch.randn(size, n, generator=generator) for n in (n_obs, 1))
     inputs, few = (PolicyInput(each, None, None, None) for each in (obs, obs[:8]))

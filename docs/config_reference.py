@@ -57,15 +57,18 @@ def section(prefix: str, kind: type[Any], file: str, title: str) -> str:
     comment_of = comments(CONF / file)
     lines = [f"\n## {title}\n", "| key | type | default | comment |", "|---|---|---|---|"]
     for field in dataclasses.fields(kind):
-        if field.default is dataclasses.MISSING and field.default_factory is not dict:
+        made = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if made else field.default  # type: ignore[misc]
+        if dataclasses.is_dataclass(default) or default is dataclasses.MISSING:
             continue  # a config group, shown in its own section
         if field.name == "agent":
             continue  # likewise
-        default = "{}" if field.default is dataclasses.MISSING else shown(field.default)
+        if isinstance(default, dict) and "_target_" in default:
+            default = default["_target_"]
         type_name = re.sub(r"Optional\[(.+)\]", r"\1 or null", str(field.type))
         type_name = {"Any": "int or auto"}.get(type_name, type_name)
         comment = comment_of.get(field.name, "").replace("|", "\\|")
-        lines.append(f"| `{prefix}{field.name}` | {type_name} | {default} | {comment} |")
+        lines.append(f"| `{prefix}{field.name}` | {type_name} | {shown(default)} | {comment} |")
     return "\n".join(lines)
 
 

@@ -35,6 +35,7 @@ from ml_pipeline.runs.record import Record
 from ml_pipeline.runs.resuming import resume_episodes, save_latest, sweep_litter
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.signals import Interrupted, StopSignals
+from ml_pipeline.training.checks import BadValueError
 from ml_pipeline.training.loop import Loop
 from ml_pipeline.training.out_of_memory import memory_explained
 
@@ -125,14 +126,11 @@ def run(
 
 
 def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> None:
-    """Train to the end; a stop signal leaves a checkpoint of the last complete iteration.
-
-    So does a failing env: it fails during a rollout, before any weight changes.
-    """
+    """Train to the end; a stop signal or a failing env leaves the last complete iteration saved."""
     try:
         with record.timed():
             loop.train(plan.config.wanted_steps)
-    except (Interrupted, WorkerError) as error:
+    except (Interrupted, WorkerError, BadValueError) as error:
         if isinstance(error, Interrupted) or loop.env_steps > plan.first_step:
             with signals.shielded():
                 save_latest(plan.run, loop)

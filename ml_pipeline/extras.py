@@ -17,6 +17,7 @@ _EXTRAS = {
     "plots": ("matplotlib", "plotly"),
     "look": ("moviepy", "tensorboard", "trackio"),
     "export": ("onnx", "onnxruntime", "onnxscript"),
+    "serve": ("httptools", "uvicorn"),
 }
 
 # The first package whose name is a word of the import error wins.

@@ -85,7 +85,8 @@ def check_arguments(target: Any, arguments: Mapping[str, Any], *, key: str, give
     ``given`` positional arguments come from the caller, such as the env of a wrapper.
     """
     signature = inspect.signature(target)
-    parameters = list(signature.parameters.values())[given:]
+    every = list(signature.parameters.values())
+    parameters = [each for each in every if each.kind is each.KEYWORD_ONLY or each in every[given:]]
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = [parameter.name for parameter in parameters]
     for name in arguments:

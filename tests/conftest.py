@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gc
+import json
+import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vec_envs import forked
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TESTS = Path(__file__).resolve().parent
 
 Door = Callable[..., "subprocess.CompletedProcess[str]"]
+Make = Callable[..., Any]  # takes the arguments of ParallelEnv
+Capture = pytest.CaptureFixture[str]
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def pytest_configure() -> None:
@@ -57,27 +65,97 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def leaves_no_child() -> Iterator[None]:
+    """Check the test for leftover child processes."""
+    yield
+    if multiprocessing.active_children():
+        gc.collect()  # an env that was not closed ends its workers when it is collected
+    assert not multiprocessing.active_children()
+
+
+@pytest.fixture
+def way() -> Make:
+    """How ``make`` runs envs: in forked workers, unless a test or module chooses another way."""
+    return forked
+
+
+@pytest.fixture
+def make(way: Make) -> Iterator[Make]:
+    """Makes vector envs, and closes them after the test."""
+    with contextlib.ExitStack() as made:
+        yield lambda *args, **options: made.enter_context(contextlib.closing(way(*args, **options)))
+
+
+@pytest.fixture
+def start(make: Make) -> Make:
+    """Makes vector envs and resets them, and closes them after the test."""
+
+    def made_and_reset(*args: Any, **options: Any) -> Any:
+        env = make(*args, **options)
+        env.reset()
+        return env
+
+    return made_and_reset
+
+
 def door_command(*arguments: str) -> list[str]:
     return [sys.executable, str(REPOSITORY / "train_ppo.py"), *arguments]
+
+
+def call(
+    *command: str | Path, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command and wait for it."""
+    # W&B's own variables lead to the W&B service of this process.
+    inherited = {name: value for name, value in os.environ.items() if "WANDB" not in name}
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 @pytest.fixture
 def door(here: Path) -> Door:
     """``door("n_envs=2")`` runs train_ppo.py in a new process and waits for it."""
+    return lambda *arguments, **environment: call(
+        *door_command(*arguments), cwd=here, **environment
+    )
 
-    def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+
+@pytest.fixture
+def started(here: Path) -> Iterator[Start]:
+    """``started("n_envs=2")`` runs train_ppo.py in the background until the test ends."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
             door_command(*arguments),
             cwd=here,
-            # W&B's own variables lead to the W&B service of this process.
-            env={**{k: v for k, v in os.environ.items() if "WANDB" not in k}, **environment},
-            capture_output=True,
+            env={**os.environ, "PYTHONPATH": str(TESTS)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=100,
-            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # its own process group, so that a test can signal all of it
         )
+        processes.append(process)
+        return process
 
-    return call
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def await_line(process: subprocess.Popen[str], beginning: str) -> None:
+    """Read the output of a process up to the first line that begins so."""
+    assert process.stdout is not None
+    assert any(line.startswith(beginning) for line in process.stdout), "the process has ended"
 
 
 def read_rows(run_dir: Path) -> list[dict[str, str]]:
@@ -88,6 +166,27 @@ def read_rows(run_dir: Path) -> list[dict[str, str]]:
         {k: v for k, v in row.items() if not k.startswith(("time/", "workers/", "gpu/"))}
         for row in rows
     ]
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((run_dir / "summary.json").read_text()))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def error_line(capsys: Capture) -> str:
+    """The only line that a command has printed to stderr."""
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+class Trap:
+    """Leaves a file behind when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("sprung").absolute(),)
 
 
 def only_run(folder: Path) -> Path:
@@ -110,6 +209,27 @@ def small(**more: Any) -> list[str]:
     }
     names = {name.replace("__", "."): value for name, value in more.items()}
     return [f"{name}={value}" for name, value in {**settings, **names}.items()]
+
+
+@pytest.fixture(scope="session")
+def _template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of ``finished_run``; copied, never changed."""
+    from ml_pipeline.build import train  # imports torch, which many tests do not need
+
+    folder = tmp_path_factory.mktemp("template")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+        train([*small(), "vec_env=serial"])
+    return folder
+
+
+@pytest.fixture
+def finished_run(_template: Path, here: Path, config_home: Path) -> Path:
+    """A run of 64 env steps by this user, with both checkpoints and its envs."""
+    shutil.copytree(_template / "runs", here / "runs")
+    shutil.copytree(_template / "config", config_home, dirs_exist_ok=True)
+    return only_run(here)
 
 
 def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
@@ -140,14 +260,24 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def old_python() -> str | None:
+def children_of(pid: int) -> list[int]:
+    if not Path("/proc").exists():
+        pytest.skip("finds processes in /proc")
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has ended since
+            if stat.read_text().rpartition(")")[2].split()[1] == str(pid):
+                children.append(int(stat.parent.name))
+    return children
+
+
+@pytest.fixture(scope="session")
+def old_python() -> str:
     """A Python below 3.10 that works; pyenv leaves stubs that do not."""
     for version in ("3.9", "3.8", "3.7"):
         managed = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
         for name in (f"python{version}", *map(str, managed)):
-            try:
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):
                 subprocess.run([name, "-c", ""], check=True, capture_output=True)
-            except (OSError, subprocess.CalledProcessError):
-                continue
-            return name
-    return None
+                return name
+    pytest.skip("no Python older than 3.10 on this machine")

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from gymnasium import spaces
+from small_agents import agent_for
 from torch import Tensor
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.protocols import Minibatch, PolicyInput, Rates, UpdateResult
 from ml_pipeline.training.tensor.returns import RolloutOutcome, gae_step_by_step
 
@@ -84,7 +84,6 @@ class Pair:
     """Two agents with the same weights, one of them with a fast backend, and a rollout."""
 
     def __init__(self, case: Case, backend: str, device: torch.device, precision: str) -> None:
-        self.config = PPOConfig(n_minibatches=2, **case.options)
         generator = torch.Generator().manual_seed(0)
 
         def drawn(*shape: int) -> Tensor:
@@ -97,13 +96,14 @@ class Pair:
 
         n_rows = case.n_rows
         self.obs = 2.0 * drawn(n_rows, case.n_obs) + 1.0
-        self.plain = self._agent(case, device, fast=False)
-        self.fast = self._agent(case, device, fast=backend == "numpy", precision=precision)
+        self.plain = self._agent(case, device)
+        self.plain.fast = None
+        self.fast = self._agent(case, device, precision=precision)
         if backend == "triton":
             from ml_pipeline.agents.fast.triton_ppo import TritonPPO
 
             assert TritonPPO.covers(self.fast.model)
-            self.fast.backend = TritonPPO(self.fast.backend)  # type: ignore[arg-type]
+            self.fast.fast = TritonPPO(self.fast.plain)
         assert backend in type(self.fast.backend).__name__.lower()
         mask = None
         if case.is_masked:
@@ -121,15 +121,15 @@ class Pair:
             3.0 * drawn(n_rows) + 1.0,
             drawn(n_rows),
         )
-        self.order = torch.randperm(n_rows, generator=generator).to(device)
+        order = torch.randperm(n_rows, generator=generator).to(device)
+        self.order = order.view(2, -1)
         self.rates = Rates(*torch.tensor(RATES, device=device).unbind())
 
     def _agent(self, case: Case, device: torch.device, **more: Any) -> PPOAgent:
         obs_space = spaces.Box(-np.inf, np.inf, (case.n_obs,), np.float32)
         network = partial(MLP, hidden_sizes=case.hidden_sizes, activation=case.activation)
-        agent = PPOAgent(
-            obs_space, case.action_space, network, self.config, device=device, seed=1, **more
-        )
+        options = {"n_minibatches": 2, **case.options, **more}
+        agent = agent_for(obs_space, case.action_space, network, device=device, **options)
         agent.model.policy_head.weight.data.mul_(100.0)  # the actions now differ in probability
         if isinstance(case.action_space, spaces.Box):
             agent.distribution.log_std.data.copy_(torch.tensor([-0.3, 0.1, 0.0]))
@@ -193,7 +193,7 @@ def broken_differences(
     """
     skipping = case._replace(options={**case.options, "on_nonfinite": "skip"})
     pair = Pair(skipping, backend, device, "float32")
-    plain, fast, row = pair.plain, pair.fast, pair.order[3]
+    plain, fast, row = pair.plain, pair.fast, pair.order[0, 3]
     broken = pair.rollout
     if field == "obs":
         pair.obs[row] = torch.nan

@@ -37,13 +37,6 @@ class PrintingEnv(CountingEnv):
         return super().step(action)
 
 
-class OddError(Exception):
-    """Can be pickled, but not unpickled: its constructor takes two arguments."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(f"{first}{second}")
-
-
 class CodedError(Exception):
     def __init__(self, code: int) -> None:
         super().__init__(f"code {code}")
@@ -51,45 +44,6 @@ class CodedError(Exception):
 
     def __reduce__(self) -> Any:
         return CodedError, (self.code,)
-
-
-class RaisingEnv(CountingEnv):
-    """Raises ``kind(*arguments)`` in its first step."""
-
-    def __init__(self, kind: Any, arguments: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.kind = kind
-        self.arguments = arguments
-
-    def step(self, action: Any) -> Any:
-        raise self.kind(*self.arguments)
-
-
-class OneWay:
-    """Can be pickled, but not unpickled."""
-
-    def __reduce__(self) -> Any:
-        return (_refuse, ())
-
-
-def _refuse() -> None:
-    raise ValueError("one way only")
-
-
-class UnpicklableEnv(CountingEnv):
-    def gift(self) -> OneWay:
-        return OneWay()
-
-
-class BigInfoEnv(CountingEnv):
-    """Infos of half a megabyte in every step."""
-
-    def __init__(self) -> None:
-        super().__init__(length=10**9)
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        obs, reward, terminated, truncated, _ = super().step(action)
-        return obs, reward, terminated, truncated, {"bulk": bytes(500_000)}
 
 
 class GatedEnv(CountingEnv):
@@ -108,9 +62,7 @@ class GatedEnv(CountingEnv):
 class InterruptingEnv(CountingEnv):
     """Its first step interrupts the parent, as Ctrl-C would, and takes another half second."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_interrupted = False
+    has_interrupted = False
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if not self.has_interrupted:
@@ -123,16 +75,17 @@ class InterruptingEnv(CountingEnv):
 class BulkyEnv(CountingEnv):
     """Infos larger than a socket buffer; ``close`` writes the file ``closed``."""
 
-    def __init__(self, closed: Any) -> None:
-        super().__init__()
+    def __init__(self, closed: Path | None = None, n_bytes: int = 4_000_000) -> None:
+        super().__init__(length=10**9)
         self.closed = closed
+        self.n_bytes = n_bytes
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        obs, reward, terminated, truncated, _ = super().step(action)
-        return obs, reward, terminated, truncated, {"bulk": bytes(4_000_000)}
+        return *super().step(action)[:4], {"bulk": bytes(self.n_bytes)}
 
     def close(self) -> None:
-        self.closed.write_text("yes")
+        if self.closed is not None:
+            self.closed.write_text("yes")
 
 
 class RegularEnv(NoisyEnv):
@@ -179,11 +132,6 @@ class WorkerModules(CountingEnv):
         return os.getpid()
 
 
-def faulty_factory(fault: str, is_culprit: bool) -> gym.Env[Any, Any]:
-    if is_culprit:
-        misbehave(fault)
+def faulty_factory(fault: str) -> gym.Env[Any, Any]:
+    misbehave(fault)
     return CountingEnv()
-
-
-def make_broken() -> gym.Env[Any, Any]:
-    raise OSError("the simulator is not installed")

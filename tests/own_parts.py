@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.protocols import Callback, Metrics, Trainer
-from ml_pipeline.signals import Interrupted
 
 
 class Wide(nn.Module):
-    def __init__(self, observation_space: gym.Space[Any], width: int) -> None:
+    def __init__(self, observation_space: gym.Space[Any], width: int = 8) -> None:
         super().__init__()
         self.layer = nn.Linear(observation_space.shape[0], width)
         self.out_features = width
@@ -86,11 +85,6 @@ class CountChildren(Callback):
             file.write(f"{len(multiprocessing.active_children())}\n")
 
 
-class InterruptAtStart(Callback):
-    def on_train_start(self, loop: Trainer) -> None:
-        raise Interrupted(2)
-
-
 class FileLogger:
     """Writes the steps that it logs, the seed and the sweep to a file."""
 
@@ -112,13 +106,13 @@ class WrongSize(Wide):
     """Has fewer outputs than ``out_features`` says."""
 
     def __init__(self, observation_space: gym.Space[Any]) -> None:
-        super().__init__(observation_space, width=8)
+        super().__init__(observation_space)
         self.out_features = 9
 
 
 class Lazy(Wide):
     def __init__(self, observation_space: gym.Space[Any]) -> None:
-        super().__init__(observation_space, width=8)
+        super().__init__(observation_space)
         self.layer = nn.LazyLinear(8)
 
 
@@ -137,66 +131,53 @@ class OneAtATime(Wide):
         return self.layer(obs.view(1, -1))
 
 
-class LateMask(gym.Env[Any, Any]):
-    """Returns a mask from ``step``, but not from ``reset``."""
-
-    observation_space = gym.spaces.Box(-1, 1, (2,))
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, False, {"action_mask": np.ones(2)}
-
-
-class Unpicklable(CountingEnv):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stream = (i for i in ())
-
-
-class NoInfo(LateMask):
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, False, None
-
-
-class OldApi(gym.Env[Any, Any]):
-    """``step`` returns four values, as in Gym before 0.26."""
-
-    observation_space = gym.spaces.Box(-1, 1, (2,))
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, {}
-
-
-class CountingCalls(nn.Module):
+class CountingCalls(Wide):
     """Returns a different result at each call; a graph would repeat the first one."""
 
-    def __init__(self, observation_space: gym.Space[Any]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(observation_space.shape[0], 4)
-        self.out_features = 4
-        self.n_calls = 0
+    n_calls = 0
 
     def forward(self, obs: Tensor) -> Tensor:
         self.n_calls += 1
         return self.layer(obs) + self.n_calls
 
 
-class Deciding(CountingCalls):
+class Deciding(Wide):
     """Branches on the data, which a graph cannot do."""
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.layer(obs) if float(obs.sum()) > 0 else -self.layer(obs)
 
 
-class ByLength(CountingCalls):
+class ByLength(Wide):
     """Uses len(obs), which the faster export method treats as a constant."""
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.layer(obs.reshape(len(obs), -1))
+
+
+class LateMask(CountingEnv):
+    """Returns a mask from ``step``, but not from ``reset``."""
+
+    def step(self, action: Any) -> Any:
+        *others, _ = super().step(action)
+        return *others, {"action_mask": np.ones(2)}
+
+
+class NoInfo(CountingEnv):
+    def step(self, action: Any) -> Any:
+        *others, _ = super().step(action)
+        return *others, None
+
+
+class OldApi(CountingEnv):
+    """``step`` returns four values, as in Gym before 0.26."""
+
+    def step(self, action: Any) -> Any:
+        obs, reward, done, _, info = super().step(action)
+        return obs, reward, done, info
+
+
+class Unpicklable(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (i for i in ())

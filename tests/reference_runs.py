@@ -9,20 +9,16 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-import os
-import signal
 import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from conftest import TESTS, door_command, only_run, wait_until
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-FOLDER = REPOSITORY / "tests" / "fixtures" / "reference"
+FOLDER = TESTS / "fixtures" / "reference"
 
 _SMALL = ["agent.n_steps=32", "agent.n_minibatches=4", "agent.n_epochs=3", "n_envs=4"]
 _EVERY = ["callbacks.evaluation.eval_every_steps=512", "callbacks.evaluation.n_episodes=2"]
@@ -65,12 +61,12 @@ def overrides(name: str) -> list[str]:
 
 def train(name: str, folder: Path) -> list[dict[str, str]]:
     """Train a reference run in ``folder``; returns the rows of its metrics.csv."""
-    command = [sys.executable, str(REPOSITORY / "train_ppo.py"), *overrides(name)]
+    command = door_command(*overrides(name))
     if name == "cartpole_killed":
         _train_until_killed(command, folder)
-        command = [sys.executable, str(REPOSITORY / "train_ppo.py"), f"resume={_run_in(folder)}"]
+        command = door_command(f"resume={only_run(folder)}")
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=100)
-    return read_rows(_run_in(folder) / "metrics.csv")
+    return read_rows(only_run(folder) / "metrics.csv")
 
 
 def _train_until_killed(command: list[str], folder: Path) -> None:
@@ -78,30 +74,20 @@ def _train_until_killed(command: list[str], folder: Path) -> None:
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
-        deadline = time.monotonic() + 100
-        while not list(folder.glob("runs/*/*/checkpoints/latest.pt")):
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline, "no checkpoint was saved"
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-
-
-def _run_in(folder: Path) -> Path:
-    (run,) = folder.glob("runs/*/*")
-    return run
+        saved = "runs/*/*/checkpoints/latest.pt"
+        wait_until(lambda: process.poll() is not None or any(folder.glob(saved)), seconds=100)
+        assert process.poll() is None, "the run ended before it could be killed"
+        process.kill()
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     """A metrics.csv without the columns that measure this machine."""
     with path.open(newline="") as file:
-        return [
-            {
-                name: value
-                for name, value in row.items()
-                if not name.startswith(("time/", "workers/", "gpu/"))
-            }
-            for row in csv.DictReader(file)
-        ]
+        rows = list(csv.DictReader(file))
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "workers/", "gpu/"))}
+        for row in rows
+    ]
 
 
 def fingerprint() -> str:
@@ -125,11 +111,8 @@ def fingerprint() -> str:
 
 
 def machine() -> dict[str, Any]:
-    return {
-        "fingerprint": fingerprint(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }
+    versions = {"torch": torch.__version__, "numpy": np.__version__}
+    return {"fingerprint": fingerprint(), **versions}
 
 
 def record() -> None:

@@ -27,10 +27,13 @@ def agent_for(
     *,
     seed: int = 1,
     fast: bool = True,
+    device: torch.device = CPU,
+    precision: str = "float32",
     **options: Any,
 ) -> PPOAgent:
-    config = PPOConfig(**options)
-    return PPOAgent(obs_space, action_space, network, config, device=CPU, seed=seed, fast=fast)
+    config = PPOConfig(fast="auto" if fast else "off", **options)
+    place: Any = {"device": device, "seed": seed, "precision": precision}
+    return PPOAgent(obs_space, action_space, network, config, **place)
 
 
 def agent_in(env: Any, network: Any = MLP, **options: Any) -> PPOAgent:

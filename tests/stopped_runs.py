@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ml_pipeline.protocols import Callback
 from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
@@ -34,21 +35,10 @@ class StopAfter(Callback):
 def checkpoint_numbers(run_dir: Path) -> dict[str, Any]:
     """Every number of the latest checkpoint by its path: weights, Adam, envs, generators."""
     state = load_checkpoint(RunFolder.open(run_dir), LATEST)
-    # These identify the run.
-    return _numbers({name: part for name, part in state.items() if name not in _SKIPPED}, "")
-
-
-_SKIPPED = ("config", "env_snapshots")
-
-
-def _numbers(state: Any, path: str) -> dict[str, Any]:
-    if isinstance(state, dict):
-        parts = {str(name): part for name, part in state.items()}
-    elif isinstance(state, (list, tuple)):
-        parts = {str(place): part for place, part in enumerate(state)}
-    else:
-        return {path: state.tolist() if isinstance(state, torch.Tensor) else state}
-    found: dict[str, Any] = {}
-    for name, part in parts.items():
-        found |= _numbers(part, f"{path}/{name}")
-    return found
+    for name in ("config", "env_snapshots"):  # these identify the run
+        state.pop(name, None)
+    leaves, _ = tree_flatten_with_path(state)
+    return {
+        keystr(path): leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf
+        for path, leaf in leaves
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import faulthandler
 import os
@@ -86,6 +87,13 @@ class NoisyEnv(gym.Env[Any, Any]):
         }
 
 
+class OddError(Exception):
+    """Can be pickled, but not unpickled: its constructor takes two arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first}{second}")
+
+
 class FaultyEnv(CountingEnv):
     """Misbehaves in the second step after a reset, if it was seeded ``culprit``.
 
@@ -137,6 +145,8 @@ def misbehave(fault: str) -> None:
         raise LookupError("puck left the table")
     if fault == "key error":
         raise KeyError("puck")
+    if fault == "odd error":
+        raise OddError("one", "way")
     if fault == "interrupt":
         raise KeyboardInterrupt
     if fault == "kill":
@@ -160,8 +170,8 @@ class SpaceEnv(gym.Env[Any, Any]):
     """Observes samples of any space; its infos contain the actions."""
 
     def __init__(self, observation_space: Any, action_space: Any) -> None:
-        self.observation_space = observation_space
-        self.action_space = action_space
+        self.observation_space = copy.deepcopy(observation_space)  # each env draws its own samples
+        self.action_space = copy.deepcopy(action_space)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -232,12 +242,8 @@ def scale_reward(env: gym.Env[Any, Any], factor: float) -> gym.Env[Any, Any]:
     return gym.wrappers.TransformReward(env, lambda reward: factor * float(reward))
 
 
-def shift_reward(env: gym.Env[Any, Any], by: float) -> gym.Env[Any, Any]:
-    return gym.wrappers.TransformReward(env, lambda reward: float(reward) + by)
-
-
-class MixedEnv(gym.Env[Any, Any]):
-    """Image, vector and choice, drawn from the env's own generator; episodes end."""
+class MixedEnv(NoisyEnv):
+    """Observes an image, a vector and a choice."""
 
     def __init__(self) -> None:
         self.observation_space = spaces.Dict(
@@ -248,14 +254,6 @@ class MixedEnv(gym.Env[Any, Any]):
             }
         )
         self.action_space = spaces.MultiDiscrete([3, 2])
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return self._observe(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        draw = float(self.np_random.random())
-        return self._observe(), draw + float(np.sum(action)), draw < 0.1, 0.1 <= draw < 0.2, {}
 
     def _observe(self) -> Any:
         return {

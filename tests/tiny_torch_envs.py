@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -36,16 +35,6 @@ class Places(TorchVectorEnv):
     def observe(self, state: EnvState) -> Tensor:
         number, t = state
         return (10.0 * t + number).unsqueeze(1)
-
-
-class Endless(Places):
-    """Like ``Places``, but only the time limit of three steps ends an episode."""
-
-    max_episode_steps = 3
-
-    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
-        state, reward, terminated = super().advance(state, action)
-        return state, reward, torch.zeros_like(terminated)
 
 
 class Drift(TorchVectorEnv):
@@ -80,14 +69,10 @@ class Breaking(Places):
 class Masked(Places):
     """Its single env has action masks, which a tensor env cannot have."""
 
-    @classmethod
-    def single_env(cls, **kwargs: Any) -> gym.Env[Any, Any]:
-        return ForbiddingEnv(**kwargs)
+    single_env = ForbiddingEnv  # type: ignore[assignment]
 
 
 class ManyLeaves(Places):
     """Its single env has a Dict observation, which a tensor env cannot have."""
 
-    @classmethod
-    def single_env(cls, **kwargs: Any) -> gym.Env[Any, Any]:
-        return MixedEnv(**kwargs)
+    single_env = MixedEnv  # type: ignore[assignment]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import multiprocessing
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -12,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.vector import AutoresetMode
 from tiny_envs import FaultyEnv
 
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc or forks")
 
 # Forked workers start much faster than spawned ones.
 forked = partial(ParallelEnv, start_method="fork", n_workers=2)
@@ -23,37 +25,49 @@ WAYS: dict[str, Any] = {
     "parallel": forked,
     "shared": partial(forked, main_slice=True),
 }
-each_way = pytest.mark.parametrize("make", WAYS.values(), ids=WAYS.keys())
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
 
 def starts(*fast: tuple[str, int]) -> pytest.MarkDecorator:
     """All start methods and numbers of workers; those that are not ``fast`` are slow tests."""
     every = [(method, n) for method in ("fork", "spawn") for n in (1, 2, 4)]
-    slow = [pytest.param(*each, marks=pytest.mark.slow) for each in every if each not in fast]
-    return pytest.mark.parametrize(("start_method", "n_workers"), [*fast, *slow])
+    ways = [
+        pytest.param(
+            partial(ParallelEnv, start_method=method, n_workers=n),
+            marks=[] if (method, n) in fast else pytest.mark.slow,
+            id=f"{method}-{n}",
+        )
+        for method, n in every
+    ]
+    return pytest.mark.parametrize("way", ways)
 
 
 each_start = starts(("fork", 4), ("spawn", 2))
 each_start_mostly_slow = starts(("fork", 4))  # for tests with many other parameters
 
 
-@pytest.fixture(autouse=True)
-def leaves_no_child() -> Iterator[None]:
-    """Import this into a module to check each of its tests for leftover child processes."""
-    yield
-    if multiprocessing.active_children():
-        gc.collect()  # an env that was not closed ends its workers when it is collected
-    assert not multiprocessing.active_children()
-
-
-def four_envs(fault: str, where: str = "step", **options: Any) -> ParallelEnv:
-    """Four envs, of which env 3 (seed 10) misbehaves in its second step."""
-    return ParallelEnv([partial(FaultyEnv, fault, 10, where)] * 4, seed=7, **options)
+def four_envs(fault: str, where: str = "step") -> list[Any]:
+    """Four envs, of which env 3 misbehaves in its second step if ``seed`` is 7."""
+    return [partial(FaultyEnv, fault, 10, where)] * 4
 
 
 def zeros(env: Any) -> Any:
     """The action 0 for every env."""
     return np.zeros(env.num_envs, dtype=np.int64)
+
+
+def trajectory(make: Any, env_fns: list[Any], mode: AutoresetMode, n_steps: int) -> list[Any]:
+    """Everything that a vector env returns in two resets and ``n_steps`` steps."""
+    with contextlib.closing(make(env_fns, autoreset_mode=mode)) as env:
+        env.action_space.seed(3)
+        seen = flat(list(env.reset(seed=5, options={"level": 1})))
+        for _ in range(n_steps):
+            step = env.step(env.action_space.sample())
+            seen += flat(list(step))
+            done = step[2] | step[3]
+            if mode is AutoresetMode.DISABLED and done.any():
+                seen += flat(list(env.reset(options={"reset_mask": done, "level": 2})))
+        return seen + flat(list(env.reset(seed=list(range(env.num_envs)))))
 
 
 @contextlib.contextmanager

@@ -64,21 +64,6 @@ class MLP(nn.Module):
         return features
 
 
-def init_orthogonal(module: nn.Module, *, gain: float, generator: torch.Generator) -> None:
-    """Orthogonal weights and zero biases in every layer; recurrent cells always use gain 1."""
-    for layer in module.modules():
-        if isinstance(layer, (nn.Linear, nn.Conv2d)):
-            nn.init.orthogonal_(layer.weight, gain, generator=generator)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
-        elif isinstance(layer, nn.RNNBase):
-            for name, parameter in layer.named_parameters():
-                if "weight" in name:
-                    nn.init.orthogonal_(parameter, 1.0, generator=generator)
-                else:
-                    nn.init.zeros_(parameter)
-
-
 def out_features(network: nn.Module) -> int:
     """The network's number of features; raises if it does not declare one."""
     size = getattr(network, "out_features", None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ml_pipeline.agents.distributions import FORBIDDEN, Distribution, action_distribution
 from ml_pipeline.agents.masks import ActionMasks
-from ml_pipeline.agents.networks import init_orthogonal, out_features
+from ml_pipeline.agents.networks import out_features
 from ml_pipeline.agents.observations import ObservationReader, Preprocess, map_obs
 from ml_pipeline.protocols import NetworkBuilder, Obs, PolicyInput
 
@@ -89,6 +89,16 @@ class ActorCritic(nn.Module):
         features = self.actor(self.preprocess(inputs.obs))
         return self._outputs(features, inputs.action_mask)
 
+    def greedy(self, reader: ObservationReader, masks: ActionMasks) -> GreedyPolicy:
+        return GreedyPolicy(
+            reader,
+            masks,
+            preprocess=self.preprocess,
+            trunk=self.actor,
+            head=self.policy_head,
+            distribution=self.distribution,
+        )
+
     def _outputs(self, features: Tensor, action_mask: Tensor | None) -> Tensor:
         outputs: Tensor = self.policy_head(features)
         if action_mask is not None:
@@ -96,6 +106,21 @@ class ActorCritic(nn.Module):
         if self.distribution.reads_features:
             outputs = torch.cat([outputs, features], dim=-1)
         return outputs
+
+
+def init_orthogonal(module: nn.Module, *, gain: float, generator: torch.Generator) -> None:
+    """Orthogonal weights and zero biases in every layer; recurrent cells always use gain 1."""
+    for layer in module.modules():
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            nn.init.orthogonal_(layer.weight, gain, generator=generator)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        elif isinstance(layer, nn.RNNBase):
+            for name, parameter in layer.named_parameters():
+                if "weight" in name:
+                    nn.init.orthogonal_(parameter, 1.0, generator=generator)
+                else:
+                    nn.init.zeros_(parameter)
 
 
 def _run(

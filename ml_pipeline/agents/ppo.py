@@ -1,14 +1,16 @@
 """PPOAgent: an actor, a critic, and the clipped update that improves both.
 
 ``ppo_loss`` is the algorithm; ``TorchPPO`` differentiates it. For small MLPs ``agents/fast`` has
-faster backends that compute the same; ``PPOAgent`` chooses one in its constructor.
+faster backends that compute the same. Every run checks that they do, and otherwise uses plain
+torch. So an edit of the code below always takes effect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -17,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.agents.adam import FlatAdam
-from ml_pipeline.agents.fast.choice import PPOBackend, fastest
+from ml_pipeline.agents.fast.choice import FastPPO, PPOBackend, fastest
+from ml_pipeline.agents.fast.self_check import why_not
 from ml_pipeline.agents.masks import ActionMasks, Mask, find_mask_leaf
 from ml_pipeline.agents.observations import ObservationReader, map_obs
 from ml_pipeline.agents.policy import ActorCritic, GreedyPolicy, one_step
@@ -34,6 +37,16 @@ from ml_pipeline.protocols import (
     UpdateResult,
 )
 from ml_pipeline.seeding import stream_seed
+from ml_pipeline.targets import check_arguments, import_entry
+
+
+class LossTerms(NamedTuple):
+    """Scalars: ``total`` is differentiated, the others are logged."""
+
+    total: Tensor
+    policy: Tensor
+    value: Tensor
+    entropy: Tensor
 
 
 def ppo_loss(
@@ -43,14 +56,13 @@ def ppo_loss(
     batch: Minibatch,
     rates: Rates,
     config: PPOConfig,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The loss of one minibatch, and the first five fields of its ``UpdateResult``.
+) -> LossTerms:
+    """The loss of one minibatch; ``agent.loss._target_`` may name another function.
 
     ``log_prob``, ``entropy`` and ``value`` are those of the current networks, [B] each.
     """
     clip_range = rates.clip_range
-    log_ratio = log_prob - batch.log_prob
-    ratio = log_ratio.exp()
+    ratio = (log_prob - batch.log_prob).exp()
     advantage = normalised(batch.advantage) if config.normalize_advantage else batch.advantage
     clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
     gain = torch.min(advantage * ratio, advantage * clipped)
@@ -64,19 +76,24 @@ def ppo_loss(
         squared = torch.max(squared, (batch.value + moved - batch.value_target).square())
     value_loss = 0.5 * squared.mean()
     mean_entropy = entropy.mean()
-    loss = policy_loss + config.value_coef * value_loss - rates.entropy_coef * mean_entropy
-    with torch.no_grad():
-        # Schulman's estimator: never negative, and less noisy than the mean log ratio.
-        approx_kl = (ratio - 1.0 - log_ratio).mean()
-        clip_fraction = ((ratio - 1.0).abs() > clip_range).float().mean()
-    report = (policy_loss, value_loss, mean_entropy, approx_kl, clip_fraction)
-    return loss, tuple(each.detach() for each in report)
+    total = policy_loss + config.value_coef * value_loss - rates.entropy_coef * mean_entropy
+    return LossTerms(total, policy_loss, value_loss, mean_entropy)
 
 
 def normalised(advantage: Tensor) -> Tensor:
     """Zero mean and unit variance over the minibatch."""
     centred = advantage - advantage.mean()
     return centred / (centred.square().mean().sqrt() + 1e-8)
+
+
+@torch.no_grad()
+def policy_change(log_prob: Tensor, batch: Minibatch, clip_range: float) -> tuple[Tensor, Tensor]:
+    """Approximate KL divergence since the rollout, and the share of clipped ratios."""
+    log_ratio = log_prob - batch.log_prob
+    ratio = log_ratio.exp()
+    # Schulman's estimator: never negative, and less noisy than the mean log ratio.
+    approx_kl = (ratio - 1.0 - log_ratio).mean()
+    return approx_kl, ((ratio - 1.0).abs() > clip_range).float().mean()
 
 
 class TorchPPO:
@@ -92,6 +109,10 @@ class TorchPPO:
         self.config = config
         self.precision = precision
         self._device = adam.values.device
+        loss, options = import_entry(config.loss, key="agent.loss")
+        check_arguments(loss, options, key="agent.loss", given=6)
+        self.has_standard_loss = loss is ppo_loss
+        self._loss = partial(loss, **options)
 
     def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
         """Outputs for the action distribution of one step, and the next recurrent state."""
@@ -125,15 +146,6 @@ class TorchPPO:
                 _, value, _ = self.model(inputs)
         return value.float()
 
-    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
-        """One gradient step per minibatch; on a GPU nothing waits for the device."""
-        results: list[UpdateResult] = []
-        for index in order.view(self.config.n_minibatches, -1):
-            results.append(self.update(rollout.take(index), rates))
-            if self._stops_early and not results[-1].finite:
-                break
-        return torch.stack([torch.stack([*each[:-1], each.finite.float()]) for each in results])
-
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
         """One gradient step on one minibatch."""
         self.model.train()
@@ -142,18 +154,16 @@ class TorchPPO:
         self.model.eval()
         distribution = self.model.distribution
         log_prob, entropy = distribution.log_prob_and_entropy(outputs.float(), batch.action)
-        loss, report = ppo_loss(log_prob, entropy, value.float(), batch, rates, self.config)
+        terms = self._loss(log_prob, entropy, value.float(), batch, rates, self.config)
         self.adam.grad.zero_()
-        torch.autograd.backward(loss)
-        norm, finite = self.adam.step(rates.learning_rate, loss.detach())
-        return UpdateResult._make([*report, norm, finite])
+        torch.autograd.backward(terms.total)
+        norm, finite = self.adam.step(rates.learning_rate, terms.total.detach())
+        _, *logged = (each.detach() for each in terms)
+        change = policy_change(log_prob, batch, rates.clip_range)
+        return UpdateResult._make([*logged, *change, norm, finite])
 
     def refresh(self) -> None:
         """Called after the weights or the normaliser were replaced; nothing is cached here."""
-
-    @property
-    def _stops_early(self) -> bool:
-        return self._device.type == "cpu" and self.config.on_nonfinite == "stop"
 
     def _rounding(self) -> AbstractContextManager[Any]:
         """Autocast to bf16 if configured; tf32 is a global setting of torch."""
@@ -174,12 +184,8 @@ class PPOAgent:
         device: torch.device,
         seed: int,
         precision: str = "float32",
-        fast: bool = True,
     ) -> None:
-        """``precision`` of matrix products on a GPU: float32, tf32 or bf16.
-
-        ``fast=False`` uses plain torch, for comparisons.
-        """
+        """``precision`` of matrix products on a GPU: float32, tf32 or bf16."""
         self.config = config
         self.device = device
         self.spaces = {"observation_space": observation_space, "action_space": action_space}
@@ -201,11 +207,21 @@ class PPOAgent:
         self.memory_size = sum(self.model.memory_sizes)  # 0: not recurrent
         self.adam = FlatAdam(self.model, eps=config.adam_eps, max_grad_norm=config.max_grad_norm)
         self._act_generator = torch.Generator().manual_seed(stream_seed(seed, "act"))
-        plain = TorchPPO(self.model, self.adam, config, precision=precision)
-        self.backend: PPOBackend = plain
-        self.remark = ""  # why a faster backend does not work on this machine
-        if fast:
-            self.backend, self.remark = fastest(plain, masked=self.masks.are_used)
+        self.plain = TorchPPO(self.model, self.adam, config, precision=precision)
+        self.fast: FastPPO | None = None
+        if config.fast == "auto" and self.plain.has_standard_loss:
+            self.fast = fastest(self.plain, masked=self.masks.are_used)
+
+    @property
+    def backend(self) -> PPOBackend:
+        return self.plain if self.fast is None else self.fast
+
+    def check_fast(self) -> str:
+        """Use plain torch from now on if the fast backend computes something else; returns why."""
+        if self.fast is None or (reason := why_not(self, self.fast)) is None:
+            return ""
+        name, self.fast = type(self.fast).__name__, None
+        return f"plain torch runs instead of {name}: {reason}; agent.fast=off skips this check"
 
     def inputs(
         self,
@@ -263,9 +279,8 @@ class PPOAgent:
         outputs, next_memory = self.backend.outputs(inputs)
         if memory is not None and next_memory is not None:
             memory.copy_(next_memory)
-        noise = None
-        if not deterministic:
-            noise = self.distribution.draw_noise(1, n_envs, self._act_generator)[0].to(self.device)
+        generator = self._act_generator
+        noise = None if deterministic else self.draw_noise(1, n_envs, generator)[0]
         return self.distribution.chosen(outputs, noise)
 
     def new_memory(self, n_envs: int) -> Tensor | None:
@@ -278,14 +293,7 @@ class PPOAgent:
         return self.masks.of_infos(infos)
 
     def greedy(self) -> GreedyPolicy:
-        return GreedyPolicy(
-            self.reader,
-            self.masks,
-            preprocess=self.model.preprocess,
-            trunk=self.model.actor,
-            head=self.model.policy_head,
-            distribution=self.distribution,
-        )
+        return self.model.greedy(self.reader, self.masks)
 
     def on_cpu(self) -> PPOAgent:
         """A new agent with the same settings on the CPU; its weights are not copied."""
@@ -311,9 +319,17 @@ class PPOAgent:
         """One gradient step per minibatch; each row of the result is its ``UpdateResult``.
 
         ``rollout`` is flat, [N, ...], and ``order`` shuffles its rows. For a recurrent policy it
-        is [T, n_envs, ...], and ``order`` shuffles the envs.
+        is [T, n_envs, ...], and ``order`` shuffles the envs. ``order`` is [n_minibatches, B].
         """
-        return self.backend.epoch(rollout, order, rates)
+        if self.fast is not None:
+            return self.fast.epoch(rollout, order, rates)  # check_fast compares it with this loop
+        stops_early = self.device.type == "cpu" and self.config.on_nonfinite == "stop"
+        results: list[UpdateResult] = []
+        for index in order:
+            results.append(self.update(rollout.take(index), rates))
+            if stops_early and not results[-1].finite:
+                break
+        return torch.stack([torch.stack([*each[:-1], each.finite.float()]) for each in results])
 
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
         """One gradient step on one minibatch."""

@@ -28,8 +28,8 @@ def make_agent(
         seed=place.seed,
         precision=place.precision,
     )
-    if agent.remark:
-        place.programs.tell(agent.remark)
+    if remark := agent.check_fast():
+        place.programs.tell(remark)
     return agent
 
 

@@ -71,8 +71,13 @@ def _info(run: RunFolder) -> RunInfo:
 def runs_table(runs: Sequence[RunInfo], width: int) -> tuple[Table, list[str]]:
     """A row per run with the config keys that differ, and the columns that did not fit."""
     configs = [_config(info.run) for info in runs]
-    # The path shows the env.
-    keys = [key for key in differing_keys(configs) if key not in ("env.id", "env.target")]
+    # The path shows the env. A key that older runs lack does not differ for that reason alone.
+    keys = [
+        key
+        for key in differing_keys(configs)
+        if key not in ("env.id", "env.target")
+        and len({str(config[key]) for config in configs if key in config}) > 1
+    ]
     names = short_names(list(dict.fromkeys(["seed", *keys])))
     settings = {
         name: [shown_value(config, key) for config in configs] for key, name in names.items()

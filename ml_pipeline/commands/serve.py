@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from ml_pipeline.commands._arguments import integer
+from ml_pipeline.extras import import_extra
 
 HELP = "answer observations over HTTP with an exported policy"
 
@@ -22,11 +23,25 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="most observations in one call of the policy; default: 64",
     )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name of this server in the Host header of requests; repeat for more",
+    )
 
 
 def run(options: Namespace) -> None:
+    for each in ("uvicorn", "httptools"):
+        import_extra(each, needed_by="serve")
     from ml_pipeline.deploy.exported import ExportedPolicy
     from ml_pipeline.deploy.serve import serve
 
-    policy = ExportedPolicy.load(options.file)
-    serve(policy, host=options.host, port=options.port, max_batch=options.max_batch)
+    serve(
+        ExportedPolicy.load(options.file),
+        host=options.host,
+        port=options.port,
+        max_batch=options.max_batch,
+        allow_hosts=options.allow_host,
+    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import Any, Optional
 
 from ml_pipeline.config.agent import AgentConfig
 from ml_pipeline.config.checks import check
@@ -52,8 +52,14 @@ class PPOConfig(AgentConfig):
     log_std_init: float = 0.0
     gsde_every_steps: int = 4  # steps between two draws of gSDE noise; 0: one draw per rollout
     on_nonfinite: str = "stop"
+    fast: str = "auto"  # off: plain torch only
+    loss: dict[str, Any] = field(
+        default_factory=lambda: {"_target_": "ml_pipeline.agents.ppo.ppo_loss"}
+    )
 
     def __post_init__(self) -> None:
+        if self.fast == "False":  # YAML reads an unquoted off as false
+            self.fast = "off"
         for name, value in vars(self).items():
             if isinstance(value, (int, float)):
                 check(math.isfinite(value), f"agent.{name}", "finite", value)
@@ -72,6 +78,7 @@ class PPOConfig(AgentConfig):
             self._check_choice(f"{name}_schedule", SCHEDULES + adaptive)
         self._check_choice("box_policy", BOX_POLICIES)
         self._check_choice("on_nonfinite", ("stop", "skip"))
+        self._check_choice("fast", ("auto", "off"))
         self._check(self.dual_clip is None or self.dual_clip > 1, "dual_clip", "above 1, or null")
         self._check(self.max_kl is None or self.max_kl > 0, "max_kl", "positive, or null")
 

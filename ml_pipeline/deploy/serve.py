@@ -8,244 +8,293 @@ Requests and answers are JSON: the server unpickles nothing. Every wait has a de
 
 from __future__ import annotations
 
-import json
-import queue
+import asyncio
+import os
+import signal
 import socket
-import socketserver
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from functools import lru_cache, partial
+from types import FrameType
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import numpy as np
+import uvicorn
 
 from ml_pipeline.agents.policy import MEMORY, NEXT_MEMORY
-from ml_pipeline.deploy.batcher import CLOSE_SECONDS, MAX_WAITING, Batcher
+from ml_pipeline.deploy.batcher import Batcher
+from ml_pipeline.deploy.connection import Connection, to_json
 from ml_pipeline.deploy.exported import ExportedPolicy
-from ml_pipeline.deploy.request import RefusedError, read_query
-from ml_pipeline.errors import UserError
-from ml_pipeline.signals import Interrupted, StopSignals
-
-MAX_BODY_BYTES = 16 * 1024 * 1024
-ANSWER_SECONDS = 30.0  # limit for the policy's answer
-READ_SECONDS = 30.0  # limit for a client to send its request
+from ml_pipeline.deploy.request import LARGE_BYTES, RefusedError, RequestReader
+from ml_pipeline.errors import UserError, type_and_line
+from ml_pipeline.signals import Interrupted, StopSignals, signals_to_handle
 
 _ROUTES = {"/health": "GET", "/metadata": "GET", "/predict": "POST"}
+_BACKLOG = 1_024  # connections that wait to be accepted
+_CLOSE_SECONDS = 5.0  # limit for the answers in progress when the server stops
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_OUTPUTS = {"action": "action", "policy": "policy", NEXT_MEMORY: MEMORY}
 
 
 class ServeError(UserError):
-    """The server cannot be started."""
+    """The server cannot be started, or its policy is stuck."""
 
 
-def serve(policy: ExportedPolicy, *, host: str, port: int, max_batch: int) -> None:
+class Limits(NamedTuple):
+    """What a client, the policy and the server may take."""
+
+    read_seconds: float = 30.0  # for a client to send its request
+    answer_seconds: float = 30.0  # for the policy to answer
+    stuck_seconds: float = 60.0  # for one pass of the policy; then the server ends
+    connections: int = 1_024  # or half of the file descriptors, if they are fewer
+
+
+def serve(
+    policy: ExportedPolicy,
+    *,
+    host: str,
+    port: int,
+    max_batch: int,
+    allow_hosts: Collection[str] = (),
+    limits: Limits | None = None,
+) -> None:
     """Answer until a stop signal, which is raised as ``Interrupted``."""
-    with StopSignals():
+    with StopSignals():  # until uvicorn handles the signals, and after
+        server = PolicyServer(
+            policy,
+            host=host,
+            port=port,
+            max_batch=max_batch,
+            allow_hosts=allow_hosts,
+            limits=limits,
+        )
+        print(f"serving {policy.env_name} on {server.url} (stop with Ctrl-C)", flush=True)
         try:
-            server = PolicyServer(policy, host=host, port=port, max_batch=max_batch)
-        except (OSError, OverflowError) as error:
-            raise ServeError(
-                f"cannot listen on {host}:{port}: {error}; choose others with --host and --port"
-            ) from error
-        try:
-            print(f"serving {policy.env_name} on {server.url} (stop with Ctrl-C)", flush=True)
-            server.serve_forever(poll_interval=0.1)
-        except Interrupted as stop:
-            print(f"stopped by {stop.signal_name}", flush=True)
+            server.run()
+        except (Interrupted, ServeError) as end:
+            if isinstance(end, Interrupted):
+                print(f"stopped by {end.signal_name}", flush=True)
+            if server.is_busy:  # a normal exit would wait for the policy's thread
+                if isinstance(end, ServeError):
+                    print(end, file=sys.stderr, flush=True)
+                os._exit(getattr(end, "exit_code", 1))
             raise
-        finally:
-            server.close()
 
 
-class PolicyServer(ThreadingHTTPServer):
-    """One thread per connection for reading and writing, and one thread for the policy."""
-
-    daemon_threads = True  # an idle connection must not delay shutdown
-    request_queue_size = 128
+class PolicyServer(uvicorn.Server):
+    """An event loop for the connections, and one thread for the policy."""
 
     def __init__(
-        self, policy: ExportedPolicy, *, host: str, port: int, max_batch: int = 64
+        self,
+        policy: ExportedPolicy,
+        *,
+        host: str,
+        port: int,
+        max_batch: int = 64,
+        allow_hosts: Collection[str] = (),
+        limits: Limits | None = None,
     ) -> None:
-        self.policy = policy
-        self.max_batch = max_batch
-        self._n_busy = 0
-        self._idle = threading.Condition()
-        super().__init__((host, port), _Handler)
-        self.batcher = Batcher(policy, max_rows=max_batch)
+        self._policy = policy
+        self._limits = limits = limits or Limits()
+        self._listener = _listen(host, port)
+        self._names = {each.lower() for each in (*_LOOPBACK, host, *allow_hosts)}
+        self._reader = RequestReader(policy, max_rows=max_batch)
+        self._batcher = Batcher(policy, max_rows=max_batch, answer_seconds=limits.answer_seconds)
+        self._reading = ThreadPoolExecutor(1, "large requests")
+        self._stopped_by = 0
+        self._gave_up = False
+        super().__init__(
+            uvicorn.Config(
+                self._answer,
+                http=partial(  # type: ignore[arg-type]
+                    Connection,
+                    read_seconds=limits.read_seconds,
+                    answer_seconds=limits.answer_seconds + limits.read_seconds,
+                    max_connections=min(limits.connections, _n_descriptors() // 2),
+                ),
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                log_level="critical",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=limits.read_seconds,  # type: ignore[arg-type]
+                timeout_graceful_shutdown=_CLOSE_SECONDS,  # type: ignore[arg-type]
+            )
+        )
 
-    def server_bind(self) -> None:
-        # HTTPServer's own method asks the DNS for the name of this host.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
 
     @property
     def url(self) -> str:
-        return f"http://{self.server_name}:{self.server_port}"
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer until ``should_exit`` or a stop signal, then finish the answers in progress."""
+        try:
+            super().run(sockets or [self._listener])
+        finally:
+            self._listener.close()
+            self._reading.shutdown(wait=False, cancel_futures=True)
+            self._batcher.close()
+        if self._gave_up:
+            limit = f"the limit is {self._limits.stuck_seconds:g} s; the server ends"
+            raise ServeError(f"the policy does not return; {limit}")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a pass of the policy has not returned."""
+        return self._batcher.busy_seconds > 0
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn calls this ten times a second."""
+        self._batcher.expire()
+        for connection in list(self.server_state.connections):
+            connection.check()  # type: ignore[union-attr]
+        if self._batcher.busy_seconds > self._limits.stuck_seconds:
+            self._gave_up = self.should_exit = self.force_exit = True
+        return await super().on_tick(counter)
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
-        """``close`` waits for the answers inside this context."""
-        with self._idle:
-            self._n_busy += 1
+    def capture_signals(self) -> Iterator[None]:
+        """A stop signal ends the loop; then it is raised. uvicorn leaves out SIGHUP."""
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = signals_to_handle() if is_main else []
+        previous = {each: signal.signal(each, self.handle_exit) for each in numbers}
         try:
             yield
         finally:
-            with self._idle:
-                self._n_busy -= 1
-                self._idle.notify_all()
+            for each, handler in previous.items():
+                signal.signal(each, handler)
+        if self._stopped_by:
+            raise Interrupted(self._stopped_by)
 
-    def close(self) -> None:
-        """Refuse new connections, finish the current answers, end the policy's thread."""
-        self.server_close()
-        with self._idle:
-            self._idle.wait_for(lambda: not self._n_busy, CLOSE_SECONDS)
-        self.batcher.close()
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._stopped_by = self._stopped_by or sig
+        super().handle_exit(sig, frame)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):  # OSError: the client has disconnected
-            print(f"a request failed: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """One connection; every answer is JSON, {"error": reason} if the request is refused."""
-
-    server: PolicyServer
-    protocol_version = "HTTP/1.1"  # keeps connections open
-    disable_nagle_algorithm = True
-    timeout = READ_SECONDS  # of each read
-
-    def _answer(self) -> None:
-        with self.server.answering():
-            self._body_is_read = False
-            allowed = None
-            try:
-                path = urlsplit(self.path).path
-                allowed = _ROUTES.get(path)
-                if allowed is None:
-                    known = ", ".join(f"{method} {route}" for route, method in _ROUTES.items())
-                    raise RefusedError(404, f"{path} does not exist; use one of: {known}")
-                if allowed != self.command:
-                    raise RefusedError(405, f"{path} accepts {allowed}, not {self.command}")
-                if path == "/predict":
-                    self._send(200, self._predict())
-                elif path == "/metadata":
-                    self._send(200, self.server.policy.metadata)
-                elif self.server.batcher.is_alive:
-                    self._send(200, {"status": "ok"})
-                else:
-                    raise RefusedError(503, "the policy's thread has ended; restart the server")
-            except RefusedError as refused:
-                headers = {"Allow": allowed} if refused.status == 405 and allowed else {}
-                self._send(refused.status, {"error": str(refused)}, **headers)
-
-    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = _answer  # noqa: N815
-
-    def _predict(self) -> dict[str, Any]:
-        policy = self.server.policy
-        query = read_query(policy, self._read_body(), max_rows=self.server.max_batch)
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        """The ASGI app; every answer is JSON, {"error": reason} if the request is refused."""
+        headers = [(b"content-type", b"application/json")]
         try:
-            outputs = self.server.batcher.submit(query).result(ANSWER_SECONDS)
-        except queue.Full:
-            reason = f"{MAX_WAITING:,} requests are waiting; try again later"
-            raise RefusedError(503, reason) from None
-        except FutureTimeoutError:
-            reason = f"the policy did not answer within {ANSWER_SECONDS:g} s"
-            raise RefusedError(503, reason) from None
+            status, body = 200, await self._body_for(scope, receive)
+        except RefusedError as refused:
+            status, body = refused.status, to_json({"error": str(refused)})
+            if status == 405:
+                headers.append((b"allow", _ROUTES[scope["path"]].encode()))
+        except Exception as error:  # uvicorn would hide it
+            print(f"a request failed: {type_and_line(error)}", file=sys.stderr)
+            status, body = 500, to_json({"error": "the server failed; its output has the reason"})
+        headers.append((b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _body_for(self, scope: Any, receive: Any) -> bytes:
+        path, method = scope["path"], scope["method"]
+        self._check_host(scope)
+        allowed = _ROUTES.get(path)
+        if allowed is None:
+            known = ", ".join(f"{method} {route}" for route, method in _ROUTES.items())
+            raise RefusedError(404, f"{path} does not exist; use one of: {known}")
+        if allowed != method:
+            raise RefusedError(405, f"{path} accepts {allowed}, not {method}")
+        if path == "/metadata":
+            return to_json(self._policy.metadata)
+        if path == "/health":
+            self._batcher.check()
+            return to_json({"status": "ok"})
+        return await self._predict(await self._read_body(scope, receive))
+
+    def _check_host(self, scope: Any) -> None:
+        """Refuse the names of others: a web page can make its own name point to this server."""
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(given) != 1:
+            if not given and scope["http_version"] == "1.0":
+                return
+            raise RefusedError(400, f"the request has {len(given)} Host headers; send one")
+        name = _name_in(given[0])
+        if name not in self._names and name != scope["server"][0]:
+            reason = f"Host {given[0]!r} is not this server; allow a name with serve --allow-host"
+            raise RefusedError(421, reason)
+
+    async def _read_body(self, scope: Any, receive: Any) -> bytes:
+        size = next((value for name, value in scope["headers"] if name == b"content-length"), None)
+        if size is None:
+            raise RefusedError(411, "the request has no Content-Length")
+        if int(size) > self._reader.max_bytes:
+            limit = f"the limit for this policy and --max-batch is {self._reader.max_bytes}"
+            raise RefusedError(413, f"the body has {int(size)} bytes; {limit}")
+        parts, more = [], True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise RefusedError(400, "the client has disconnected")
+            parts.append(message["body"])
+            more = message["more_body"]
+        return b"".join(parts)
+
+    async def _predict(self, body: bytes) -> bytes:
+        if len(body) > LARGE_BYTES:
+            loop = asyncio.get_running_loop()
+            query = await loop.run_in_executor(self._reading, self._reader.read, body)
+        else:
+            query = self._reader.read(body)
+        try:
+            outputs = await self._batcher.submit(query)
+        except RefusedError:
+            raise
         except Exception as error:  # the policy's own code can raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             print(f"the policy failed: {reason}", file=sys.stderr)
             raise RefusedError(500, f"the policy failed: {reason}") from error
-        if not all(np.isfinite(each).all() for each in outputs.values()):
-            raise RefusedError(500, "the policy returned NaN or infinity for these observations")
-        names = {"action": "action", "policy": "policy", NEXT_MEMORY: MEMORY}
         rows = slice(None) if query.is_batch else 0
-        return {names[name]: each[rows].tolist() for name, each in outputs.items()}
-
-    def _read_body(self) -> bytes:
-        size = self._body_size()
-        deadline = time.monotonic() + READ_SECONDS
-        parts, missing = [], size
-        while missing:
-            self.connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                part = self.rfile.read1(missing)
-            except TimeoutError:
-                reason = f"the body did not arrive within {READ_SECONDS:g} s"
-                raise RefusedError(408, reason) from None
-            if not part:
-                raise RefusedError(400, f"the body is {missing} bytes shorter than Content-Length")
-            parts.append(part)
-            missing -= len(part)
-        self.connection.settimeout(READ_SECONDS)
-        self._body_is_read = True
-        return b"".join(parts)
-
-    def _body_size(self) -> int:
-        given = self.headers.get("Content-Length")
-        if given is None:
-            raise RefusedError(411, "the request has no Content-Length")
-        if not (given.isascii() and given.isdecimal()):
-            raise RefusedError(400, f"Content-Length must be an integer, got {given!r}")
-        if len(given) > 15 or int(given) > MAX_BODY_BYTES:
-            reason = f"the body has {given} bytes; the limit is {MAX_BODY_BYTES}"
-            raise RefusedError(413, reason)
-        return int(given)
-
-    def handle_expect_100(self) -> bool:
-        """Refuse a body that is too large before the client sends it."""
-        self._body_is_read = False
+        answer = {_OUTPUTS[name]: each[rows].tolist() for name, each in outputs.items()}
         try:
-            self._body_size()
-        except RefusedError as refused:
-            self._send(refused.status, {"error": str(refused)})
-            return False
-        return super().handle_expect_100()
+            return to_json(answer)
+        except ValueError:  # JSON has no such numbers
+            reason = "the policy returned NaN or infinity for these observations"
+            raise RefusedError(500, reason) from None
 
-    def _send(self, status: int, answer: dict[str, Any], **headers: str) -> None:
-        unread = not self._body_is_read and (
-            "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
-        )
-        self.close_connection = self.close_connection or unread
-        self._write(status, answer, **headers)
-        if unread:
-            self._drain()
 
-    def _write(self, status: int, answer: dict[str, Any], **headers: str) -> None:
-        body = json.dumps(answer, allow_nan=False).encode() + b"\n"
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in headers.items():
-            self.send_header(name, value)
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+def _n_descriptors() -> int:
+    """How many files and connections this process may open."""
+    if sys.platform == "win32":
+        return sys.maxsize
+    import resource
 
-    def _drain(self) -> None:
-        """Read the rest of the request: a client that is still sending would miss the answer."""
-        deadline, n_bytes = time.monotonic() + CLOSE_SECONDS, 0
-        try:
-            self.connection.shutdown(socket.SHUT_WR)
-            while n_bytes < 8 * MAX_BODY_BYTES and (left := deadline - time.monotonic()) > 0:
-                self.connection.settimeout(left)
-                part = self.rfile.read1(65536)
-                if not part:
-                    return
-                n_bytes += len(part)
-        except OSError:
-            return  # the client has disconnected
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """http.server calls this for a malformed request line or malformed headers."""
-        self.close_connection = True
-        self._write(code, {"error": message or self.responses[code][0]})
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: one line per request would be too many."""
+@lru_cache
+def _name_in(host: str) -> str | None:
+    """The name or address in a Host header."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sends without delay only if the protocol is given.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        if os.name == "posix":  # elsewhere this would share the port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ServeError(
+            f"cannot listen on {host}:{port}: {error}; choose others with --host and --port"
+        ) from error
+    return listener

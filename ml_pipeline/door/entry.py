@@ -31,7 +31,7 @@ from ml_pipeline.door.exits import exit_code
 from ml_pipeline.door.explain import explained
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.console import user_command
-from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.run_folder import RunFolder, stamped_name
 from ml_pipeline.sweeps import SweepReport, check_launcher
 
 
@@ -52,7 +52,7 @@ def train(command_line: Sequence[str]) -> None:
 
     failure: Exception | None = None
     check_launcher(command_line)
-    sys.argv = [*command_line, *own_conf(command_line)]  # Hydra parses it
+    sys.argv = [*command_line, *own_conf(command_line), *_own_folder(command_line)]  # for Hydra
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
     except _FailedError as failed:
@@ -65,6 +65,15 @@ def train(command_line: Sequence[str]) -> None:
         SweepReport.tell()
     if failure is not None:
         raise failure
+
+
+def _own_folder(command_line: Sequence[str]) -> list[str]:
+    """A sweep folder with a random suffix: two sweeps may start within one second."""
+    if not {"-m", "--multirun"} & set(command_line):
+        return []
+    if any(word.startswith("hydra.sweep.dir=") for word in command_line):
+        return []
+    return [f"hydra.sweep.dir=runs/sweeps/{stamped_name()}"]
 
 
 class _FailedError(BaseException):

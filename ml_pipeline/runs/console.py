@@ -8,8 +8,8 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -33,13 +33,20 @@ _TRAIN = " train"  # commands/train.py adds it to the program's name in sys.argv
 # Title, metric, format; a missing metric is shown as a dash.
 _FIGURES = (
     ("iteration", "iteration", "{:.0f}"),
-    ("reward", "rollout/episode_return", "{:.1f}"),
+    ("return", "rollout/episode_return", "{:.1f}"),
     ("length", "rollout/episode_length", "{:.1f}"),
     ("mean(100)", MEAN_RETURN, "{:.1f}"),
     ("episodes", "rollout/total_episodes", "{:.0f}"),
     ("eval", EVAL_RETURN, "{:.1f}"),
     ("steps/s", "time/env_steps_per_second", "{:,.0f}"),
 )
+# Shown if the terminal is wide enough.
+_MORE_FIGURES = (
+    ("KL", "policy/approx_kl", "{:.4f}"),
+    ("entropy", "policy/entropy", "{:.3f}"),
+    ("explained", "value/explained_variance", "{:.2f}"),
+)
+_WIDTH_OF_ALL = 120
 
 
 class _SafeStdout:
@@ -69,8 +76,24 @@ def wide_console() -> Console:
     return console
 
 
+_is_quiet = False
+
+
+@contextmanager
+def quiet_console(quiet: bool) -> Iterator[None]:
+    """With ``quiet``, a run in this block prints nothing."""
+    global _is_quiet
+    before, _is_quiet = _is_quiet, quiet
+    try:
+        yield
+    finally:
+        _is_quiet = before
+
+
 def say(line: str) -> None:
     """Print a line at once; a closed output must not stop a run."""
+    if _is_quiet:
+        return
     try:
         print(line, flush=True)
     except (OSError, ValueError):  # a broken pipe, a full disk, a closed terminal
@@ -83,7 +106,9 @@ class ConsoleLogger:
 
     def __init__(self, total_steps: int, *, env_steps: int = 0, console: Console | None = None):
         stdout = cast("IO[str]", _SafeStdout())
-        self._console = console or Console(file=stdout, soft_wrap=True, highlight=False)
+        if console is None:
+            console = Console(file=stdout, soft_wrap=True, highlight=False, quiet=_is_quiet)
+        self._console = console
         self._total_steps = total_steps
         self._counted_from = time.monotonic(), env_steps  # for the ETA
         self._is_first = True
@@ -154,10 +179,13 @@ class ConsoleLogger:
 
     def _display(self) -> Group:
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-        for title, _, _ in _FIGURES:
+        figures = list(_FIGURES)
+        if self._console.width >= _WIDTH_OF_ALL:
+            figures += [each for each in _MORE_FIGURES if each[1] in self._shown]
+        for title, _, _ in figures:
             table.add_column(title, justify="right")
         shown = self._shown
-        table.add_row(*(form.format(shown[n]) if n in shown else "-" for _, n, form in _FIGURES))
+        table.add_row(*(form.format(shown[n]) if n in shown else "-" for _, n, form in figures))
         return Group(table, self._progress)
 
 

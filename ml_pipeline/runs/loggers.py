@@ -6,12 +6,15 @@ A service that does not answer must never block or stop training.
 from __future__ import annotations
 
 import csv
+import gc
 import http.client
 import io
 import netrc
 import os
 import shlex
 import ssl
+import subprocess
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -131,6 +134,7 @@ class WandbLogger:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb  # takes half a second
 
+        self._timeout_seconds = timeout_seconds
         self._sync = f"{python_command()} -m wandb sync {shlex.quote(str(run.path / 'wandb'))}"
         env_name, agent = str(run_config["env_name"]), str(run_config["agent_name"])
         arguments: dict[str, Any] = {
@@ -235,11 +239,27 @@ class WandbLogger:
         """Upload for at most ``timeout_seconds``; the rest stays on disk."""
         if self.wandb_run is None:
             return
-        try:
-            self.wandb_run.finish()
-        except Exception as error:  # as in log
-            self.status = f"W&B did not finish ({first_line(error)}); upload with: {self._sync}/*"
-            self._give_up()
+        errors: list[Exception] = []
+
+        def finish() -> None:
+            try:
+                self.wandb_run.finish()
+            except Exception as error:  # as in log
+                errors.append(error)
+
+        # In a thread: W&B's own time limit needs its process to answer.
+        thread = threading.Thread(target=finish, daemon=True)
+        thread.start()
+        thread.join(self._timeout_seconds + 5.0)
+        if thread.is_alive():
+            reason = f"no answer for {self._timeout_seconds + 5.0:.0f} s"
+            _kill_wandb_process()
+        elif errors:
+            reason = first_line(errors[0])
+        else:
+            return
+        self.status = f"W&B did not finish ({reason}); upload with: {self._sync}/*"
+        self._give_up()
 
     def _give_up(self) -> None:
         """Shut W&B down after its process died; otherwise it tries to contact it at exit."""
@@ -271,6 +291,16 @@ def server_answers(url: str, *, seconds: float) -> bool:
     except (OSError, http.client.HTTPException):
         return False
     return True
+
+
+def _kill_wandb_process() -> None:
+    """Kill wandb-core, which W&B would otherwise contact again when the program exits.
+
+    W&B has no public way to it, but the garbage collector knows every process we started.
+    """
+    for each in gc.get_objects():
+        if isinstance(each, subprocess.Popen) and "wandb-core" in str(each.args):
+            each.kill()
 
 
 def has_wandb_key() -> bool:

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -124,7 +124,9 @@ class Record:
             self.run.update_summary(facts)
         except RunFolderError as error:  # a full disk must not hide how the run ended
             say(str(error))
-        mean = "" if math.isnan(self.mean_reward) else f", mean reward {self.mean_reward:.1f}"
+            with suppress(RunFolderError):  # it was just reported
+                self.run.end_in_place(status)
+        mean = "" if math.isnan(self.mean_reward) else f", mean return {self.mean_reward:.1f}"
         result = f"{line} at env step {env_steps:,} of {self._total_steps:,}{mean}"
         is_complete = status == "finished" and env_steps >= self._total_steps
         commands = self._commands(complete=is_complete)

@@ -41,8 +41,7 @@ class RunFolder:
         """A new name; two runs may start in the same second, so random digits follow the time."""
         parent = root / re.sub(r"[^\w.-]+", "-", env_name)
         while True:
-            stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-            run = cls(parent / f"{stamp}_{secrets.token_hex(2)}")
+            run = cls(parent / stamped_name())
             if not run.path.exists():
                 return run
 
@@ -122,6 +121,17 @@ class RunFolder:
         text = json.dumps({**self.read_summary(), **facts}, indent=2, allow_nan=False)
         write_text(self.summary, text + "\n")
 
+    def end_in_place(self, status: str) -> None:
+        """Replace only the status "running", in the same file: a full disk has no room for more."""
+        running = '"status": "running"'
+        try:
+            text = self.summary.read_text(encoding="utf-8")
+            text = text.replace(running, f'"status": "{status}"'.ljust(len(running)), 1)
+            with self.summary.open("r+", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise RunFolderError(f"could not write {self.summary}: {error}") from error
+
 
 def remove(path: Path) -> None:
     """Remove a file, if it exists."""
@@ -129,6 +139,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise RunFolderError(f"could not remove {path}: {error}") from error
+
+
+def stamped_name() -> str:
+    """A name for a new folder: local time and a random suffix."""
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
 
 
 def write_text(path: Path, text: str) -> None:

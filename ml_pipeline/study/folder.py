@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from ml_pipeline.runs.run_folder import write_text
 from ml_pipeline.study.journal import HOST, Journal
 
 STUDY_ROOT = Path("studies")
+MOST_DEATHS = 5  # of the worker of one trial; a stop signal does not count
 
 _BEAT_SECONDS = 10.0
 _SILENT_SECONDS = 60.0  # a trial on another machine is dead after this time without a heartbeat
@@ -97,11 +98,7 @@ class StudyFolder:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         # Trials with long rollouts skip points, so few trials may have a value at a point.
         pruner = MedianPruner(n_startup_trials=5, n_min_trials=5)
-        options: dict[str, Any] = {
-            "study_name": self.name,
-            "storage": self.storage,
-            "pruner": pruner,
-        }
+        options: Any = {"study_name": self.name, "storage": self.storage, "pruner": pruner}
         try:
             return optuna.load_study(**options)
         except KeyError:  # a new study; create_study always writes to the journal
@@ -117,20 +114,15 @@ class StudyFolder:
         study_id = self.storage.get_study_id_from_name(self.name)
         return Trial(study, self.storage.get_trial_id_from_study_id_trial_number(study_id, number))
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other processes from creating or claiming a trial."""
+    def alone(self) -> AbstractContextManager[object]:
+        """Keep other processes from creating or claiming a trial, in a ``with`` block."""
         lock = FileLock(self.path / "claim.lock")
         try:
-            lock.acquire()
+            return lock.acquire()
         except OSError as error:
             raise StudyError(
                 f"cannot lock {lock.lock_file}: {error}; use a file system with file locks"
             ) from error
-        try:
-            yield
-        finally:
-            lock.release()
 
     def claim(self, trial: FrozenTrial) -> FileLock | None:
         """The lock of a trial, or None if another process trains the trial."""

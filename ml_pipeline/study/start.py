@@ -22,6 +22,7 @@ from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.runs.console import python_command, say
 from ml_pipeline.signals import Interrupted, StopSignals
 from ml_pipeline.study.folder import (
+    MOST_DEATHS,
     StudyError,
     StudyFolder,
     StudySettings,
@@ -33,7 +34,6 @@ from ml_pipeline.study.report import headline, trial_line
 from ml_pipeline.sweeps import share_of_cores
 
 _LOOK_SECONDS = 0.5
-_MOST_DEATHS = 3  # of workers, between two trials that end
 _OWN_KEYS = ("n_trials", "n_jobs", "space")
 
 
@@ -216,7 +216,7 @@ class _Workers:
             if code in (None, 0, 1):
                 continue
             self._deaths += 1
-            if self._deaths > _MOST_DEATHS:
+            if self._deaths > MOST_DEATHS * self._n_jobs:  # the trials should have failed by now
                 raise StudyError(
                     f"study {self._folder.name}: workers keep dying, the last with exit code "
                     f"{code}; see {self._folder.logs}"

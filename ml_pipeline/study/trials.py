@@ -40,6 +40,7 @@ from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.signals import StopSignals
 from ml_pipeline.study.folder import (
+    MOST_DEATHS,
     StudyFolder,
     StudySettings,
     finished,
@@ -52,7 +53,6 @@ from ml_pipeline.study.space import distributions, param_overrides
 from ml_pipeline.sweeps import end_with_parent
 
 _LOOK_SECONDS = 0.5
-_MOST_DEATHS = 5  # of the worker of one trial; a stop signal does not count
 
 
 def work(name: str, *, first: int, parent: int) -> None:
@@ -144,8 +144,8 @@ def _run(study: optuna.Study, settings: StudySettings, trial: Trial) -> None:
     """Train the rest of a trial and report the result to Optuna."""
     say(f"trial {trial.number}: {trial.params}")
     try:
-        if trial.user_attrs.get("deaths", 0) >= _MOST_DEATHS:
-            raise UserError(f"its worker died {_MOST_DEATHS} times")
+        if trial.user_attrs.get("deaths", 0) >= MOST_DEATHS:
+            raise UserError(f"its worker died {MOST_DEATHS} times")
         value = _trained_value(study, settings, trial)
         if trial.user_attrs.get("pruned"):
             study.tell(trial, state=TrialState.PRUNED)

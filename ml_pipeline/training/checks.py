@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class FiniteCheck:
         for row in np.flatnonzero(~np.isfinite(reward)).tolist():
             raise BadValueError(
                 f"env {first_env + row} returned the reward {reward[row]} at {self.when(t + 1)}; "
-                "nothing was learned from it, the last checkpoint is kept"
+                "nothing was learned from it"
             )
 
     def obs(self, leaves: Mapping[str, NDArray[Any]], *, first_env: int, t: int) -> None:
@@ -52,7 +52,7 @@ class FiniteCheck:
                 raise BadValueError(
                     f"env {first_env + row} returned an observation{which} that is not finite at "
                     f"{self.when(t)}: entry {index} is {leaf[row][tuple(index)]}; nothing was "
-                    "learned from it, the last checkpoint is kept"
+                    "learned from it"
                 )
 
     def when(self, t: int) -> str:
@@ -63,22 +63,26 @@ def check_rollout(is_finite: bool) -> None:
     """For tensor envs, whose values are checked once per rollout."""
     if not is_finite:
         raise TrainingError(
-            "an env returned an observation or a reward that is not finite; the last checkpoint "
-            "is kept. To find it, train a few envs with compile=off and print what the env's "
-            "advance returns"
+            "an env returned an observation or a reward that is not finite. To find it, train a "
+            "few envs with compile=off and print what the env's advance returns"
         )
 
 
 def check_updates(
-    table: NDArray[Any], *, first_epoch: int, n_minibatches: int, broken: Sequence[str] | None
+    table: NDArray[Any],
+    *,
+    n_minibatches: int,
+    first_epoch: int = 1,
+    find_broken: Callable[[], Sequence[str]] | None = None,
 ) -> None:
     """Raise if a gradient step was not finite; ``table`` is that of ``Epochs.run``.
 
-    ``broken`` names parameters with non-finite gradients; None if later steps replaced them.
+    ``find_broken`` names parameters with non-finite gradients; None if later steps replaced them.
     """
     finite = table[:, -1] != 0
     if finite.all():
         return
+    broken = None if find_broken is None else find_broken()
     row = int(finite.argmin())
     fields = zip(UpdateResult._fields[:-1], table[row, :-1].tolist(), strict=True)
     names = [name for name, value in fields if not math.isfinite(value)]
@@ -87,8 +91,8 @@ def check_updates(
     left = "That step changed nothing" if broken is None else "The weights did not change"
     epoch, minibatch = first_epoch + row // n_minibatches, row % n_minibatches + 1
     raise TrainingError(
-        f"epoch {epoch}, minibatch {minibatch}: {' and '.join(names)} not finite. {left}; the last "
-        "checkpoint is kept. Try a smaller agent.learning_rate, and look for huge observations or "
+        f"epoch {epoch}, minibatch {minibatch}: {' and '.join(names)} not finite. {left}. "
+        "Try a smaller agent.learning_rate, and look for huge observations or "
         "rewards (agent.normalize_obs, agent.scale_reward)"
     )
 

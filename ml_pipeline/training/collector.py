@@ -29,7 +29,6 @@ from ml_pipeline.training.rollout_buffer import FinalStep, RolloutBuffer
 class Collector:
     """Collects rollouts in ``envs``; the buffer has their columns in the same order."""
 
-    is_interruptible = True  # an interrupt during a rollout discards it
     on_host = True
 
     def __init__(

@@ -102,7 +102,6 @@ class RolloutCollector(Protocol):
     """``Collector``, or ``TensorCollector`` for tensor envs."""
 
     n_envs: int
-    is_interruptible: bool  # whether an interrupt may discard a rollout
     on_host: bool  # whether the rollout is collected in host memory
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from ml_pipeline.training.episode_window import EpisodeWindow
 from ml_pipeline.training.gpu.epochs import Epochs, update_means
 from ml_pipeline.training.gpu.programs import Programs
 from ml_pipeline.training.schedules import Schedules
+from ml_pipeline.training.undo import undone_if_stopped
+
+_LONG_UPDATE = 100  # epochs; more of them run one by one also on a GPU
 
 
 class PPOTrainer:
@@ -44,6 +48,8 @@ class PPOTrainer:
         self.schedules = Schedules(config)
         self.episodes = EpisodeWindow()
         self._programs = programs or Programs(agent.device)
+        if remark := agent.check_fast():
+            self._programs.tell(remark)
         self._scaler = None
         if config.scale_reward:
             self._scaler = collector.new_scaler(gamma=config.gamma, clip=config.clip_reward)
@@ -52,12 +58,17 @@ class PPOTrainer:
         self._generator = torch.Generator().manual_seed(stream_seed(seed, "minibatches"))
 
     def _make_buffer(self) -> None:
+        n_epochs = self.config.n_epochs
         self.buffer: Rollout = self.collector.new_buffer(self.config.n_steps, self.agent)
-        # One epoch at a time if the KL or a check affects the next epoch.
-        one_by_one = self.schedules.uses_kl or self._on_host
-        n_epochs = 1 if one_by_one else self.config.n_epochs
+        # One epoch at a time if the KL, a check or a stop signal affects the next epoch.
+        self._is_stoppable = self._on_host or self.schedules.uses_kl or n_epochs > _LONG_UPDATE
         self._epochs = Epochs(
-            self.agent, self.buffer, self._programs, n_epochs=n_epochs, on_host=self._on_host
+            self.agent,
+            self.buffer,
+            self._programs,
+            n_epochs=1 if self._is_stoppable else n_epochs,
+            n_minibatches=self.config.n_minibatches,
+            on_host=self._on_host,
         )
 
     @property
@@ -71,16 +82,17 @@ class PPOTrainer:
     def train_episode_vectorized(self, hold: Callable[[], None] = lambda: None) -> Metrics:
         """One iteration: collect a [T, n_envs] rollout, improve on it, return the metrics.
 
-        An interrupt before ``hold`` discards the rollout; a later one waits for the end.
+        An interrupt before ``hold`` discards the iteration; a later one waits for the end.
         """
         rates = self.schedules.rates(self.progress)
-        if not self.collector.is_interruptible:
-            hold()
         # Silence NumPy; non-finite values raise our own errors.
         with np.errstate(over="ignore", invalid="ignore"):
             stats = self.collector.collect(self.agent, self.buffer)
-            hold()
-            means = self._improve(rates)
+            if not self._is_stoppable:
+                hold()  # the update is one launch on a GPU, which ends soon
+            with undone_if_stopped(self._learnt, self._load_learnt, enabled=self._is_stoppable):
+                means = self._improve(rates)
+                hold()
         self.collector.commit(self.buffer.n_steps)
         return {
             "n_envs": self.buffer.n_envs,
@@ -93,6 +105,8 @@ class PPOTrainer:
     def _improve(self, rates: Rates) -> Metrics:
         """Run all epochs; wait for a GPU only at the end, unless each epoch needs the KL."""
         config, buffer = self.config, self.buffer
+        stops = config.on_nonfinite == "stop"
+        check = partial(check_updates, n_minibatches=config.n_minibatches)
         last = self.collector.last_inputs(self.agent)
         buffer.finish(last, gamma=config.gamma, lam=config.gae_lambda, scaler=self._scaler)
         tables: list[Tensor] = []
@@ -100,8 +114,9 @@ class PPOTrainer:
         while n_epochs < config.n_epochs:
             tables.append(self._epochs.run(rates, self._generator))
             n_epochs += self._epochs.n_epochs
-            if self._on_host:
-                self._check_updates(tables[-1].numpy(), first_epoch=n_epochs, at_once=True)
+            if self._on_host and stops:
+                find_broken = self.agent.adam.broken_gradients
+                check(tables[-1].numpy(), first_epoch=n_epochs, find_broken=find_broken)
             if self.schedules.uses_kl:
                 table = tables[-1].cpu().numpy()
                 kl = update_means(table)["policy/approx_kl"]
@@ -111,22 +126,14 @@ class PPOTrainer:
                     break
         self.agent.learn_moments(buffer.observations())
         table, quality = torch.cat(tables).cpu().numpy(), buffer.quality()
-        if config.on_nonfinite == "stop":
+        if stops:
             check_rollout(quality.is_finite)
-        self._check_updates(table, first_epoch=1, at_once=False)
+            check(table)
         return {
             **update_means(table),
             "value/explained_variance": quality.explained_variance,
             "policy/n_epochs": float(n_epochs),
         }
-
-    def _check_updates(self, table: NDArray[Any], *, first_epoch: int, at_once: bool) -> None:
-        if self.config.on_nonfinite == "stop" and not table[:, -1].all():
-            broken = self.agent.adam.broken_gradients() if at_once else None
-            n_minibatches = self.config.n_minibatches
-            check_updates(
-                table, first_epoch=first_epoch, n_minibatches=n_minibatches, broken=broken
-            )
 
     def resize(self, n_envs: int) -> int:
         """Train in about ``n_envs`` envs; returns the actual number, which fits the minibatches."""
@@ -152,23 +159,30 @@ class PPOTrainer:
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
 
-    def state_dict(self) -> StateDict:
+    def _learnt(self) -> StateDict:
+        """The state that an update changes."""
         return {
             "agent": self.agent.state_dict(),
-            "collector": self.collector.state_dict(),
             "generator": self._generator.get_state(),
             "learning_rate": self.schedules.adaptive_learning_rate,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            **self.episodes.state_dict(),
         }
 
-    def load_state_dict(self, state: StateDict) -> None:
-        """Everything except the current episodes: see ``resume_episodes``."""
+    def _load_learnt(self, state: StateDict) -> None:
         self.agent.load_state_dict(state["agent"])
-        self.collector.load_state_dict(state["collector"])
         self._generator.set_state(state["generator"])
         self.schedules.adaptive_learning_rate = state["learning_rate"]
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
+
+    def state_dict(self) -> StateDict:
+        collector = self.collector.state_dict()
+        return {**self._learnt(), "collector": collector, **self.episodes.state_dict()}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Everything except the current episodes: see ``resume_episodes``."""
+        self._load_learnt(state)
+        self.collector.load_state_dict(state["collector"])
+        if self._scaler is not None:
             self._scaler.begin_episodes()
         self.episodes.load_state_dict(state)

@@ -181,14 +181,17 @@ def test_env_actions_are_shifted_clipped_and_shaped_by_hand(
     ],
     ids=lambda each: f"{type(each).__name__} {each.space}",
 )
+@pytest.mark.parametrize("is_greedy", [True, False])
 @torch.no_grad()
-def test_sampled_actions_fit_the_space_in_numpy_exports_and_tensor_envs(distribution: Any) -> None:
+def test_actions_fit_the_space_in_numpy_exports_and_tensor_envs(
+    distribution: Any, is_greedy: bool
+) -> None:
     generator = torch.Generator().manual_seed(1)
     n_features = 3 if distribution.reads_features else 0
     outputs = 4.0 * torch.randn(50, distribution.n_outputs + n_features, generator=generator)
     noise = distribution.draw_noise(1, 50, generator)[0]
 
-    action = distribution.sample(outputs, noise)
+    action = distribution.mode(outputs) if is_greedy else distribution.sample(outputs, noise)
 
     space, expected = distribution.space, distribution.to_env(action.numpy())
     assert action.shape == (50, *distribution.action_shape)

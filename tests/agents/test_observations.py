@@ -88,15 +88,6 @@ def test_leaves_are_named_by_their_paths_and_keep_their_values() -> None:
     assert obs["flags"].tolist() == [[[0.0, 1.0], [1.0, 0.0]]]
 
 
-def test_ignored_leaf_is_hidden_from_the_network() -> None:
-    preprocess = preprocess_of(MIXED, ignored="flags")
-
-    obs = network_input(MIXED, preprocess, batch_space(MIXED, 4).sample())
-
-    assert "flags" not in obs
-    assert "flags" not in preprocess.space.spaces
-
-
 @pytest.mark.parametrize(
     ("space", "words"),
     [

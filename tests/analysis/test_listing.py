@@ -60,7 +60,7 @@ def change(run: RunFolder, **facts: Any) -> None:
 
 def test_keys_that_differ_are_columns_as_far_as_they_fit(runs: list[RunFolder]) -> None:
     change(runs[0], n_envs=4, precision="bf16")
-    change(runs[1], seed=7)
+    change(runs[1], seed=7, added_later=True)
     found = find_runs(Path("runs"))
 
     table, hidden = runs_table(found, width=250)

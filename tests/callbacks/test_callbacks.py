@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import read_rows, small
+from conftest import Capture, read_rows, small
 from tiny_envs import SlowEnv
 
 from ml_pipeline.build import train
@@ -31,28 +32,23 @@ def evaluated_steps(run: Path) -> list[int]:
     return [int(row["env_steps"]) for row in read_rows(run) if row[EVAL_RETURN]]
 
 
-def test_evaluations_follow_the_schedule_and_the_last_iteration(here: Path) -> None:
-    settings = small(total_steps=32 * 7, callbacks__evaluation__eval_every_steps=64)
+def test_evaluations_follow_the_schedule_and_do_not_change_training(here: Path) -> None:
+    settings = small(total_steps=32 * 7)
+    run = train([*settings, "callbacks.evaluation.eval_every_steps=64"]).run_dir
+    never = train([*settings, "~callbacks.evaluation"]).run_dir
 
-    assert evaluated_steps(train(settings).run_dir) == [64, 128, 192, 224]
+    rows = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in read_rows(run)]
 
-
-def test_resumed_run_follows_its_new_schedule(here: Path) -> None:
-    run = train(small(callbacks__evaluation__eval_every_steps=100_000)).run_dir
-
-    train([f"resume={run}", "total_steps=256", "callbacks.evaluation.eval_every_steps=64"])
-
-    assert evaluated_steps(run) == [64, 128, 192, 256]
+    assert evaluated_steps(run) == [64, 128, 192, 224]  # and after the last iteration
+    assert rows == read_rows(never)
 
 
-def test_evaluation_does_not_change_training(here: Path) -> None:
-    often, never = (
-        read_rows(train([*small(total_steps=128), *more]).run_dir)
-        for more in (["callbacks.evaluation.eval_every_steps=1"], ["~callbacks.evaluation"])
-    )
+def test_resumed_run_follows_its_new_schedule(finished_run: Path) -> None:
+    every = "callbacks.evaluation.eval_every_steps=64"
 
-    strip = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in often]
-    assert strip == never
+    train([f"resume={finished_run}", "total_steps=256", every])
+
+    assert evaluated_steps(finished_run) == [64, 128, 192, 256]
 
 
 def test_resumed_run_repeats_an_interrupted_evaluation() -> None:
@@ -101,33 +97,25 @@ def logged(callback: Checkpoints, *values: float) -> None:
         callback.on_iteration_logged(loop, {EVAL_RETURN: float(steps), "eval/win": value})
 
 
-def test_best_metric_decides_which_checkpoint_is_the_best(here: Path) -> None:
+def test_best_metric_decides_which_checkpoint_is_the_best_and_a_resume_may_change_it(
+    here: Path,
+) -> None:
     run = RunFolder(here / "run")
     run.make()
+    old = Checkpoints(run, best_metric="eval/win")
 
-    logged(Checkpoints(run, best_metric="eval/win"), 0.5, 0.9, 0.7)
-
+    logged(old, 5.0, 9.0, 7.0)
     assert load_checkpoint(run, "best")["steps"] == 2
 
-
-def test_resume_with_another_best_metric_forgets_the_old_maximum(here: Path) -> None:
-    run = RunFolder(here / "run")
-    run.make()
-    old = Checkpoints(run)
-    logged(old, 0.9, 0.9)
-    same, other = Checkpoints(run), Checkpoints(run, best_metric="eval/win")
-
+    same, other = Checkpoints(run, best_metric="eval/win"), Checkpoints(run)
     for resumed in (same, other):
         resumed.load_state_dict(old.state_dict())
-
-    assert same.best_value == 2.0
-    logged(other, 0.1)
+    assert same.best_value == 9.0
+    logged(other, 0.0)  # its own metric is 1.0, less than the old maximum
     assert load_checkpoint(run, "best")["steps"] == 1
 
 
-def test_best_metric_that_no_iteration_logs_is_reported(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_best_metric_that_no_iteration_logs_is_reported(here: Path, capsys: Capture) -> None:
     loop: Any = SimpleNamespace()
     for best_metric in (EVAL_RETURN, "eval/wim"):
         Checkpoints(RunFolder(here), best_metric=best_metric).on_train_end(loop)
@@ -147,7 +135,7 @@ def test_run_logs_the_load_and_memory_of_its_workers(here: Path) -> None:
         assert all(5.0 < float(row["workers/rss_mb"]) < 2000.0 for row in rows)
 
 
-def test_straggler_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_straggler_is_named_once(capsys: Capture) -> None:
     env_fns = [partial(SlowEnv, seconds) for seconds in (0.001, 0.001, 0.01, 0.01)]
     env = ParallelEnv(env_fns, n_workers=2, start_method="fork", seed=1)
     loop: Any = SimpleNamespace(envs=[env])
@@ -166,22 +154,8 @@ def test_straggler_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.count("straggler: the worker of envs 2-3 is busy") == 1
 
 
-class Counter:
-    """Replaces NVML; returns percent or raises."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.n_calls = 0
-
-    def __call__(self, device: torch.device) -> float:
-        self.n_calls += 1
-        if self.error is not None:
-            raise self.error
-        return 10.0 * self.n_calls
-
-
-def reports(device: str, nvml: Counter, *, every_seconds: float) -> list[dict[str, float]]:
-    """The metrics that three iterations in a row get."""
+def reports(device: str, nvml: Mock, *, every_seconds: float) -> list[dict[str, float]]:
+    """The metrics that three iterations in a row get; ``nvml`` replaces NVIDIA's library."""
     callback = GpuReport(torch.device(device), every_seconds, nvml)
     loop: Any = SimpleNamespace()
     rows: list[dict[str, float]] = [{}, {}, {}]
@@ -191,30 +165,29 @@ def reports(device: str, nvml: Counter, *, every_seconds: float) -> list[dict[st
 
 
 def test_gpu_utilization_is_a_share_and_is_read_once_per_interval() -> None:
-    often, once = Counter(), Counter()
+    often, once = Mock(side_effect=[10.0, 20.0, 30.0]), Mock(side_effect=[10.0])
 
     shares = [row["gpu/utilization"] for row in reports("cuda", often, every_seconds=0.0)]
     rare = reports("cuda", once, every_seconds=1000.0)
 
     assert shares == [0.1, 0.2, 0.3]
     assert [sorted(row) for row in rare] == [["gpu/memory_mb", "gpu/utilization"], [], []]
-    assert once.n_calls == 1
+    assert once.call_count == 1
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("pynvml"), RuntimeError("no driver")])
 def test_unreadable_gpu_utilization_is_absent_and_not_read_again(error: Exception) -> None:
-    nvml = Counter(error)
+    nvml = Mock(side_effect=error)
 
     rows = reports("cuda", nvml, every_seconds=0.0)
 
     assert [sorted(row) for row in rows] == [["gpu/memory_mb"]] * 3
-    assert nvml.n_calls == 1
+    assert nvml.call_count == 1
 
 
-def test_run_on_the_cpu_logs_no_gpu_metrics(here: Path) -> None:
-    nvml = Counter()
+def test_run_on_the_cpu_logs_no_gpu_metrics(finished_run: Path) -> None:
+    nvml = Mock()
 
     assert reports("cpu", nvml, every_seconds=0.0) == [{}, {}, {}]
-    assert nvml.n_calls == 0
-    with (train(small()).run_dir / "metrics.csv").open() as file:
-        assert "gpu/" not in file.readline()
+    assert nvml.call_count == 0
+    assert "gpu/" not in (finished_run / "metrics.csv").read_text()

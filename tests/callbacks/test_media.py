@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import read_rows, small, wait_until
+from conftest import Capture, error_line, read_rows, small, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
@@ -17,10 +17,8 @@ from ml_pipeline.__main__ import main
 from ml_pipeline.build import train
 
 
-def test_evaluate_records_each_episode(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = train(small()).run_dir
-    capsys.readouterr()
-
+def test_evaluate_records_each_episode(finished_run: Path, capsys: Capture) -> None:
+    run = finished_run
     assert main(["evaluate", str(run), "--video", "--episodes", "2", "--deterministic"]) == 0
 
     *videos, _, figures = capsys.readouterr().out.splitlines()
@@ -29,17 +27,12 @@ def test_evaluate_records_each_episode(here: Path, capsys: pytest.CaptureFixture
     assert figures.startswith("return: mean")
 
 
-def test_env_that_cannot_render_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_that_cannot_render_is_refused(here: Path, capsys: Capture) -> None:
     run = train([*small(), "env.target=tiny_envs.CountingEnv"]).run_dir
 
-    for arguments, words in (
-        (["--video"], "env.kwargs.render_mode"),
-        (["--video", "--render", "human"], "--video and --render"),
-    ):
-        assert main(["evaluate", str(run), *arguments]) == 1
-        error = capsys.readouterr().err
-        assert words in error
-        assert error.count("\n") == 1
+    assert main(["evaluate", str(run), "--video"]) == 1
+
+    assert "env.kwargs.render_mode" in error_line(capsys)
 
 
 def test_run_records_videos_of_itself(here: Path) -> None:
@@ -47,12 +40,6 @@ def test_run_records_videos_of_itself(here: Path) -> None:
 
     videos = sorted(path.name for path in (run / "videos").glob("*.mp4"))
     assert videos == ["step-32-episode-0.mp4", "step-64-episode-0.mp4"]
-
-
-def scalars(run: Path, name: str) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 def test_tensorboard_has_the_rows_of_metrics_csv_without_duplicates_after_a_resume(
@@ -63,16 +50,17 @@ def test_tensorboard_has_the_rows_of_metrics_csv_without_duplicates_after_a_resu
     train([f"resume={run}", "total_steps=128"])
 
     rows = read_rows(run)
-    logged = scalars(run, "loss/policy")
-    assert [step for step, _ in logged] == [int(row["env_steps"]) for row in rows]
-    assert [value for _, value in logged] == pytest.approx([float(r["loss/policy"]) for r in rows])
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
+    logged = events.Scalars("loss/policy")
+    assert [each.step for each in logged] == [int(row["env_steps"]) for row in rows]
+    values = [float(row["loss/policy"]) for row in rows]
+    assert [each.value for each in logged] == pytest.approx(values)
     assert sorted(events.Tags()["histograms"]) == ["rollout/actions", "rollout/advantages"]
 
 
 def test_trackio_stores_a_run_on_this_machine(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     for module in ("trackio.utils", "trackio.sqlite_storage"):  # it reads its folder on import
         monkeypatch.setattr(f"{module}.TRACKIO_DIR", here / "trackio")

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.protocols import Minibatch, Rates
 
 OBS = spaces.Box(-1, 1, (3,), np.float32)
@@ -193,7 +192,7 @@ def test_an_update_is_an_epoch_of_one_minibatch(fast: bool) -> None:
     batch = minibatch(one)
 
     update = one.update(batch, RATES)
-    epoch = other.epoch(batch, torch.arange(32), RATES)
+    epoch = other.epoch(batch, torch.arange(32).view(1, 32), RATES)
 
     assert torch.equal(torch.stack([*update[:-1], update.finite.to(epoch.dtype)]), epoch[0])
     assert torch.equal(one.adam.values, other.adam.values)
@@ -275,7 +274,7 @@ def test_an_epoch_ends_at_a_nan_or_skips_its_minibatch(
 
     assert not agent.update(batch, RATES).finite
     assert torch.equal(agent.adam.values, before)
-    finite = agent.epoch(batch, torch.arange(32), RATES)[:, -1]
+    finite = agent.epoch(batch, torch.arange(32).view(2, 16), RATES)[:, -1]
     assert [bool(each) for each in finite] == [False, True][:n_steps]
 
 
@@ -309,7 +308,7 @@ def test_on_the_cpu_numpy_is_used_where_it_covers_the_model(
     agent = agent_with(action_space, fast=True, **options)
 
     assert type(agent.backend).__name__ == backend
-    assert agent.remark == ""
+    assert agent.check_fast() == ""
 
 
 @needs_triton
@@ -344,12 +343,10 @@ def test_triton_covers_two_narrow_layers_of_a_plain_policy(
 @needs_triton
 def test_on_a_gpu_triton_is_used_and_its_trial_changes_no_weight() -> None:
     network = partial(MLP, hidden_sizes=(20, 32), activation="tanh")
-    same: Any = {"device": torch.device("cuda"), "seed": 1}
-    triton, plain = (
-        PPOAgent(OBS, TWO, network, PPOConfig(), fast=fast, **same) for fast in (True, False)
-    )
+    make = partial(agent_for, OBS, TWO, network, device=torch.device("cuda"))
+    triton, plain = make(fast=True), make(fast=False)
 
-    assert triton.remark == ""
+    assert triton.check_fast() == ""
     assert type(triton.backend).__name__ == "TritonPPO"
     assert type(plain.backend).__name__ == "TorchPPO"
     assert torch.equal(triton.adam.values, plain.adam.values)

@@ -5,44 +5,41 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 from small_agents import Played, agent_in, seen
-from tiny_torch_envs import Endless, Places
+from tiny_envs import CountingEnv
+from tiny_torch_envs import Places
 from torch import Tensor
 
 from ml_pipeline.envs.vec_env import SerialEnv
 
 
-class PlaceEnv(gym.Env[Any, Any]):
-    """``Places``, or ``Endless`` if it is truncated, as a single env."""
+class PlaceEnv(CountingEnv):
+    """``Places`` as a single env, which always returns the same buffer."""
 
-    def __init__(self, number: int, is_truncated: bool) -> None:
+    def __init__(self, number: int, limit: int | None) -> None:
+        super().__init__(length=4 - number % 2)
         self.observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
         self.action_space = spaces.Discrete(3)
+        self._buffer = np.zeros(1, dtype=np.float32)
         self.number = number
-        self.is_truncated = is_truncated
-        self.length = 3 if is_truncated else 4 - number % 2
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        self.t = 0
-        return np.array([self.number], dtype=np.float32), {}
+        self.limit = limit
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.t += 1
-        place, done = 10.0 * self.t + self.number, self.t == self.length
-        obs = np.array([place], dtype=np.float32)
-        return obs, place, done and not self.is_truncated, done and self.is_truncated, {}
+        obs, _, terminated, _, info = super().step(action)
+        return obs, float(obs[0]), terminated, self._step == self.limit, info
+
+    def _observe(self) -> Any:
+        self._buffer[:] = 10.0 * self._step + self.number
+        return self._buffer
 
 
 class Rollouts(Played):
-    """Rollouts of ``n_envs`` host envs or tensor envs."""
+    """Rollouts of ``n_envs`` host envs or tensor envs; ``limit`` truncates their episodes."""
 
     def __init__(
         self,
@@ -50,15 +47,15 @@ class Rollouts(Played):
         n_envs: int = 2,
         n_steps: int = 5,
         *,
-        is_truncated: bool = False,
+        limit: int | None = None,
         noise_seed: int = 2,
         **options: Any,
     ) -> None:
         env: Any
         if kind == "tensor":
-            env = (Endless if is_truncated else Places)(n_envs)
+            env = Places(n_envs, max_episode_steps=limit)
         else:
-            env = SerialEnv([partial(PlaceEnv, i, is_truncated) for i in range(n_envs)])
+            env = SerialEnv([partial(PlaceEnv, i, limit) for i in range(n_envs)])
         self.n_envs = n_envs
         super().__init__(env, n_steps, agent_in(env, **options), noise_seed=noise_seed)
 
@@ -125,11 +122,18 @@ def test_stats_count_each_episode_that_ended(kind: str) -> None:
 
 @kinds
 @pytest.mark.parametrize("fast", [True, False], ids=["numpy", "torch"])
-@pytest.mark.parametrize("is_truncated", [True, False], ids=["truncated", "terminated"])
+@pytest.mark.parametrize(
+    ("limit", "ends"),
+    [
+        (None, [[2, 1], [3, 0], [3, 2], [5, 1]]),
+        (3, [[2, 0], [2, 1], [2, 2], [5, 0], [5, 1], [5, 2]]),  # env 1 also terminates
+    ],
+    ids=["terminated", "truncated"],
+)
 def test_targets_bootstrap_after_truncation_and_not_after_termination(
-    is_truncated: bool, fast: bool, kind: str
+    limit: int | None, ends: list[list[int]], fast: bool, kind: str
 ) -> None:
-    played = Rollouts(kind, 3, 6, is_truncated=is_truncated, fast=fast)
+    played = Rollouts(kind, 3, 6, limit=limit, fast=fast)
     played.collect()
 
     played.finish(gamma=0.5, lam=0.0)  # a target is then reward + gamma * V(successor)
@@ -138,13 +142,8 @@ def test_targets_bootstrap_after_truncation_and_not_after_termination(
     reward, done = played.field("reward"), played.field("terminated") | played.field("truncated")
     expected = reward + 0.5 * played.values(reward) * ~played.field("terminated")
     np.testing.assert_allclose(played.finished("value_target"), expected, rtol=1e-5, atol=1e-5)
-    ends = (
-        [[2, 0], [2, 1], [2, 2], [5, 0], [5, 1], [5, 2]]
-        if is_truncated
-        else [[2, 1], [3, 0], [3, 2], [5, 1]]
-    )
     assert np.argwhere(done).tolist() == ends
-    assert played.field("truncated").any() == is_truncated
+    assert played.field("truncated").any() == (limit is not None)
 
 
 @kinds
@@ -240,18 +239,20 @@ def test_an_uncommitted_rollout_does_not_change_the_state(kind: str) -> None:
 @kinds
 @pytest.mark.parametrize("n_before", [0, 3], ids=["new", "used"])
 def test_a_resumed_collector_continues_within_the_episodes(kind: str, n_before: int) -> None:
-    ours, other = Rollouts(kind), Rollouts(kind, noise_seed=9)
+    ours, other, third = (Rollouts(kind, noise_seed=seed) for seed in (2, 9, 9))
     for _ in range(n_before):
         other.collect()
     ours.collect()
 
     other.resume(ours.collector.state_dict(), ours.collector.snapshots())
-    episodes = [each.collect().episodes for each in (ours, other)]
+    third.resume(other.collector.state_dict(), other.collector.snapshots())  # has not played yet
+    episodes, *others = [each.collect().episodes for each in (ours, other, third)]
 
-    for name in ("obs", "action", "reward", "terminated", "truncated"):
-        assert np.array_equal(ours.field(name), other.field(name)), name
-    assert episodes[0] == episodes[1] != []
-    assert other.collector.state_dict()["n_steps"] == 10
+    assert others == [episodes] * 2 != [[], []]
+    for each in (other, third):
+        assert each.collector.state_dict()["n_steps"] == 10
+        for name in ("obs", "action", "reward", "terminated", "truncated"):
+            assert np.array_equal(ours.field(name), each.field(name)), name
 
 
 @kinds

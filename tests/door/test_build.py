@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import re
 import subprocess
@@ -14,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, only_run, read_rows, small
+from conftest import REPOSITORY, Capture, contents, only_run, read_rows, small, summary_of
 
 from ml_pipeline.build import train
 from ml_pipeline.door.compose import checked_config, compose_config
@@ -39,7 +38,7 @@ def test_run_writes_its_record_and_no_other_files(here: Path) -> None:
     (envs,) = kept - {"best.pt", "latest.pt"}
     assert re.fullmatch(r"[0-9a-f]{16}\.envs", envs)
     assert [path.name for path in here.iterdir()] == ["runs"]
-    summary = json.loads((result.run_dir / "summary.json").read_text())
+    summary = summary_of(result.run_dir)
     assert summary["status"] == "finished"
     assert summary["mean_reward"] == result.mean_reward == result.objective
     assert summary["versions"]["torch"]
@@ -50,7 +49,7 @@ def test_run_writes_its_record_and_no_other_files(here: Path) -> None:
     assert (summary["git_commit"] or "").rstrip("+") == head.stdout.strip()
 
 
-def test_one_env_starts_no_process(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_env_starts_no_process(here: Path, capsys: Capture) -> None:
     count = "+callbacks.count={_target_: own_parts.CountChildren}"
 
     train([*small(n_envs=1, agent__n_steps=32), count])
@@ -104,6 +103,10 @@ def test_first_weights_do_not_depend_on_the_number_of_threads() -> None:
     assert torch.equal(weights[0], weights[2])
 
 
+def own_network(name: str) -> list[str]:
+    return ["network=own", f"network._target_=own_parts.{name}"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -130,28 +133,50 @@ def test_first_weights_do_not_depend_on_the_number_of_threads() -> None:
         (["logger=wandb", "logger.wandb.mode=loud"], "logger.wandb.mode"),
         (["network.hidden_sizes=[]"], "network.hidden_sizes"),
         (["network.hidden_sizes=64"], "network.hidden_sizes"),
+        (["env.target=own_broken.Env"], "env.target=own_broken.Env: ZeroDivisionError in own_brok"),
+        (["env.target=own_lacking.Env"], "own_lacking needs no_such_package, which is not"),
+        (["env.target=own_parts.OldApi"], "cannot be reset with a seed and stepped as in"),
+        (["env.target=own_parts.LateMask"], "returns an action_mask from step, but not from"),
+        (["env.target=own_parts.NoInfo"], "TypeError: info must be a dict, got None"),
+        (["+callbacks.x={_target_: own_parts.Anything}"], "callbacks.x: Anything is not"),
+        (
+            ["+callbacks.x={_target_: own_parts.OddState}"],
+            "the state of callbacks.x['best'][0]: a checkpoint cannot contain a numpy.float64",
+        ),
+        (["+logger.x={_target_: own_parts.Anything}"], "logger.x: Anything has no log"),
+        (own_network("Lazy"), "network Lazy has lazy layers"),
+        (own_network("Failing"), "network: RuntimeError: out of luck"),
+        (own_network("WrongSize"), "network cannot process an observation of shape (4,)"),
+        (own_network("OneAtATime"), "network cannot process an observation of shape (4,)"),
     ],
 )
 def test_mistake_is_found_before_anything_is_created(
     here: Path, arguments: list[str], words: str
 ) -> None:
+    (here / "own_broken.py").write_text("1 / 0\n")
+    (here / "own_lacking.py").write_text("import no_such_package\n")
     before = multiprocessing.active_children()
 
     with pytest.raises(UserError, match=re.escape(words)):
-        train(["vec_env=parallel", "logger=none", *arguments])
+        train([*small(), "vec_env=parallel", *arguments])
 
     assert not list(here.glob("runs/*/*"))
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-def test_crashing_env_ends_the_run_with_its_traceback_and_marks_it_failed(here: Path) -> None:
-    settings = [*small(), "env.target=tiny_envs.FaultyEnv", "+env.kwargs.fault=raise"]
+@pytest.mark.parametrize(
+    ("fault", "mode", "words"),
+    [("raise", "parallel", "LookupError: puck left the table"), ("sys.exit", "serial", "Exit: 3")],
+)
+def test_crashing_env_ends_the_run_with_its_traceback_and_marks_it_failed(
+    here: Path, fault: str, mode: str, words: str
+) -> None:
+    crash = ["env.target=tiny_envs.FaultyEnv", f"+env.kwargs={{fault: {fault}, culprit: 2}}"]
 
-    with pytest.raises(UserError, match=r"env 1 \(seed 2\) raised:[\s\S]*puck left the table"):
-        train([*settings, "+env.kwargs.culprit=2", "vec_env=parallel"])
+    with pytest.raises(UserError, match=rf"env 1 \(seed 2\) raised:[\s\S]*{words}"):
+        train([*small(), *crash, f"vec_env={mode}"])
 
-    summary = json.loads((only_run(here) / "summary.json").read_text())
-    assert summary["status"] == "failed"
+    assert summary_of(only_run(here))["status"] == "failed"
 
 
 def test_nan_weights_never_reach_a_checkpoint(here: Path) -> None:
@@ -212,26 +237,24 @@ def test_resume_can_replace_add_and_drop_parts_of_the_config(
     ],
 )
 def test_impossible_resume_is_refused_and_changes_no_file(
-    here: Path, arguments: list[str], words: str
+    finished_run: Path, arguments: list[str], words: str
 ) -> None:
-    run = train(small()).run_dir
-    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = contents(finished_run)
 
     with pytest.raises(UserError, match=words):
-        train([f"resume={run}", *arguments])
+        train([f"resume={finished_run}", *arguments])
 
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+    assert contents(finished_run) == before
 
 
-def test_resumed_run_that_stops_at_once_keeps_its_metrics(here: Path) -> None:
-    run = train(small()).run_dir
-    before = json.loads((run / "summary.json").read_text())
-    stop = "+callbacks.stop={_target_: own_parts.InterruptAtStart}"
+def test_resumed_run_that_stops_at_once_keeps_its_metrics(finished_run: Path) -> None:
+    before = summary_of(finished_run)
+    stop = "+callbacks.stop={_target_: stopped_runs.StopAfter, n_iterations: 0}"
 
     with pytest.raises(KeyboardInterrupt):
-        train([f"resume={run}", "total_steps=96", stop])
+        train([f"resume={finished_run}", "total_steps=96", stop])
 
-    after = json.loads((run / "summary.json").read_text())
+    after = summary_of(finished_run)
     assert after["env_steps"] == before["env_steps"] == 64
     assert after["metrics"] == before["metrics"]
     assert len(after["commands"]) == 2

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import REPOSITORY
 from omegaconf import DictConfig, OmegaConf
 
 from ml_pipeline.config.ppo import PPOConfig
-from ml_pipeline.config.train import EnvConfig, TrainConfig, VecEnvConfig
+from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.door.compose import ConfigError, checked_config, compose_config
 
 
@@ -25,37 +25,26 @@ def composed() -> DictConfig:
 
 
 def test_defaults_of_the_yaml_equal_the_defaults_of_the_dataclasses() -> None:
-    composed, default = config(), TrainConfig(agent=PPOConfig())
+    default = TrainConfig(agent=PPOConfig())
 
-    assert composed.agent == default.agent
-    assert composed.vec_env == VecEnvConfig()
-    assert composed.env == EnvConfig()
-    for name in (
-        "n_envs",
-        "seed",
-        "total_steps",
-        "num_episodes",
-        "device",
-        "objective",
-        "best_metric",
-    ):
-        assert getattr(composed, name) == getattr(default, name)
+    composed = dataclasses.replace(config(), network={}, callbacks={}, logger={})
+
+    assert composed == default
 
 
-@pytest.mark.parametrize("written", ["100000", "100_000", "1e5"])
-def test_steps_can_be_written_in_three_ways(written: str) -> None:
-    composed = config(f"total_steps={written}", "agent.n_steps=125", "agent.n_minibatches=5")
-
-    assert composed.wanted_steps == composed.total_steps == 100_000
-
-
-def test_steps_are_rounded_down_to_whole_rollouts_but_at_least_one() -> None:
-    assert config("total_steps=100_000").wanted_steps == 97 * 128 * 8
-    assert config("total_steps=1").wanted_steps == 128 * 8
-
-
-def test_num_episodes_counts_calls_of_train_episode_vectorized() -> None:
-    assert config("num_episodes=3", "n_envs=4", "agent.n_steps=32").wanted_steps == 3 * 4 * 32
+@pytest.mark.parametrize(
+    ("overrides", "env_steps"),
+    [
+        *((f"total_steps={text} agent.n_steps=125", 100_000) for text in ("100_000", "1e5")),
+        ("total_steps=100000", 97 * 128 * 8),  # whole rollouts
+        ("total_steps=1", 128 * 8),  # but at least one
+        ("num_episodes=3 n_envs=4 agent.n_steps=32", 3 * 4 * 32),
+    ],
+)
+def test_run_has_whole_rollouts_up_to_total_steps_or_num_episodes_of_them(
+    overrides: str, env_steps: int
+) -> None:
+    assert config("agent.n_minibatches=1", *overrides.split()).wanted_steps == env_steps
 
 
 @pytest.mark.parametrize(
@@ -85,10 +74,7 @@ def test_num_episodes_counts_calls_of_train_episode_vectorized() -> None:
         ("vec_env.infos=some", r"vec_env.infos=.*: must be all \| final"),
         ("vec_env.on_worker_death=weep", r"vec_env.on_worker_death=weep: must be raise \| restart"),
         ("vec_env.max_restarts=-1", "vec_env.max_restarts=.*: must be at least 0"),
-        (
-            "vec_env.mode=fast",
-            r"vec_env.mode=.*: must be auto \| serial \| parallel \| shared",
-        ),
+        ("vec_env.mode=fast", r"vec_env.mode=.*: must be auto \| serial \| parallel \| shared"),
         ("vec_env.n_workers=0", "vec_env.n_workers=.*: must be at least 1"),
         ("vec_env.start_method=loky", "vec_env.start_method=.*: must be spawn"),
         ("vec_env.step_timeout_seconds=0", "vec_env.step_timeout_seconds=.*: must be positive"),
@@ -109,31 +95,14 @@ def test_value_out_of_range_is_refused_with_its_full_key(
 
 
 @pytest.mark.parametrize(
-    ("override", "line"),
+    ("override", "value"),
     [
-        ("agent.learning_rat=1", "unknown key; did you mean agent.learning_rate?"),
-        ("n_env=3", "unknown key; did you mean n_envs?"),
-        ("agent.n_steps=1.5", "must be an integer"),
-        ("trust=maybe", "must be true or false"),
-        ("callbacks.evaluation.every=1", "unknown key; choose from"),
-        ("total_steps=long", "must be a number"),
+        ("device=cuda:1", "cuda:1"),
+        *((f"compile={text}", "off") for text in ("off", "'off'", "false")),  # YAML: off is false
     ],
 )
-def test_unknown_key_or_wrong_type_is_refused_in_one_line(override: str, line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config(override)
-
-    assert str(caught.value).startswith(f"{override}: {line}")
-    assert "\n" not in str(caught.value)
-
-
-def test_device_can_have_an_index() -> None:
-    assert config("device=cuda:1").device == "cuda:1"
-
-
-@pytest.mark.parametrize("written", ["off", "'off'", "false"])  # YAML reads off as false
-def test_compile_can_be_off(written: str) -> None:
-    assert config(f"compile={written}").compile == "off"
+def test_device_with_an_index_and_compile_off_are_accepted(override: str, value: str) -> None:
+    assert getattr(config(override), override.partition("=")[0]) == value
 
 
 def test_env_accepts_new_arguments_and_wrappers() -> None:
@@ -172,8 +141,3 @@ def test_every_preset_composes_and_shows_a_command_in_its_first_line() -> None:
         if str(group) != ".":
             own = ["network._target_=my_module.Mine"] if option == "own" else []
             config(f"{group}={option}", *own)
-
-
-def test_env_presets_have_only_keys_of_an_env() -> None:
-    for file in (REPOSITORY / "conf" / "env").glob("*.yaml"):
-        assert set(yaml.safe_load(file.read_text())) <= {"id", "target", "kwargs", "wrappers"}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, small
+from conftest import REPOSITORY, Capture, call, error_line, small
 from tiny_envs import CountingEnv, EndlessEnv
 
 from ml_pipeline import commands
@@ -31,9 +30,7 @@ finally:
     print([name for name in ("torch", "hydra", "wandb", "optuna") if name in sys.modules])
 """
 
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
+    result = call(sys.executable, "-c", code, cwd=REPOSITORY)
 
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith("\n[]\n")
@@ -43,7 +40,7 @@ finally:
 
 
 def test_file_in_the_commands_folder_is_a_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     (tmp_path / "greet.py").write_text(
         "HELP = 'greet someone'\n"
@@ -61,7 +58,7 @@ def test_file_in_the_commands_folder_is_a_command(
     ("arguments", "code", "words"),
     [
         (["evaluate", "nowhere"], 1, "nowhere"),
-        (["evaluate", "."], 1, "config.yaml"),
+        (["evaluate", "."], 1, "is not a run folder: it has no config.yaml"),
         (["evaluate", "run", "--video", "--render", "human"], 1, "--video and --render"),
         (["train", "n_env=8"], 1, "n_env=8: unknown key; did you mean n_envs?"),
         (["serve", "file", "--port", "99999"], 2, "--port: must be an integer from 0 to 65535"),
@@ -73,7 +70,7 @@ def test_file_in_the_commands_folder_is_a_command(
 def test_mistake_prints_one_line_and_sets_the_exit_code(
     here: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     arguments: list[str],
     code: int,
     words: str,
@@ -86,12 +83,10 @@ def test_mistake_prints_one_line_and_sets_the_exit_code(
         returned = int(stop.code or 0)
 
     assert returned == code
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
+    assert words in error_line(capsys)
 
 
-def test_evaluate_prints_mean_std_min_and_max(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_prints_mean_std_min_and_max(run: str, capsys: Capture) -> None:
     capsys.readouterr()
 
     assert main(["evaluate", run, "--episodes", "4", "--deterministic"]) == 0
@@ -103,14 +98,11 @@ def test_evaluate_prints_mean_std_min_and_max(run: str, capsys: pytest.CaptureFi
     assert "mean 60.0  std 0.0  min 60.0  max 60.0" in out
 
 
-def test_evaluate_gives_the_same_returns_again(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = str(train(small()).run_dir)
+def test_evaluate_gives_the_same_returns_again(finished_run: Path, capsys: Capture) -> None:
     outputs = []
     for _ in range(2):
-        capsys.readouterr()
-        assert main(["evaluate", run, "--checkpoint", "latest", "--episodes", "5"]) == 0
+        arguments = ["--checkpoint", "latest", "--episodes", "5"]
+        assert main(["evaluate", str(finished_run), *arguments]) == 0
         outputs.append(capsys.readouterr().out)
 
     assert outputs[0] == outputs[1]
@@ -141,9 +133,8 @@ def test_endless_episode_is_cut(run: str) -> None:
     assert result.mean_length == 50
 
 
-def test_missing_checkpoint_is_reported(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for checkpoint in Path(run).glob("checkpoints/*.pt"):
-        checkpoint.unlink()
-
-    assert main(["evaluate", run]) == 1
-    assert "has no checkpoint latest.pt" in capsys.readouterr().err
+def test_missing_checkpoint_is_named(finished_run: Path, capsys: Capture) -> None:
+    for name in ("best", "latest"):
+        (finished_run / "checkpoints" / f"{name}.pt").unlink()
+        assert main(["evaluate", str(finished_run), "--checkpoint", name]) == 1
+        assert f"has no checkpoint {name}.pt" in error_line(capsys)

@@ -7,14 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, old_python
+from conftest import REPOSITORY, call
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["make", "-C", str(REPOSITORY), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return call("make", "-C", REPOSITORY, *arguments)
 
 
 def test_arguments_reach_training(tmp_path: Path) -> None:
@@ -34,12 +33,10 @@ def test_nothing_is_installed_if_the_stamp_is_newer_than_the_project_file(tmp_pa
     assert "train_ppo.py" in result.stdout
 
 
-def test_old_python_is_refused_in_one_line_before_anything_is_created(tmp_path: Path) -> None:
-    old = old_python()
-    if old is None:
-        pytest.skip("no Python older than 3.10 on this machine")
-
-    result = make("setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={old}")
+def test_old_python_is_refused_in_one_line_before_anything_is_created(
+    tmp_path: Path, old_python: str
+) -> None:
+    result = make("setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={old_python}")
 
     assert result.returncode != 0
     assert "ml_pipeline needs Python 3.10 or newer, this is 3." in result.stderr

@@ -1,19 +1,74 @@
-"""The code and the counts in the documentation are correct."""
+"""Documentation matches the code: its links, files, scripts, figures and counts are correct."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, small
+from conftest import REPOSITORY, call, read_rows, small
 
 from ml_pipeline.build import train
 
+README = REPOSITORY / "README.md"
 DOCS = REPOSITORY / "docs"
+PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+LINK = re.compile(r"\]\(([^)]+)\)")
+FILE = re.compile(r"(?<![\w/])(?:ml_pipeline|tests|benchmarks|conf|docs)/[\w/.-]+\.\w+")
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that GitHub gives to the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def resolves(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_and_their_anchors_resolve(page: Path) -> None:
+    links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+
+    assert [link for link in links if not resolves(page, link)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_a_page_exist(page: Path) -> None:
+    files = [file for file in FILE.findall(page.read_text()) if "NAME" not in file]
+
+    assert [file for file in files if not (REPOSITORY / file).exists()] == []
+
+
+def test_readme_links_every_page_of_the_docs() -> None:
+    links = LINK.findall(README.read_text())
+
+    assert [page.name for page in DOCS.glob("*.md") if f"docs/{page.name}" not in links] == []
+
+
+def test_readme_has_at_most_150_lines() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def test_speed_chart_shows_figures_of_the_benchmarks_page() -> None:
+    figures = re.findall(r">([\d.]+x|[\d,]+ steps)", (DOCS / "speed.svg").read_text())
+    benchmarks = (DOCS / "benchmarks.md").read_text()
+
+    assert len(figures) == 6
+    assert [each for each in figures if each.replace(" steps", "/s") not in benchmarks] == []
+
+
+def test_config_reference_matches_the_dataclasses() -> None:
+    page = runpy.run_path(str(DOCS / "config_reference.py"))["page"]()
+
+    assert (DOCS / "config.md").read_text() == page + "\n"
 
 
 def code_blocks(page: str) -> list[str]:
@@ -22,14 +77,7 @@ def code_blocks(page: str) -> list[str]:
 
 def run_script(folder: Path, code: str) -> str:
     (folder / "script.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = call(sys.executable, "script.py", cwd=folder, PYTHONPATH=str(REPOSITORY))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -57,12 +105,47 @@ def test_script_without_hydra_trains_cartpole(here: Path) -> None:
     assert list(here.iterdir()) == [here / "script.py"]
 
 
-def test_trained_policy_is_loaded_and_played_in_three_lines(here: Path) -> None:
-    run = train(small()).run_dir
-    script = code_blocks("without_hydra.md")[1].replace("runs/CartPole-v1/RUN", str(run))
+def test_trained_policy_is_loaded_and_played_in_three_lines(finished_run: Path, here: Path) -> None:
+    script = code_blocks("without_hydra.md")[1]
 
-    output = run_script(here, script)
+    output = run_script(here, script.replace("runs/CartPole-v1/RUN", str(finished_run)))
 
     statements = [line for line in script.splitlines() if line and "import" not in line]
     assert len(statements) == 3
     assert output.startswith("CartPole-v1 ")
+
+
+def test_loss_of_the_page_trains_and_can_be_swept(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "my_loss.py").write_text(code_blocks("change_the_loss.md")[0])
+    monkeypatch.syspath_prepend(str(here))
+    target = "agent.loss._target_=my_loss.kl_penalty_loss"
+    settings = [[], [target], [target, "+agent.loss.beta=30"]]
+
+    runs = [
+        train([*small(agent__learning_rate=0.01, agent__n_epochs=8), *each]).run_dir
+        for each in settings
+    ]
+
+    kls = [float(read_rows(run)[0]["policy/approx_kl"]) for run in runs]
+    assert kls[0] != kls[1]
+    assert kls[2] < kls[1]
+
+
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+
+
+def test_notebooks_are_numbered() -> None:
+    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04"]
+
+
+# ``make notebooks`` runs them.
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_has_no_outputs_starts_with_text_and_plots(path: Path) -> None:
+    cells = json.loads(path.read_text())["cells"]
+
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert cells[0]["cell_type"] == "markdown"
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert any("plt." in "".join(cell["source"]) for cell in code)

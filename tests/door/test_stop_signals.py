@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -69,22 +70,22 @@ def test_old_handlers_are_restored() -> None:
     assert [signal.getsignal(number) for number in numbers] == before
 
 
-def test_closed_terminal_is_ignored_under_nohup() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopSignals():
-            send(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+@pytest.fixture
+def _ignored() -> Iterator[None]:
+    """SIGINT and SIGHUP are ignored, as by a shell's & and by nohup."""
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
-def test_background_job_of_a_script_can_be_stopped() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's & does
-    try:
-        with StopSignals(), pytest.raises(Interrupted, match="SIGINT"):
+@pytest.mark.usefixtures("_ignored")
+def test_background_job_is_stopped_by_sigint_and_not_by_its_closed_terminal() -> None:
+    with StopSignals():
+        send(signal.SIGHUP)
+        with pytest.raises(Interrupted, match="SIGINT"):
             send(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_handlers_stay_unchanged_outside_the_main_thread() -> None:

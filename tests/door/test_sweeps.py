@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Door, door_command, is_running, small, wait_until, wait_until_gone
+from conftest import Door, Start, is_running, small, summary_of, wait_until, wait_until_gone
 from rich.console import Console
 
 from ml_pipeline import sweeps
@@ -54,12 +54,11 @@ def test_submitit_runs_a_sweep_on_this_machine(door: Door, here: Path) -> None:
 
 
 @pytest.fixture
-def local_sweep(here: Path) -> Any:
+def local_sweep(started: Start, here: Path) -> Iterator[tuple[subprocess.Popen[str], list[Job]]]:
     """A sweep of two parallel jobs with workers that would train for days, and its records."""
     settings = small(total_steps=10**9, callbacks__evaluation__eval_every_steps=32)
     settings += ["vec_env=parallel", "hydra.launcher.n_jobs=2"]
-    command = door_command("-m", "sweep=local", "seed=1,2,3", *settings)
-    process = subprocess.Popen(command, cwd=here, text=True, stdout=subprocess.PIPE)
+    process = started("-m", "sweep=local", "seed=1,2,3", *settings)
 
     def running() -> list[Job]:
         folders = list(here.glob("runs/sweeps/*"))
@@ -69,10 +68,9 @@ def local_sweep(here: Path) -> Any:
     wait_until(lambda: len(list(here.glob("runs/CartPole-v1/*/checkpoints/best.pt"))) == 2, 60)
     jobs = running()
     yield process, jobs
-    for pid in (process.pid, *(job.pid for job in jobs)):
-        if is_running(pid):
-            os.kill(pid, signal.SIGKILL)
-    process.communicate()
+    for job in jobs:
+        if is_running(job.pid):
+            os.kill(job.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -90,8 +88,8 @@ def test_stopped_sweep_saves_every_job_and_starts_no_more_jobs(
     assert [job.status for job in read_jobs(folder)] == ["interrupted"] * 2
     assert {run.resolve() for run in job_runs(folder)} == set(here.glob("runs/CartPole-v1/*"))
     assert "0 of 2 jobs finished" in stdout
-    summaries = [json.loads(path.read_text()) for path in here.glob("runs/CartPole-v1/*/*.json")]
-    assert [each["status"] for each in summaries] == ["interrupted"] * 2
+    runs = here.glob("runs/CartPole-v1/*")
+    assert [summary_of(run)["status"] for run in runs] == ["interrupted"] * 2
     wait_until_gone([job.pid for job in jobs])
 
 

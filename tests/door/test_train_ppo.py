@@ -14,17 +14,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import (
     REPOSITORY,
+    Capture,
     Door,
+    Start,
+    await_line,
+    call,
+    children_of,
     door_command,
-    old_python,
+    error_line,
     only_run,
     read_rows,
     small,
+    summary_of,
     wait_until,
     wait_until_gone,
 )
@@ -56,47 +61,6 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     logging.root.handlers[:] = handlers  # Hydra's write to the captured stdout
 
 
-@pytest.fixture
-def started(here: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """``started("n_envs=2")`` runs train_ppo.py in the background until the test ends."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        command = door_command(*arguments)
-        # Its own process group, so that a test can signal all of it.
-        process = subprocess.Popen(command, cwd=here, text=True, start_new_session=True, **pipes)
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def await_progress(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("env steps"):
-            return
-    raise AssertionError("the process printed no progress")
-
-
-def children_of(pid: int) -> list[int]:
-    if not Path("/proc").exists():
-        pytest.skip("finds processes in /proc")
-    children = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # the process has ended since
-            continue
-        if fields[1] == str(pid):
-            children.append(int(stat.parent.name))
-    return children
-
-
 def write_preset(folder: Path, group: str, text: str) -> None:
     (folder / "my_conf" / group).mkdir(parents=True)
     (folder / "my_conf" / group / "mine.yaml").write_text(text)
@@ -123,57 +87,62 @@ def test_output_shows_envs_and_device_and_its_commands_work(door: Door, here: Pa
         assert after.returncode == 0, after.stderr
 
 
-def test_own_class_is_found_in_the_current_folder(command: Command, here: Path) -> None:
-    (here / "my_env.py").write_text(
-        "from tiny_envs import CountingEnv\nclass MyEnv(CountingEnv):\n    pass\n"
-    )
-    mine = ["env.target=my_env.MyEnv", "+env.kwargs.length=4"]
+@pytest.mark.parametrize(
+    ("module", "code", "override", "name"),
+    [
+        ("my_env", "class MyEnv(CountingEnv): pass", "env.target=my_env.MyEnv", "MyEnv"),
+        (
+            "my_ids",
+            "import gymnasium; gymnasium.register('Mine-v0', CountingEnv)",
+            "env.id=my_ids:Mine-v0",
+            "Mine-v0",
+        ),
+    ],
+)
+def test_own_env_is_found_in_the_current_folder_by_its_class_or_its_id(
+    command: Command, here: Path, module: str, code: str, override: str, name: str
+) -> None:
+    (here / f"{module}.py").write_text(f"from tiny_envs import CountingEnv\n{code}\n")
 
-    assert command(*small(), *mine, "vec_env=parallel") == 0
+    assert command(*small(), override, "+env.kwargs.length=4", "vec_env=parallel") == 0
 
-    assert only_run(here).parent.name == "MyEnv"
+    assert only_run(here).parent.name == name
     assert read_rows(only_run(here))[-1]["rollout/episode_return"] == "100.0"  # 10 + 20 + 30 + 40
 
 
-def test_own_yaml_is_found_in_the_config_dir(command: Command, here: Path) -> None:
-    write_preset(
-        here,
-        "env",
-        """
+OWN_ENV = """
 id: null
 target: tiny_envs.CountingEnv
 kwargs: {length: 4}
-wrappers:
-  scale: {_target_: tiny_envs.scale_reward, factor: 2.0}
-""",
-    )
-
-    assert command("--config-dir", "my_conf", *small(), "env=mine") == 0
-
-    assert read_rows(only_run(here))[-1]["rollout/episode_return"] == "200.0"
+wrappers: {scale: {_target_: tiny_envs.scale_reward, factor: 2.0}}
+"""
 
 
-def test_own_network_and_callbacks_are_found_by_dotted_path(
-    command: Command, here: Path, capsys: pytest.CaptureFixture[str]
+def test_own_yaml_files_are_found_in_the_config_dir(
+    command: Command, here: Path, capsys: Capture
 ) -> None:
+    write_preset(here, "env", OWN_ENV)
     write_preset(here, "network", "{_target_: own_parts.Wide, width: 5}")
     write_preset(here, "callbacks", "{stop: {_target_: own_parts.StopAt, iteration: 1}}")
     settings = [word for word in small() if not word.startswith("callbacks")]
+    mine = ["env=mine", "network=mine", "callbacks=mine"]
 
-    code = command("--config-dir", "my_conf", *settings, "network=mine", "callbacks=mine")
+    assert command("--config-dir", "my_conf", *settings, *mine) == 0
 
-    assert code == 0
-    assert "iteration 1 at env step 32 of 64" in capsys.readouterr().out
+    assert read_rows(only_run(here))[-1]["rollout/episode_return"] == "200.0"
     assert "width: 5" in (only_run(here) / "config.yaml").read_text()
+    assert "iteration 1 at env step 32 of 64" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["agent.gamme=0.9"], "agent.gamme=0.9: unknown key; did you mean agent.gamma?"),
         (["env.kwargs.size=3"], "env.kwargs.size=3: unknown key; to add a key, write +env.kwar"),
         (["agent.n_steps=1.5"], "agent.n_steps=1.5: must be an integer"),
         (["agent.learning_rate=fast"], "agent.learning_rate=fast: must be a number"),
+        (["total_steps=long"], "total_steps=long: must be a number"),
+        (["trust=maybe"], "trust=maybe: must be true or false"),
+        (["callbacks.evaluation.every=1"], "callbacks.evaluation.every=1: unknown key; choose f"),
         (["env.wrappers=3"], "env.wrappers=3: Cannot assign int to Dict"),
         (["env=cartpol"], "env=cartpol: no such option; did you mean cartpole?"),
         (["vec_env=fast"], "vec_env=fast: no such option; choose from auto, parallel, serial, sh"),
@@ -183,37 +152,25 @@ def test_own_network_and_callbacks_are_found_by_dotted_path(
         (["--config-dir", "nowhere"], "--config-dir "),
         (["-m", "seed=1,two"], "seed=two: must be an integer"),
         (["--help", "agent.gamme=0.9"], "agent.gamme=0.9: unknown key"),
-        (["n_envs=many"], "n_envs"),
         (["resume=nowhere"], "nowhere"),
     ],
 )
 def test_mistake_prints_one_line_and_exits_with_code_1(
-    command: Command,
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    line: str,
+    command: Command, here: Path, capsys: Capture, arguments: list[str], line: str
 ) -> None:
     assert command(*arguments) == 1
 
-    error = capsys.readouterr().err
-    assert error.startswith(line)
-    assert error.count("\n") == 1
+    assert error_line(capsys).startswith(line)
     assert not (here / "runs" / "CartPole-v1").exists()
 
 
 def test_unexpected_error_keeps_its_traceback_without_frames_of_hydra(
-    command: Command, here: Path
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (here / "my_callback.py").write_text(
-        "from ml_pipeline.protocols import Callback\n"
-        "class DivideByZero(Callback):\n"
-        "    def on_train_start(self, loop):\n"
-        "        1 / 0\n"
-    )
+    monkeypatch.setenv("CRASH", "raise")
 
-    with pytest.raises(ZeroDivisionError) as caught:
-        command(*small(), "+callbacks.bad={_target_: my_callback.DivideByZero}")
+    with pytest.raises(RuntimeError, match="crash at iteration 1") as caught:
+        command(*small(), "+callbacks.bad={_target_: own_parts.CrashAt, iteration: 1}")
 
     assert not [frame for frame in caught.traceback if "hydra" in str(frame.path)]
 
@@ -230,10 +187,10 @@ def test_script_reports_a_mistake_on_stderr(door: Door) -> None:
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
 )
 def test_stop_signal_saves_the_run_ends_every_process_and_allows_a_resume(
-    command: Command, started: Any, here: Path, number: int, code: int
+    command: Command, started: Start, here: Path, number: int, code: int
 ) -> None:
     process = started(*small(total_steps=10_000_000), "vec_env=parallel", "vec_env.n_workers=2")
-    await_progress(process)
+    await_line(process, "env steps")
     children = children_of(process.pid)
     assert len(children) >= 2
 
@@ -248,7 +205,7 @@ def test_stop_signal_saves_the_run_ends_every_process_and_allows_a_resume(
     run = only_run(here)
     env_steps = load_checkpoint(RunFolder.open(run), "latest")["env_steps"]
     assert [int(row["env_steps"]) for row in read_rows(run)] == list(range(32, env_steps + 1, 32))
-    assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
+    assert summary_of(run)["status"] == "interrupted"
 
     assert command(f"resume={run}", f"total_steps={env_steps + 64}") == 0
 
@@ -257,11 +214,11 @@ def test_stop_signal_saves_the_run_ends_every_process_and_allows_a_resume(
 
 
 @pytest.mark.slow
-def test_stop_signal_waits_for_a_checkpoint_that_is_being_saved(started: Any, here: Path) -> None:
+def test_stop_signal_waits_for_a_checkpoint_that_is_being_saved(started: Start, here: Path) -> None:
     wide = ["network.hidden_sizes=[1024,1024]", "callbacks.checkpoints.every_steps=1"]
     for _ in range(2):
         process = started(*small(total_steps=10_000_000), *wide)
-        await_progress(process)
+        await_line(process, "env steps")
         wait_until(lambda: bool(list(here.glob("runs/*/*/checkpoints/.latest.pt.*.tmp"))), 30)
 
         process.send_signal(signal.SIGINT)
@@ -273,9 +230,9 @@ def test_stop_signal_waits_for_a_checkpoint_that_is_being_saved(started: Any, he
 
 
 def test_stop_signal_ends_the_whole_sweep(command: Command, here: Path) -> None:
-    interrupt = "+callbacks.stop={_target_: own_parts.InterruptAtStart}"
+    stop = "+callbacks.stop={_target_: stopped_runs.StopAfter, n_iterations: 0}"
 
-    assert command("-m", "seed=1,2", *small(), interrupt) == 130
+    assert command("-m", "seed=1,2", *small(), stop) == 143
 
     assert len(list(here.glob("runs/CartPole-v1/*"))) == 1
 
@@ -297,7 +254,7 @@ def test_sweep_makes_one_run_per_value_and_passes_its_name_to_the_logger(
 
 
 def test_failed_job_does_not_stop_the_sweep_and_makes_it_exit_with_1(
-    command: Command, here: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, here: Path, capsys: Capture
 ) -> None:
     assert command("-m", "env.id=NoSuchEnv-v0,CartPole-v1", *small()) == 1
 
@@ -317,11 +274,7 @@ def test_failed_job_does_not_stop_the_sweep_and_makes_it_exit_with_1(
     ],
 )
 def test_help_shows_groups_keys_and_commands_of_the_program(
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    program: str,
-    shown: str,
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, program: str, shown: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
@@ -361,14 +314,8 @@ def test_terminal_gets_a_live_display_and_no_prompt(here: Path) -> None:
         assert word in screen
 
 
-def test_old_python_is_refused_in_one_line() -> None:
-    old = old_python()
-    if old is None:
-        pytest.skip("no Python older than 3.10 on this machine")
-
-    result = subprocess.run(
-        [old, REPOSITORY / "train_ppo.py"], capture_output=True, text=True, check=False
-    )
+def test_old_python_is_refused_in_one_line(old_python: str) -> None:
+    result = call(old_python, REPOSITORY / "train_ppo.py")
 
     assert result.returncode == 1
     assert re.fullmatch(r"ml_pipeline needs Python 3.10 or newer, this is 3.\d\n", result.stderr)

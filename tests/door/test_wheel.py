@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, only_run
+from conftest import REPOSITORY, call, only_run
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +50,8 @@ def pip(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True)
 
 
-def call(*command: str | Path) -> str:
-    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and "WANDB" not in k}
-    result = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
+def output_of(*command: str | Path) -> str:
+    result = call(*command, PYTHONPATH="")
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -70,11 +68,13 @@ def test_wheel_contains_the_config_and_the_type_marker_and_no_tests(wheel: Path)
 def test_installed_package_trains_and_resumes_from_an_empty_folder(
     environment: Path, here: Path
 ) -> None:
-    where = call(environment / "bin" / "python", "-c", "import ml_pipeline as m; print(m.__file__)")
+    where = output_of(
+        environment / "bin" / "python", "-c", "import ml_pipeline as m; print(m.__file__)"
+    )
     assert Path(where).is_relative_to(environment)
     program = environment / "bin" / "ml-pipeline"
 
-    output = call(
+    output = output_of(
         program, "train", "env=cartpole", "n_envs=8", "total_steps=2048", "vec_env=parallel"
     )
 
@@ -84,6 +84,8 @@ def test_installed_package_trains_and_resumes_from_an_empty_folder(
     assert f"{program} evaluate {run} --deterministic" in output
     assert f"{program} train env=cartpole" in (run / "summary.json").read_text()
     assert '"git_commit": null' in (run / "summary.json").read_text()
-    assert "env step 4,096 of 4,096" in call(program, "train", f"resume={run}", "total_steps=4096")
-    assert "mean return of 2" in call(program, "play", run, "--episodes", "2")
-    assert "ml-pipeline train -m seed=1,2,3" in call(program, "train", "--help")
+    assert "env step 4,096 of 4,096" in output_of(
+        program, "train", f"resume={run}", "total_steps=4096"
+    )
+    assert "mean return of 2" in output_of(program, "play", run, "--episodes", "2")
+    assert "ml-pipeline train -m seed=1,2,3" in output_of(program, "train", "--help")

@@ -82,40 +82,32 @@ def test_a_closed_connection_is_an_eof_error() -> None:
 
 
 def test_a_spin_is_bounded_and_stops_after_several_failures() -> None:
-    n_checks = 0
+    def n_checks(spin: Spin) -> int:
+        """How often the spin checks a condition that stays False."""
+        checks = []
 
-    def never() -> bool:
-        nonlocal n_checks
-        n_checks += 1
-        return False
+        def never() -> bool:
+            checks.append(None)
+            return False
+
+        assert not spin.until(never)
+        return len(checks)
 
     spin = Spin(LONG_SPIN)
-    counts = []
-    for _ in range(8):
-        n_checks = 0
-        assert not spin.until(never)
-        counts.append(n_checks)
+    counts = [n_checks(spin) for _ in range(8)]
 
     assert sum(counts[:4]) > 4
     assert counts[4:] == [1] * 4
     assert spin.until(lambda: True)
-    n_checks = 0
-    Spin(NO_SPIN).until(never)
-    assert n_checks <= 2
+    assert n_checks(Spin(NO_SPIN)) <= 2
 
 
 def test_a_spin_pauses_while_another_program_uses_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    n_yields = 0
-
-    def yield_to_another() -> None:
-        nonlocal n_yields
-        n_yields += 1
-        time.sleep(2e-3)
-
-    monkeypatch.setattr(channel, "yield_core", yield_to_another)
+    yields = []
+    monkeypatch.setattr(channel, "yield_core", lambda: yields.append(time.sleep(2e-3)))
     monkeypatch.setattr(channel, "_SHORTEST_REST", 60.0)
     spin = Spin(LONG_SPIN)
     for _ in range(3):
         assert not spin.until(lambda: False)
 
-    assert n_yields == 1
+    assert len(yields) == 1

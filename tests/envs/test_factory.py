@@ -25,12 +25,12 @@ def test_a_target_overrides_the_id_and_gets_the_kwargs() -> None:
 def test_wrappers_are_applied_in_order_the_first_innermost() -> None:
     wrappers = {
         "scale": {"_target_": "tiny_envs.scale_reward", "factor": 2.0},
-        "shift": {"_target_": "tiny_envs.shift_reward", "by": 1.0},
+        "clip": {"_target_": "gymnasium.wrappers.ClipReward", "max_reward": 15.0},
     }
     env = EnvFactory(None, "tiny_envs.CountingEnv", {}, wrappers)()
     env.reset(seed=1)
 
-    assert env.step(0)[1] == 10.0 * 2.0 + 1.0
+    assert env.step(0)[1] == 15.0  # 2 * 10, clipped; in the other order 20
 
 
 def test_a_factory_can_be_pickled() -> None:
@@ -102,10 +102,7 @@ def test_an_allowed_action_respects_the_mask(space: Any, mask: Any, wanted: Any)
     ("wrapper", "words"),
     [
         ({"_target_": "tiny_envs.scale_reward", "by": 2.0}, r"env.wrappers.mine.by is unknown"),
-        (
-            {"_target_": "gymnasium.wrappers.TimeLimit"},
-            r"env.wrappers.mine: .*'max_episode_steps'",
-        ),
+        ({"_target_": "gymnasium.wrappers.TimeLimit"}, r"env.wrappers.mine: .*'max_episode_steps'"),
         ({"factor": 2.0}, r"env.wrappers.mine needs a _target_"),
     ],
 )

@@ -40,8 +40,11 @@ class Walk(TorchVectorEnv):
 UP, DOWN = 1, 0
 
 
-def actions(env: TorchVectorEnv, number: int) -> Tensor:
-    return torch.full((env.num_envs,), number)
+def walk(n_envs: int, **options: Any) -> Walk:
+    """A walk that was reset."""
+    env = Walk(n_envs, **{"seed": 1, **options})
+    env.reset()
+    return env
 
 
 def play(env: TorchVectorEnv, n_steps: int, seed: int = 0) -> list[Tensor]:
@@ -76,12 +79,12 @@ def test_final_obs_is_the_end_of_an_episode_and_obs_the_start_of_the_next() -> N
     first, _ = env.reset()
     start = first[:, 0]
     for _ in range(2):
-        obs, _, terminated, _, infos = env.step(actions(env, UP))
+        obs, _, terminated, _, infos = env.step(torch.tensor([UP, UP]))
         assert not terminated.any()
         assert torch.equal(obs, infos["final_obs"])
         assert not infos["_final_obs"].any()
 
-    obs, reward, terminated, truncated, infos = env.step(actions(env, UP))
+    obs, reward, terminated, truncated, infos = env.step(torch.tensor([UP, UP]))
 
     assert terminated.tolist() == [True, True]
     assert truncated.tolist() == [False, False]
@@ -112,31 +115,22 @@ def test_only_envs_whose_episode_ended_are_reset() -> None:
     assert env.position.n_steps.tolist() == [0, 3, 0]
 
 
-def test_the_time_limit_truncates_and_does_not_terminate() -> None:
-    env = Walk(2, seed=1, max_episode_steps=3)
-    env.reset()
+def test_only_the_time_limit_truncates_and_it_does_not_terminate() -> None:
+    limited, unlimited = walk(2, max_episode_steps=3), walk(2)
     for _ in range(2):
-        assert not env.step(torch.tensor([UP, DOWN]))[3].any()
+        assert not limited.step(torch.tensor([UP, DOWN]))[3].any()
 
-    _, _, terminated, truncated, infos = env.step(torch.tensor([UP, DOWN]))
+    _, _, terminated, truncated, infos = limited.step(torch.tensor([UP, DOWN]))
 
     assert terminated.tolist() == [True, False]
     assert truncated.tolist() == [True, True]  # like Gymnasium's TimeLimit, also if it terminated
     assert infos["_final_obs"].tolist() == [True, True]
-
-
-def test_without_a_time_limit_episodes_are_not_truncated() -> None:
-    env = Walk(1, seed=1)
-    env.reset()
-
     for _ in range(50):
-        assert not env.step(actions(env, DOWN))[3].any()
+        assert not unlimited.step(torch.tensor([UP, DOWN]))[3].any()
 
 
 def test_env_i_plays_the_same_in_a_batch_of_any_size() -> None:
-    few, many = Walk(3, max_episode_steps=9), Walk(8, max_episode_steps=9)
-    few.reset(seed=4)
-    many.reset(seed=4)
+    few, many = (walk(n_envs, max_episode_steps=9) for n_envs in (3, 8))
 
     for row_few, row_many in zip(play(few, 40), play(many, 40), strict=True):
         assert torch.equal(row_few, row_many[:3])
@@ -162,12 +156,6 @@ def test_a_reset_with_a_seed_repeats_and_without_one_continues() -> None:
     assert not torch.equal(Walk(2).reset()[0], Walk(2).reset()[0])
 
 
-@pytest.mark.parametrize("seed", [-1, 2**62])
-def test_a_seed_outside_the_range_is_refused(seed: int) -> None:
-    with pytest.raises(ValueError, match=f"between 0 and 2\\^62 - 1, got {seed}"):
-        Walk(2, seed=seed)
-
-
 def test_a_loaded_state_continues_bit_for_bit(tmp_path: Any) -> None:
     env = TorchCartPole(5, seed=3, max_episode_steps=30)
     env.reset()
@@ -182,8 +170,7 @@ def test_a_loaded_state_continues_bit_for_bit(tmp_path: Any) -> None:
 
 
 def test_a_saved_state_does_not_change_with_the_env() -> None:
-    env = Walk(2, seed=3)
-    env.reset()
+    env = walk(2, seed=3)
     saved = env.state_dict()
     place = saved["state"][0].clone()
     play(env, 5)
@@ -191,13 +178,6 @@ def test_a_saved_state_does_not_change_with_the_env() -> None:
 
     assert saved["seeds"].tolist() == [3, 4]
     assert torch.equal(saved["state"][0], place)
-
-
-def test_a_state_of_another_size_or_task_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_envs=2: the saved state has 3 envs; use num_envs=3"):
-        Walk(2).load_state_dict(Walk(3).state_dict())
-    with pytest.raises(ValueError, match="load it into the task that saved it"):
-        Walk(3).load_state_dict(TorchCartPole(3).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -211,30 +191,38 @@ def test_a_state_of_another_size_or_task_is_refused() -> None:
     ],
 )
 def test_an_action_of_wrong_shape_dtype_or_device_is_refused(action: Any, message: str) -> None:
-    env = Walk(2, seed=1)
-    env.reset()
-
     with pytest.raises(ValueError, match=message):
-        env.step(action)
+        walk(2).step(action)
 
 
-def test_wrong_sizes_options_and_a_missing_reset_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_envs must be at least 1, got 0"):
-        Walk(0)
-    with pytest.raises(ValueError, match="max_episode_steps must be at least 1, got 0"):
-        Walk(1, max_episode_steps=0)
-    with pytest.raises(ValueError, match="Walk takes no options"):
-        Walk(1).reset(options={"low": 1})
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Walk(0), "num_envs must be at least 1, got 0"),
+        (lambda: Walk(1, max_episode_steps=0), "max_episode_steps must be at least 1, got 0"),
+        (lambda: Walk(1, seed=-1), r"between 0 and 2\^62 - 1, got -1"),
+        (lambda: Walk(1, seed=2**62), rf"between 0 and 2\^62 - 1, got {2**62}"),
+        (lambda: Walk(1).reset(options={"low": 1}), "Walk takes no options"),
+        (lambda: Walk(2).load_state_dict(Walk(3).state_dict()), "num_envs=2: .* use num_envs=3"),
+        (lambda: Walk(3).load_state_dict(TorchCartPole(3).state_dict()), "the task that saved it"),
+        (lambda: Walk.single_env(render_mode="rgb_array"), "Walk cannot be rendered"),
+    ],
+)
+def test_wrong_arguments_are_refused(call: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_step_before_the_reset_is_refused() -> None:
     with pytest.raises(ResetNeeded, match="call reset first"):
         Walk(1).step(torch.tensor([UP]))
 
 
 def test_step_and_transition_agree() -> None:
-    env = Walk(4, seed=2, max_episode_steps=7)
-    env.reset()
+    env = walk(4, seed=2, max_episode_steps=7)
     position = env.position
     for t in range(30):  # in most steps no episode ends, and step skips the autoreset
-        action = actions(env, t % 3 % 2)
+        action = torch.full((4,), t % 3 % 2)
         before = [part.clone() for part in (*position.state, *position[1:])]
         next_position, result = env.transition(position, action)
         assert all(map(torch.equal, before, (*position.state, *position[1:])))
@@ -274,7 +262,7 @@ def test_a_single_env_does_not_autoreset_and_plays_like_env_0_of_the_batch() -> 
 
     for _ in range(3):
         obs, reward, terminated, truncated, _ = single.step(np.int64(UP))
-        next_start, rewards, _, _, infos = batch.step(actions(batch, UP))
+        next_start, rewards, _, _, infos = batch.step(torch.tensor([UP, UP]))
         assert obs.tolist() == infos["final_obs"][0].tolist()
         assert reward == rewards[0].item()
 
@@ -289,5 +277,3 @@ def test_the_single_env_of_a_task_with_a_gymnasium_id_is_gymnasiums_own() -> Non
     assert single.spec is not None
     assert single.spec.max_episode_steps == 7
     assert isinstance(Walk.single_env(max_episode_steps=7), SingleTorchEnv)
-    with pytest.raises(ValueError, match="Walk cannot be rendered"):
-        Walk.single_env(render_mode="rgb_array")

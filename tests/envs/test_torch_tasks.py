@@ -18,6 +18,7 @@ from ml_pipeline.envs.tensor_tasks.mountain_car_continuous import TorchMountainC
 from ml_pipeline.envs.tensor_tasks.pendulum import TorchPendulum
 
 TASKS = [TorchCartPole, TorchPendulum, TorchAcrobot, TorchMountainCarContinuous]
+Task = type[TorchVectorEnv]
 each_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
 
 # Bounds of the first state, from Gymnasium's documentation.
@@ -29,7 +30,7 @@ BOUNDS = {
 }
 
 
-def reference_of(task: type[TorchVectorEnv], seed: int) -> gym.Env[Any, Any]:
+def reference_of(task: Task, seed: int) -> gym.Env[Any, Any]:
     assert task.gymnasium_id is not None
     env = gym.make(task.gymnasium_id)
     env.reset(seed=seed)
@@ -48,7 +49,7 @@ def put(env: TorchVectorEnv, state: tuple[Tensor, ...], n_steps: int = 0) -> Non
 class Driver:
     """Actions that reach the end of an episode: random, but mostly along the current motion."""
 
-    def __init__(self, task: type[TorchVectorEnv], seed: int) -> None:
+    def __init__(self, task: Task, seed: int) -> None:
         self.random = np.random.default_rng(seed)
         self.task = task
 
@@ -66,57 +67,53 @@ class Driver:
         return self.random.integers(2)
 
 
-def as_batch(action: Any) -> Tensor:
-    return torch.as_tensor(np.asarray(action))[None]
+def step_both(
+    env: TorchVectorEnv, reference: gym.Env[Any, Any], action: Any, tolerance: float
+) -> bool:
+    """Step both, compare their results, and return whether the episode ended."""
+    obs, reward, terminated, truncated, _ = reference.step(action)
+    batch = torch.as_tensor(np.asarray(action))[None]
+    _, our_reward, our_terminated, our_truncated, infos = env.step(batch)
+
+    np.testing.assert_allclose(infos["final_obs"][0], obs, rtol=1e-5, atol=tolerance)
+    np.testing.assert_allclose(our_reward.item(), reward, rtol=1e-5, atol=tolerance)
+    assert our_terminated.item() == terminated
+    assert our_truncated.item() == truncated
+    return terminated or truncated
 
 
 @each_task
-def test_every_step_equals_that_of_the_reference(task: type[TorchVectorEnv]) -> None:
+def test_every_step_equals_that_of_the_reference(task: Task) -> None:
     env = task(1, seed=0)
     env.reset()
-    ended = 0
+    n_ended = 0
     for seed in range(2):
         reference, driver = reference_of(task, seed), Driver(task, seed)
         n_steps = 0
         for _ in range(400):
             put(env, state_of(reference), n_steps)
-            action = driver.action(reference)
-            obs, reward, terminated, truncated, _ = reference.step(action)
             n_steps += 1
-            _, our_reward, our_terminated, our_truncated, infos = env.step(as_batch(action))
-
-            np.testing.assert_allclose(infos["final_obs"][0], obs, rtol=1e-5, atol=2e-5)
-            np.testing.assert_allclose(our_reward.item(), reward, rtol=1e-5, atol=2e-5)
-            assert our_terminated.item() == terminated
-            assert our_truncated.item() == truncated
-            if terminated or truncated:
+            if step_both(env, reference, driver.action(reference), 2e-5):
                 reference.reset()
-                ended += 1
+                n_ended += 1
                 n_steps = 0
-    assert ended >= 2
+    assert n_ended >= 2
 
 
 @each_task
-def test_whole_episodes_stay_close_to_the_reference(task: type[TorchVectorEnv]) -> None:
+def test_whole_episodes_stay_close_to_the_reference(task: Task) -> None:
     reference, driver = reference_of(task, 5), Driver(task, 5)
     env = task(1, seed=0)
     env.reset()
     put(env, state_of(reference))
 
     for _ in range(25):
-        action = driver.action(reference)
-        obs, reward, terminated, _, _ = reference.step(action)
-        _, our_reward, our_terminated, _, infos = env.step(as_batch(action))
-
-        np.testing.assert_allclose(infos["final_obs"][0], obs, rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(our_reward.item(), reward, rtol=1e-3, atol=1e-3)
-        assert our_terminated.item() == terminated
-        if terminated:
+        if step_both(env, reference, driver.action(reference), 1e-3):
             break
 
 
 @each_task
-def test_spaces_and_time_limit_equal_those_of_the_reference(task: type[TorchVectorEnv]) -> None:
+def test_spaces_and_time_limit_equal_those_of_the_reference(task: Task) -> None:
     env, reference = task(2), reference_of(task, 0)
 
     assert env.single_observation_space == reference.observation_space
@@ -126,9 +123,7 @@ def test_spaces_and_time_limit_equal_those_of_the_reference(task: type[TorchVect
 
 
 @each_task
-def test_first_states_are_uniform_within_the_bounds_of_the_reference(
-    task: type[TorchVectorEnv],
-) -> None:
+def test_first_states_are_uniform_within_the_bounds_of_the_reference(task: Task) -> None:
     n = 4000
     env = task(n, seed=0)
     env.reset()
@@ -150,7 +145,7 @@ def test_first_states_are_uniform_within_the_bounds_of_the_reference(
 
 
 @each_task
-def test_observations_are_in_the_space_and_float32(task: type[TorchVectorEnv]) -> None:
+def test_observations_are_in_the_space_and_float32(task: Task) -> None:
     env = task(64, seed=0, max_episode_steps=40)
     env.reset()
     env.action_space.seed(0)
@@ -184,9 +179,7 @@ class Recorder(TorchDispatchMode):
 
 
 @each_task
-def test_a_transition_never_reads_from_the_device_and_has_no_float64(
-    task: type[TorchVectorEnv],
-) -> None:
+def test_a_transition_never_reads_from_the_device_and_has_no_float64(task: Task) -> None:
     env = task(4, seed=1, max_episode_steps=3)
     env.reset()
     action = torch.as_tensor(env.action_space.sample())
@@ -203,7 +196,7 @@ def test_a_transition_never_reads_from_the_device_and_has_no_float64(
 @pytest.mark.parametrize(
     "task", [TASKS[0], *(pytest.param(task, marks=pytest.mark.slow) for task in TASKS[1:])]
 )
-def test_a_transition_compiles_as_one_graph(task: type[TorchVectorEnv]) -> None:
+def test_a_transition_compiles_as_one_graph(task: Task) -> None:
     env = task(4, seed=1, max_episode_steps=2)
     env.reset()
     action = torch.as_tensor(env.action_space.sample())
@@ -229,10 +222,8 @@ def test_the_car_stops_at_the_wall() -> None:
 def test_the_pole_falls_beyond_12_degrees_and_that_step_still_has_reward_1() -> None:
     env = TorchCartPole(2, seed=0)
     env.reset()
-    zero = torch.zeros(2)
-    env.position = env.position._replace(
-        state=(zero, zero, torch.deg2rad(torch.tensor([11.9, 12.1])), zero)
-    )
+    zero, angle = torch.zeros(2), torch.deg2rad(torch.tensor([11.9, 12.1]))
+    env.position = env.position._replace(state=(zero, zero, angle, zero))
 
     _, reward, terminated, _, _ = env.step(torch.tensor([0, 0]))
 

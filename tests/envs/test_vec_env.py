@@ -12,15 +12,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from faulty_envs import BulkyEnv, OddError, RaisingEnv, RegularEnv
-from gymnasium.error import (
-    AlreadyPendingCallError,
-    ClosedEnvironmentError,
-    NoAsyncCallError,
-)
+from conftest import Make
+from faulty_envs import BulkyEnv, RegularEnv
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tiny_envs import CountingEnv, FaultyEnv, NoisyEnv
-from vec_envs import WAYS, each_way, flat, forked, zeros
+from vec_envs import WAYS, each_way, forked, trajectory, zeros
 
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.vec_env import (
@@ -33,35 +30,21 @@ from ml_pipeline.envs.vec_env import (
 )
 
 
-def trajectory(env: Any) -> list[Any]:
-    """Everything that a vector env returns in 60 steps."""
-    random = np.random.default_rng(0)
-    seen = flat(list(env.reset(seed=5, options={"level": 1})))
-    for _ in range(60):
-        action = random.uniform(-1, 1, size=(env.num_envs, 2)).astype(np.float32)
-        seen += flat(list(env.step(action)))
-    env.close()
-    return seen
-
-
 @pytest.mark.parametrize("kind", [NoisyEnv, RegularEnv])
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
-def test_every_vec_env_returns_exactly_the_same_as_gymnasiums_sync_vector_env(
-    mode: AutoresetMode, kind: Any
-) -> None:
-    expected = trajectory(SyncVectorEnv([kind] * 5, autoreset_mode=mode))
+def test_every_vec_env_returns_the_same_as_sync_vector_env(mode: AutoresetMode, kind: Any) -> None:
+    expected = trajectory(SyncVectorEnv, [kind] * 5, mode, 60)
 
     more = [partial(forked, n_workers=n) for n in (1, 4)]
     if kind is NoisyEnv:  # spawned workers start slowly
         more.append(partial(ParallelEnv, n_workers=2))
     for make in (*WAYS.values(), *more):
-        assert trajectory(make([kind] * 5, autoreset_mode=mode)) == expected
+        assert trajectory(make, [kind] * 5, mode, 60) == expected
 
 
 @each_way
-def test_autoreset_disabled_requires_a_reset_by_mask(make: Any) -> None:
-    env = make([partial(CountingEnv, 1), CountingEnv], autoreset_mode=AutoresetMode.DISABLED)
-    env.reset(seed=1)
+def test_autoreset_disabled_requires_a_reset_by_mask(start: Make) -> None:
+    env = start([partial(CountingEnv, 1), CountingEnv], autoreset_mode=AutoresetMode.DISABLED)
     assert env.step(zeros(env))[2].tolist() == [True, False]
     with pytest.raises(WorkerError, match="autoreset_mode=DISABLED: the episode has ended"):
         env.step(zeros(env))
@@ -70,21 +53,21 @@ def test_autoreset_disabled_requires_a_reset_by_mask(make: Any) -> None:
 
     assert obs[0, 0] == 0.0
     assert obs[1, 0] > 0.0, "env 1 is not reset"
-    env.close()
 
 
-@pytest.mark.parametrize("make", [*WAYS.values(), partial(forked, n_workers=4)])
-def test_env_i_is_seeded_with_seed_plus_i(make: Any) -> None:
+@pytest.mark.parametrize("way", [*WAYS.values(), partial(forked, n_workers=4)])
+def test_env_i_is_seeded_with_seed_plus_i(make: Make) -> None:
     expected = [gym.make("CartPole-v1").reset(seed=7 + i)[0].tolist() for i in range(5)]
     env = make([EnvFactory("CartPole-v1")] * 5, seed=7)
 
     assert env.reset()[0].tolist() == expected
     assert env.reset()[0].tolist() != expected, "a reset without a seed must not repeat the episode"
-    env.close()
+    for seed in (7, list(range(7, 12)), np.arange(7, 12), [np.int64(7), 8, 9, 10, 11]):
+        assert env.reset(seed=seed)[0].tolist() == expected
 
 
 @each_way
-def test_the_first_reset_of_each_env_uses_the_seed_of_the_constructor(make: Any) -> None:
+def test_the_first_reset_of_each_env_uses_the_seed_of_the_constructor(make: Make) -> None:
     expected = SerialEnv([NoisyEnv] * 2, seed=7).reset()[0]["vector"].tolist()
     env = make([NoisyEnv] * 2, seed=np.int64(7))
     with pytest.raises(TypeError, match="reset_mask"):
@@ -96,19 +79,10 @@ def test_the_first_reset_of_each_env_uses_the_seed_of_the_constructor(make: Any)
     assert first["vector"][0].tolist() == expected[0]
     assert second["vector"][1].tolist() == expected[1]
     assert second["vector"][0].tolist() != expected[0]
-    env.close()
-
-
-def test_seeds_may_be_numpy_integers() -> None:
-    env = SerialEnv([NoisyEnv] * 2)
-    expected = env.reset(seed=[3, 4])[0]["vector"].tolist()
-
-    assert env.reset(seed=np.array([3, 4]))[0]["vector"].tolist() == expected
-    assert env.reset(seed=[np.int64(3), 4])[0]["vector"].tolist() == expected
 
 
 @each_way
-def test_envs_may_reuse_their_infos_and_change_the_options(make: Any) -> None:
+def test_envs_may_reuse_their_infos_and_change_the_options(make: Make) -> None:
     shared: dict[str, Any] = {}
 
     class ReusingEnv(CountingEnv):
@@ -132,13 +106,11 @@ def test_envs_may_reuse_their_infos_and_change_the_options(make: Any) -> None:
 
     assert infos["final_info"]["level"].tolist() == [3, 3]
     assert infos["level"].tolist() == [-1, -1]
-    env.close()
 
 
 @each_way
-def test_final_obs_is_correct_although_the_env_reuses_its_buffer(make: Any) -> None:
-    env = make([CountingEnv] * 2)
-    env.reset(seed=1)
+def test_final_obs_is_correct_although_the_env_reuses_its_buffer(start: Make) -> None:
+    env = start([CountingEnv] * 2)
     for _ in range(3):
         obs, reward, terminated, _, infos = env.step(zeros(env))
 
@@ -147,36 +119,29 @@ def test_final_obs_is_correct_although_the_env_reuses_its_buffer(make: Any) -> N
     assert reward.tolist() == [30.0, 30.0]
     assert [final.tolist() for final in infos["final_obs"]] == [[3.0, 3.0]] * 2
     assert infos["final_info"]["step"].tolist() == [3, 3]
-    env.close()
 
 
 @each_way
-def test_results_are_copies_unless_copy_is_false(make: Any) -> None:
-    env, viewing = make([CountingEnv] * 2), make([CountingEnv] * 2, copy=False)
-    for each in (env, viewing):
-        each.reset(seed=1)
+def test_results_are_copies_unless_copy_is_false(start: Make) -> None:
+    env, viewing = start([CountingEnv] * 2), start([CountingEnv] * 2, copy=False)
 
     kept = [env.step(zeros(env)) for _ in range(2)]
 
     assert [step[0][0, 0] for step in kept] == [1.0, 2.0]
     assert [step[1][0] for step in kept] == [10.0, 20.0]
     assert viewing.step(zeros(viewing))[0] is viewing.step(zeros(viewing))[0]
-    env.close()
-    viewing.close()
 
 
 @each_way
-def test_infos_final_sends_only_the_infos_of_ended_episodes(make: Any) -> None:
-    env = make([CountingEnv] * 2, infos="final", seed=1)
-    env.reset()
+def test_infos_final_sends_only_the_infos_of_ended_episodes(start: Make) -> None:
+    env = start([CountingEnv] * 2, infos="final")
 
     infos = [env.step(zeros(env))[4] for _ in range(3)]
 
     assert infos[:2] == [{}, {}]
     assert infos[2]["final_info"]["step"].tolist() == [3, 3]
-    env.close()
     with pytest.raises(ValueError, match="infos='none': must be 'all' or 'final'"):
-        make([CountingEnv], infos="none")
+        start([CountingEnv], infos="none")
 
 
 @each_way
@@ -184,29 +149,18 @@ def test_infos_final_sends_only_the_infos_of_ended_episodes(make: Any) -> None:
     ("fault", "words"),
     [
         ("key error", r"KeyError: 'puck'"),
+        ("odd error", "OddError"),  # cannot be unpickled
         ("wrong shape", r"shape \(1,\)[\s\S]*\(2,\)"),
         ("no reward", "reward=None of NoneType, which is not a number"),
         ("no flag", "terminated=None, which is not a bool"),
     ],
 )
-def test_an_error_names_the_env_and_its_seed(make: Any, fault: str, words: str) -> None:
-    env = make([partial(FaultyEnv, fault, 8)] * 2, seed=7)
-    env.reset()
+def test_an_error_names_the_env_and_its_seed(start: Make, fault: str, words: str) -> None:
+    env = start([partial(FaultyEnv, fault, 8)] * 2, seed=7)
     env.step(zeros(env))
 
     with pytest.raises(WorkerError, match=rf"env 1 \(seed 8\) raised:[\s\S]*{words}"):
         env.step(zeros(env))
-    env.close()
-
-
-@each_way
-def test_an_exception_that_cannot_be_unpickled_is_still_reported(make: Any) -> None:
-    env = make([CountingEnv, partial(RaisingEnv, OddError, ("a", "b"))], seed=7)
-    env.reset()
-
-    with pytest.raises(WorkerError, match=r"env 1 \(seed 8\) raised:[\s\S]*OddError"):
-        env.step(zeros(env))
-    env.close()
 
 
 @each_way
@@ -217,34 +171,26 @@ def test_an_exception_that_cannot_be_unpickled_is_still_reported(make: Any) -> N
         ("infinite reward", "reward=inf, which is not finite"),
     ],
 )
-def test_check_finite_finds_nan_and_infinity(make: Any, fault: str, words: str) -> None:
-    checked, unchecked = (
-        make([partial(FaultyEnv, fault, 8)] * 2, seed=7, check_finite=check)
-        for check in (True, False)
-    )
-    for env in (checked, unchecked):
-        env.reset()
+def test_check_finite_finds_nan_and_infinity(start: Make, fault: str, words: str) -> None:
+    env_fns = [partial(FaultyEnv, fault, 8)] * 2
+    checked, unchecked = (start(env_fns, seed=7, check_finite=check) for check in (True, False))
+    for env in (checked, unchecked, unchecked):
         env.step(zeros(env))
 
-    unchecked.step(zeros(unchecked))
     with pytest.raises(WorkerError, match=words):
         checked.step(zeros(checked))
-    checked.close()
-    unchecked.close()
 
 
 @each_way
-def test_check_finite_refuses_actions_that_are_nan(make: Any) -> None:
-    env = make([NoisyEnv] * 2, seed=1, check_finite=True)
-    env.reset()
+def test_check_finite_refuses_actions_that_are_nan(start: Make) -> None:
+    env = start([NoisyEnv] * 2, seed=1, check_finite=True)
 
     with pytest.raises(ValueError, match="actions are not finite"):
         env.step(np.array([[np.nan, 0.0], [0.0, 0.0]], dtype=np.float32))
-    env.close()
 
 
 @each_way
-def test_attributes_are_read_set_and_called_per_env(make: Any) -> None:
+def test_attributes_are_read_set_and_called_per_env(make: Make) -> None:
     env = make([CountingEnv] * 3)
     env.set_attr("length", [4, 5, 6])
     assert env.get_attr("length") == (4, 5, 6)
@@ -255,25 +201,21 @@ def test_attributes_are_read_set_and_called_per_env(make: Any) -> None:
         env.set_attr("length", [1, 2])
     with pytest.raises(ValueError, match=r"use its own step\(\)"):
         env.call("step")
-    env.close()
 
 
 @each_way
-def test_render_returns_a_frame_per_env(make: Any) -> None:
+def test_render_returns_a_frame_per_env(start: Make) -> None:
     pytest.importorskip("pygame", reason="Gymnasium's CartPole renders with pygame")
-    env = make([EnvFactory("CartPole-v1", kwargs={"render_mode": "rgb_array"})] * 2)
-    env.reset(seed=1)
+    env = start([EnvFactory("CartPole-v1", kwargs={"render_mode": "rgb_array"})] * 2)
 
     frames = env.render()
 
     assert [frame.shape for frame in frames] == [(400, 600, 3)] * 2
-    env.close()
 
 
 @each_way
-def test_calls_in_the_wrong_order_are_refused(make: Any) -> None:
-    env = make([CountingEnv] * 2)
-    env.reset(seed=1)
+def test_calls_in_the_wrong_order_are_refused(start: Make) -> None:
+    env = start([CountingEnv] * 2)
     with pytest.raises(NoAsyncCallError):
         env.step_wait()
     env.step_async(zeros(env))
@@ -289,39 +231,38 @@ def test_calls_in_the_wrong_order_are_refused(make: Any) -> None:
 
 
 @each_way
-def test_a_vector_env_cannot_be_copied_or_pickled(make: Any) -> None:
+def test_a_vector_env_cannot_be_copied_or_pickled(make: Make) -> None:
     env = make([CountingEnv] * 2)
 
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
             duplicate(env)
-    env.close()
 
 
 @each_way
-def test_envs_with_different_spaces_are_refused(
-    make: Any, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (NoisyEnv, "env 1 has observation_space"),
+        (Path, r"the factory returned PosixPath, not a gymnasium\.Env"),
+    ],
+)
+def test_a_factory_must_return_an_env_with_the_spaces_of_the_others(
+    make: Make, second: Any, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(WorkerError, match="env 1 has observation_space"):
-        make([CountingEnv, NoisyEnv])
+    with pytest.raises(WorkerError, match=words):
+        make([CountingEnv, second])
 
     assert capfd.readouterr().err == "", "the workers must end silently"
 
 
 @each_way
-def test_a_factory_must_return_an_env(make: Any) -> None:
-    with pytest.raises(WorkerError, match=r"the factory returned PosixPath, not a gymnasium\.Env"):
-        make([partial(Path, ".")] * 2)
-
-
-@each_way
 @pytest.mark.parametrize(("fault", "words"), [("raise", "puck left"), ("sys.exit", "SystemExit")])
 def test_close_warns_about_an_env_that_raises_and_closes_the_others(
-    make: Any, fault: str, words: str, tmp_path: Path
+    start: Make, way: Any, fault: str, words: str, tmp_path: Path
 ) -> None:
     faulty = partial(FaultyEnv, fault, 7, "close")  # env 0: only in "parallel" it is in a worker
-    env = make([faulty, faulty, partial(BulkyEnv, tmp_path / "closed")], seed=7)
-    env.reset()
+    env = start([faulty, faulty, partial(BulkyEnv, tmp_path / "closed")], seed=7)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -329,7 +270,7 @@ def test_close_warns_about_an_env_that_raises_and_closes_the_others(
 
     assert env.closed
     assert (tmp_path / "closed").exists()
-    if make is not forked:  # a worker prints its warnings to its own stderr
+    if way is not forked:  # a worker prints its warnings to its own stderr
         assert words in str(caught[0].message)
 
 
@@ -343,11 +284,10 @@ def test_close_does_not_raise_even_if_warnings_are_errors() -> None:
     assert env.closed
 
 
-def test_protocols_match_the_vector_envs_that_implement_them() -> None:
-    serial, parallel = SerialEnv([CountingEnv]), forked([CountingEnv])
+def test_protocols_match_the_vector_envs_that_implement_them(make: Make) -> None:
+    serial, parallel = SerialEnv([CountingEnv]), make([CountingEnv])
 
     assert isinstance(serial, Restorable)
     assert not isinstance(serial, (Resizable, HasWorkers))
     for protocol in (Restorable, Resizable, HasWorkers):
         assert isinstance(parallel, protocol)
-    parallel.close()

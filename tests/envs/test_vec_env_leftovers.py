@@ -11,55 +11,63 @@ from pathlib import Path
 
 import pytest
 from conftest import TESTS, wait_until, wait_until_gone
+from vec_envs import linux_only
 
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+def printed_by(program: str, *arguments: str, timeout: float = 110) -> str:
+    """Run in a new process: objects of other tests hold memory and descriptors in this one."""
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=TESTS,
+        timeout=timeout,
+    )
+    assert result.stderr == ""
+    return result.stdout
 
 
-def test_workers_end_with_a_program_that_never_closed_them(tmp_path: Path) -> None:
-    script = tmp_path / "careless.py"
-    script.write_text(
-        f"""
-import sys
-sys.path.insert(0, {str(TESTS)!r})
+NEVER_CLOSE = """
 from ml_pipeline.envs.vec_env import ParallelEnv
 from tiny_envs import CountingEnv
-if __name__ == "__main__":
-    env = ParallelEnv([CountingEnv] * 2, n_workers=2, seed=1)
-    env.reset()
-    print(*env.worker_pids)
+env = ParallelEnv([CountingEnv] * 2, n_workers=2)
+env.reset()
+print(*env.worker_pids)
 """
-    )
-    result = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=60, check=True
-    )
 
-    assert result.stderr == ""
-    wait_until_gone([int(pid) for pid in result.stdout.split()])
+
+def test_workers_end_silently_with_a_program_that_never_closed_them() -> None:
+    pids = printed_by(NEVER_CLOSE).split()
+
+    wait_until_gone([int(pid) for pid in pids])
 
 
 HOLD = """
-import os, sys, time
-sys.path.insert(0, {tests!r})
+import sys, time
 from functools import partial
-import numpy as np
 from ml_pipeline.envs.vec_env import ParallelEnv
 from tiny_envs import FaultyEnv
-if __name__ == "__main__":
-    env_fns = [partial(FaultyEnv, {fault!r}, 8)] * 4
-    first = ParallelEnv(env_fns, seed=7, n_workers=1, start_method={start!r})
-    env = ParallelEnv(env_fns, seed=7, n_workers=2, start_method={start!r})
-    env.reset(); env.step(np.zeros(4, dtype=np.int64)); env.step_async(np.zeros(4, dtype=np.int64))
-    print(*first.worker_pids, *env.worker_pids, flush=True)
-    time.sleep(1000)
+fault, start_method = sys.argv[1:]
+env_fns = [partial(FaultyEnv, fault, 8)] * 4
+first = ParallelEnv(env_fns, seed=7, n_workers=1, start_method=start_method)
+env = ParallelEnv(env_fns, seed=7, n_workers=2, start_method=start_method)
+env.reset()
+env.step([0] * 4)
+env.step_async([0] * 4)
+print(*first.worker_pids, *env.worker_pids, flush=True)
+time.sleep(1000)
 """
 
 
-def hold(tmp_path: Path, fault: str, start_method: str) -> tuple[subprocess.Popen[str], list[int]]:
+def hold(fault: str, start_method: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A program with two ParallelEnvs, one of them in the middle of a step, and its worker pids."""
-    script = tmp_path / "hold.py"
-    script.write_text(HOLD.format(tests=str(TESTS), fault=fault, start=start_method))
     process = subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", HOLD, fault, start_method],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=TESTS,
+        start_new_session=True,
     )
     assert process.stdout is not None
     pids = [int(word) for word in process.stdout.readline().split()]
@@ -83,10 +91,8 @@ def hold(tmp_path: Path, fault: str, start_method: str) -> tuple[subprocess.Pope
         ),
     ],
 )
-def test_workers_end_when_the_trainer_is_killed(
-    start_method: str, fault: str, tmp_path: Path
-) -> None:
-    process, pids = hold(tmp_path, fault, start_method)
+def test_workers_end_when_the_trainer_is_killed(start_method: str, fault: str) -> None:
+    process, pids = hold(fault, start_method)
 
     process.kill()
     process.wait()
@@ -108,7 +114,7 @@ def test_a_process_group_that_is_killed_leaves_no_files(
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     shared_before = shared_names()
-    process, pids = hold(tmp_path, "nothing", start_method)
+    process, pids = hold("nothing", start_method)
 
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -116,19 +122,6 @@ def test_a_process_group_that_is_killed_leaves_no_files(
     wait_until_gone(pids)
     wait_until(lambda: shared_names() <= shared_before)  # other programs may add some for a moment
     assert list(temporary.iterdir()) == []
-
-
-def printed_by(program: str, *arguments: str, timeout: float = 110) -> str:
-    """Run in a new process: objects of other tests hold memory and descriptors in this one."""
-    result = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=TESTS,
-        timeout=timeout,
-    )
-    return result.stdout
 
 
 COUNT_DESCRIPTORS = """

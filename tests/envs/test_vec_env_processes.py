@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import wait_until_gone
-from faulty_envs import BulkyEnv, WorkerModules
+from conftest import Make, wait_until_gone
+from faulty_envs import BulkyEnv, Colour, WorkerModules
 from gymnasium.error import ClosedEnvironmentError
 from tiny_envs import CountingEnv, FaultyEnv
 from vec_envs import (
@@ -28,60 +27,56 @@ from vec_envs import (
     each_start_mostly_slow,
     forked,
     four_envs,
-    leaves_no_child,  # noqa: F401
+    linux_only,
     zeros,
 )
 
 from ml_pipeline.envs.factory import EnvFactory
-from ml_pipeline.envs.vec_env import (
-    AnswerPendingError,
-    ParallelEnv,
-    WorkerError,
-    WorkerStartError,
-)
+from ml_pipeline.envs.vec_env import AnswerPendingError, ParallelEnv, WorkerError, WorkerStartError
 
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = pytest.mark.usefixtures("leaves_no_child")
 
 
 @each_start_mostly_slow
 @pytest.mark.parametrize(
-    "state", ["new", "pending", "stuck", "stopped", "dead", "raised", "stuck in close"]
+    ("fault", "where", "error"),
+    [
+        ("nothing", "new", None),
+        ("nothing", "step", None),  # its result is pending
+        ("hang", "step", AnswerPendingError),
+        ("stop", "step", AnswerPendingError),
+        ("kill", "step", None),
+        ("raise", "step", LookupError),
+        ("hang", "close", None),
+    ],
 )
-def test_close_works_in_any_state(start_method: Any, n_workers: int, state: str) -> None:
-    faults = {"stuck": "hang", "stopped": "stop", "dead": "kill", "raised": "raise"}
-    where = "close" if state == "stuck in close" else "step"
-    fault = "hang" if state == "stuck in close" else faults.get(state, "nothing")
-    env = four_envs(fault, where, start_method=start_method, n_workers=n_workers)
+def test_close_works_in_any_state(make: Make, fault: str, where: str, error: Any) -> None:
+    env = make(four_envs(fault, where), seed=7)
     pids = env.worker_pids
-    if state != "new":
+    if where != "new":
         env.reset()
         env.step(zeros(env))
         env.step_async(zeros(env))
-    if state == "raised":
-        with pytest.raises(LookupError):
-            env.step_wait()
-    if state in ("stuck", "stopped"):
-        with pytest.raises(AnswerPendingError):  # by now the worker is in its step
-            env.step_wait(timeout=0.3)
+    if error is not None:
+        with pytest.raises(error):  # by now the worker is in its step
+            env.step_wait(timeout=0.3 if error is AnswerPendingError else None)
 
     with answers_within(30):
-        env.close() if n_workers == 1 else env.close(timeout=0.3)
+        env.close() if env.n_workers == 1 else env.close(timeout=0.3)
         env.close()
 
     wait_until_gone(pids)
 
 
-def test_close_with_terminate_does_not_wait() -> None:
-    env = four_envs("hang", "close", start_method="fork", n_workers=2)
-    env.reset()
+def test_close_with_terminate_does_not_wait(start: Make) -> None:
+    env = start(four_envs("hang", "close"), seed=7)
 
     with answers_within(30):
         env.close(timeout=60, terminate=True)
 
 
-def test_close_lets_an_env_close_although_a_large_reply_is_pending(tmp_path: Path) -> None:
-    env = forked([partial(BulkyEnv, tmp_path / "closed")])
-    env.reset(seed=1)
+def test_an_env_is_closed_even_if_a_large_reply_is_pending(start: Make, tmp_path: Path) -> None:
+    env = start([partial(BulkyEnv, tmp_path / "closed")])
     env.step_async(zeros(env))
 
     env.close(timeout=60)
@@ -89,10 +84,9 @@ def test_close_lets_an_env_close_although_a_large_reply_is_pending(tmp_path: Pat
     assert (tmp_path / "closed").exists()
 
 
-def test_a_stuck_worker_does_not_keep_others_from_closing_their_envs(tmp_path: Path) -> None:
+def test_a_stuck_worker_does_not_keep_others_from_closing(start: Make, tmp_path: Path) -> None:
     env_fns = [partial(FaultyEnv, "hang", 7, "step"), partial(BulkyEnv, tmp_path / "closed")]
-    env = forked(env_fns, seed=7)
-    env.reset()
+    env = start(env_fns, seed=7)
     env.step(zeros(env))
     env.step_async(zeros(env))
     with pytest.raises(AnswerPendingError):
@@ -113,14 +107,17 @@ def test_workers_end_when_their_env_is_collected() -> None:
     assert not [process for process in multiprocessing.active_children() if process.pid in pids]
 
 
-@pytest.mark.parametrize("way", ["close", "collect"])
-def test_a_forked_copy_of_the_parent_does_not_end_the_workers(way: str) -> None:
-    env = forked([CountingEnv] * 2, seed=1)
+@pytest.mark.parametrize("act", ["step", "close", "collect"])
+def test_a_forked_copy_of_the_parent_can_neither_step_nor_end_the_workers(act: str) -> None:
+    env = forked([CountingEnv] * 2)
     env.reset()
     pid = os.fork()
     if pid == 0:
         try:
-            if way == "close":
+            if act == "step":
+                with pytest.raises(WorkerError, match="forked copy"):
+                    env.step(zeros(env))
+            if act == "close":
                 env.close()
             del env
             gc.collect()
@@ -134,15 +131,13 @@ def test_a_forked_copy_of_the_parent_does_not_end_the_workers(way: str) -> None:
     env.close()
 
 
-def test_workers_outlive_the_thread_that_started_them() -> None:
+def test_workers_outlive_the_thread_that_started_them(start: Make) -> None:
     made: list[ParallelEnv] = []
-    thread = threading.Thread(target=lambda: made.append(forked([CountingEnv] * 2, seed=1)))
+    thread = threading.Thread(target=lambda: made.append(start([CountingEnv] * 2)))
     thread.start()
     thread.join()
 
-    made[0].reset()
     assert made[0].step(zeros(made[0]))[0][:, 0].tolist() == [1.0, 1.0]
-    made.pop().close()
 
 
 class IgnoredSignals(CountingEnv):
@@ -157,11 +152,8 @@ class IgnoredSignals(CountingEnv):
 
 
 @each_start
-def test_workers_survive_stop_signals_but_their_child_processes_do_not_ignore_them(
-    start_method: Any, n_workers: int
-) -> None:
-    env = ParallelEnv([IgnoredSignals] * 4, start_method=start_method, n_workers=n_workers)
-    env.reset()
+def test_workers_ignore_stop_signals_and_their_child_processes_do_not(start: Make) -> None:
+    env = start([IgnoredSignals] * 4)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         for pid in env.worker_pids:
@@ -169,7 +161,6 @@ def test_workers_survive_stop_signals_but_their_child_processes_do_not_ignore_th
         env.step(zeros(env))
 
     assert env.call("ignored_by_a_child") == ([],) * 4
-    env.close()
 
 
 class GloballyRandom(CountingEnv):
@@ -178,32 +169,25 @@ class GloballyRandom(CountingEnv):
 
 
 @pytest.mark.parametrize("seed", [5, None])
-def test_global_generators_differ_between_workers(seed: int | None) -> None:
-    def drawn() -> list[float]:
-        env = forked([GloballyRandom] * 2, seed=seed)
-        numbers = [float(each) for each in env.reset()[0].ravel()]
-        env.close()
-        return numbers
+def test_global_generators_differ_between_workers(make: Make, seed: int | None) -> None:
+    envs = [make([GloballyRandom] * 2, seed=seed) for _ in range(2)]
 
-    first, second = drawn(), drawn()
+    first, second = (env.reset()[0].ravel().tolist() for env in envs)
 
     assert len(set(first)) == 4
     assert (first == second) == (seed is not None)
 
 
-def test_a_spawned_worker_has_no_torch_and_stays_small() -> None:
-    env_fns = [EnvFactory("CartPole-v1"), EnvFactory(None, target="faulty_envs.WorkerModules")]
-    cartpole = ParallelEnv(env_fns[:1])
-    cartpole.reset(seed=1)
-    modules = ParallelEnv(env_fns[1:])
+@pytest.mark.parametrize("way", [ParallelEnv])
+def test_a_spawned_worker_has_no_torch_and_stays_small(start: Make) -> None:
+    cartpole = start([EnvFactory("CartPole-v1")])
+    modules = start([EnvFactory(None, target="faulty_envs.WorkerModules")])
 
     assert modules.call("has_module", "torch") == (False,)
     if Path("/proc").exists():
         status = Path(f"/proc/{cartpole.worker_pids[0]}/status").read_text()
         kilobytes = int(status.partition("VmRSS:")[2].split()[0])
         assert kilobytes < 55_000
-    cartpole.close()
-    modules.close()
 
 
 @linux_only
@@ -266,19 +250,13 @@ def test_the_error_names_the_worker_that_cannot_be_started(monkeypatch: pytest.M
         ParallelEnv([CountingEnv] * 2, n_workers=2)
 
 
-def test_actions_of_a_class_of_the_main_script_reach_a_spawned_worker() -> None:
+def test_actions_of_a_class_of_the_main_script_reach_a_spawned_worker(start: Make) -> None:
     class Move:
         pass
 
-    class MoveSpace(gym.spaces.Space[Any]):
-        def sample(self, mask: Any = None, probability: Any = None) -> Any:
-            return Move()
-
+    class MoveSpace(Colour):
         def contains(self, x: Any) -> bool:
             return isinstance(x, Move)
-
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, MoveSpace)
 
     class MovingEnv(CountingEnv):
         def __init__(self) -> None:
@@ -289,11 +267,9 @@ def test_actions_of_a_class_of_the_main_script_reach_a_spawned_worker() -> None:
             obs, _, *rest = super().step(action)
             return obs, float(isinstance(action, Move)), *rest
 
-    env = ParallelEnv([MovingEnv] * 2, n_workers=2, seed=1)
-    env.reset()
+    env = start([MovingEnv] * 2, start_method="spawn")
 
     assert env.step((Move(), Move()))[1].tolist() == [1.0, 1.0]
-    env.close()
 
 
 def test_a_factory_that_cannot_be_pickled_is_named() -> None:
@@ -303,8 +279,8 @@ def test_a_factory_that_cannot_be_pickled_is_named() -> None:
         ParallelEnv([lambda: CountingEnv(length=id(lock))])
 
 
-def test_a_worker_runs_several_neighbouring_envs() -> None:
-    env = forked([WorkerModules] * 5)
+def test_a_worker_runs_several_neighbouring_envs(make: Make) -> None:
+    env = make([WorkerModules] * 5)
 
     assert list(env.call("pid")) == [env.worker_pids[0]] * 2 + [env.worker_pids[1]] * 3
     assert [load.rows for load in env.worker_loads()] == [[0, 1], [2, 3, 4]]
@@ -313,37 +289,15 @@ def test_a_worker_runs_several_neighbouring_envs() -> None:
         env.worker_loads()
 
 
-def test_a_forked_copy_of_the_process_cannot_step_the_env() -> None:
-    env = forked([CountingEnv] * 2, seed=1)
-    env.reset()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            env.step(zeros(env))
-        except WorkerError as error:
-            os._exit(0 if "forked copy" in str(error) else 2)
-        os._exit(1)
-    _, status = os.waitpid(pid, 0)
-
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert env.step(zeros(env))[0][:, 0].tolist() == [1.0, 1.0]
-    env.close()
-
-
-def test_two_parallel_envs_do_not_disturb_each_other() -> None:
-    first, second = forked([CountingEnv] * 2), forked([CountingEnv] * 2)
-    for env in (first, second):
-        env.reset(seed=1)
+def test_two_parallel_envs_do_not_disturb_each_other(start: Make) -> None:
+    first, second = (start([CountingEnv] * 2) for _ in range(2))
     first.step(zeros(first))
     first.close()
 
     assert second.step(zeros(second))[0][:, 0].tolist() == [1.0, 1.0]
-    second.close()
 
 
-def test_64_envs_in_16_workers() -> None:
-    env = forked([CountingEnv] * 64, n_workers=16, seed=1)
-    env.reset()
+def test_64_envs_in_16_workers(start: Make) -> None:
+    env = start([CountingEnv] * 64, n_workers=16, seed=1)
 
     assert env.step(zeros(env))[0][:, 0].tolist() == [1.0] * 64
-    env.close()

@@ -10,21 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import read_rows, small
+from conftest import Make, read_rows, small
 from faulty_envs import WorkerModules, faulty_factory
 from gymnasium import spaces
 from tiny_envs import CountingEnv, NoisyEnv, SpaceEnv
-from vec_envs import forked, zeros
+from vec_envs import zeros
 
 from ml_pipeline.build import train
 from ml_pipeline.envs.vec_env import WorkerError
 
 
 @pytest.mark.parametrize("main_slice", [False, True])
-def test_envs_that_stay_continue_bit_for_bit(main_slice: bool) -> None:
-    resized, plain = (forked([NoisyEnv] * 4, seed=3, main_slice=main_slice) for _ in range(2))
-    for env in (resized, plain):
-        env.reset()
+def test_envs_that_stay_continue_bit_for_bit(start: Make, main_slice: bool) -> None:
+    resized, plain = (start([NoisyEnv] * 4, seed=3, main_slice=main_slice) for _ in range(2))
     random = np.random.default_rng(1)
 
     for n_envs in (4, 7, 2, 2, 9, 4):
@@ -35,13 +33,10 @@ def test_envs_that_stay_continue_bit_for_bit(main_slice: bool) -> None:
         ours, theirs = resized.step(action[:n_envs]), plain.step(action[:4])
         assert ours[0]["vector"][:2].tolist() == theirs[0]["vector"][:2].tolist()
         assert ours[1][:2].tolist() == theirs[1][:2].tolist()
-    resized.close()
-    plain.close()
 
 
-def test_new_envs_are_seeded_reset_and_spread_over_the_workers() -> None:
-    env = forked([WorkerModules] * 2, seed=3, n_workers=4)
-    env.reset()
+def test_new_envs_are_seeded_reset_and_spread_over_the_workers(start: Make) -> None:
+    env = start([WorkerModules] * 2, seed=3, n_workers=4)
     env.step(zeros(env))
     assert env.n_workers == 2
 
@@ -57,19 +52,16 @@ def test_new_envs_are_seeded_reset_and_spread_over_the_workers() -> None:
     assert env.call("pid") == before[:1]
     assert env.n_workers == 1
     assert env.step(zeros(env))[0][:, 0].tolist() == [2.0]
-    env.close()
 
 
-def test_envs_that_stay_keep_observations_that_are_objects() -> None:
-    env_fns = [partial(SpaceEnv, spaces.Text(6), spaces.Discrete(2))] * 2
-    env = forked(env_fns, seed=1)
+def test_envs_that_stay_keep_observations_that_are_objects(make: Make) -> None:
+    env = make([partial(SpaceEnv, spaces.Text(6), spaces.Discrete(2))] * 2)
     before, _ = env.reset()
 
     obs, _ = env.resize(3)
 
     assert obs[:2] == before
     assert isinstance(obs[2], str)
-    env.close()
 
 
 @pytest.mark.parametrize(
@@ -77,12 +69,11 @@ def test_envs_that_stay_keep_observations_that_are_objects() -> None:
     [("raise", 2, "env 3"), ("exit", 4, "env 3 ended with exit code 7")],
 )
 def test_an_env_that_cannot_be_built_changes_nothing(
-    fault: str, n_workers: int, words: str
+    start: Make, fault: str, n_workers: int, words: str
 ) -> None:
-    env = forked([CountingEnv] * 2, seed=1, n_workers=n_workers)
-    env.reset()
+    env = start([CountingEnv] * 2, n_workers=n_workers)
     env.step(zeros(env))
-    env.env_fns = [CountingEnv, partial(faulty_factory, fault, True)]
+    env.env_fns = [CountingEnv, partial(faulty_factory, fault)]
 
     with pytest.raises(WorkerError, match=words):
         env.resize(4)
@@ -91,16 +82,14 @@ def test_an_env_that_cannot_be_built_changes_nothing(
     assert env.step(zeros(env))[0][:, 0].tolist() == [2.0, 2.0]
     with pytest.raises(ValueError, match="at least 1"):
         env.resize(0)
-    env.close()
 
 
 @pytest.mark.parametrize("n_envs", [1, 6])
 @pytest.mark.parametrize("main_slice", [False, True])
-def test_a_worker_that_is_already_lost_is_an_error_and_changes_nothing(
-    n_envs: int, main_slice: bool
+def test_a_lost_worker_is_an_error_and_changes_nothing(
+    start: Make, n_envs: int, main_slice: bool
 ) -> None:
-    env = forked([CountingEnv] * 4, seed=1, main_slice=main_slice, on_worker_death="restart")
-    env.reset()
+    env = start([CountingEnv] * 4, seed=1, main_slice=main_slice, on_worker_death="restart")
     env.step(zeros(env))
     os.kill(env.worker_pids[-1], signal.SIGKILL)
     with pytest.raises(WorkerError, match="SIGKILL"):
@@ -112,7 +101,6 @@ def test_a_worker_that_is_already_lost_is_an_error_and_changes_nothing(
     assert truncated.tolist() == [False, False, True, True]
     assert obs[:, 0].tolist() == [2.0, 2.0, 0.0, 0.0]
     assert env.resize(n_envs)[0].shape == (n_envs, 2)
-    env.close()
 
 
 def test_training_follows_the_number_of_free_cores(

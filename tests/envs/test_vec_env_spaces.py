@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import re
+import warnings
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from conftest import Make
 from faulty_envs import Colour, GivenEnv
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tiny_envs import SpaceEnv
-from vec_envs import each_way, flat, forked, zeros
+from vec_envs import WAYS, each_way, flat, forked, trajectory, zeros
 
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.vec_env import ParallelEnv, WorkerError
@@ -45,74 +48,43 @@ SPACES: dict[str, Any] = {
     "custom": Colour(),
 }
 SPACES["all"] = spaces.Dict(copy.deepcopy(SPACES))
-Make = Callable[..., gym.vector.VectorEnv[Any, Any, Any]]
 
 
-def trajectory(make: Make, observation: str, action: str, mode: AutoresetMode) -> list[Any]:
-    """Everything that a vector env of ``SpaceEnv``s returns in 25 steps."""
-    env_fns = [
-        partial(SpaceEnv, copy.deepcopy(SPACES[observation]), copy.deepcopy(SPACES[action]))
-        for _ in range(3)
-    ]
-    env = make(env_fns, autoreset_mode=mode)
-    env.action_space.seed(3)
-    seen = flat(list(env.reset(seed=[4, 5, 6], options={"level": 1})))
-    for _ in range(25):
-        step = env.step(env.action_space.sample())
-        seen += flat(list(step))
-        done = step[2] | step[3]
-        if mode is AutoresetMode.DISABLED and done.any():
-            seen += flat(list(env.reset(options={"reset_mask": done, "level": 2})))
-    env.close()
-    return seen
-
-
-@each_way
-@pytest.mark.parametrize("mode", AutoresetMode)
-def test_a_dict_of_every_space_equals_sync_vector_env_in_every_mode(
-    make: Make, mode: AutoresetMode
+@pytest.mark.parametrize(
+    ("space", "action", "mode"),
+    [
+        *((space, space, AutoresetMode.SAME_STEP) for space in SPACES),
+        *(("all", "discrete", mode) for mode in AutoresetMode),
+    ],
+)
+def test_every_space_and_mode_equals_sync_vector_env(
+    space: str, action: str, mode: AutoresetMode
 ) -> None:
-    expected = trajectory(SyncVectorEnv, "all", "discrete", mode)
+    env_fns = [partial(SpaceEnv, SPACES[space], SPACES[action])] * 3
+    expected = trajectory(SyncVectorEnv, env_fns, mode, 25)
 
-    assert trajectory(make, "all", "discrete", mode) == expected
-
-
-@each_way
-@pytest.mark.parametrize("space", SPACES)
-def test_observations_and_actions_of_every_space_equal_sync_vector_env(
-    make: Make, space: str
-) -> None:
-    expected = trajectory(SyncVectorEnv, space, space, AutoresetMode.SAME_STEP)
-
-    assert trajectory(make, space, space, AutoresetMode.SAME_STEP) == expected
-
-
-def test_spawned_workers_take_every_space() -> None:
-    mode = AutoresetMode.SAME_STEP
-    expected = trajectory(SyncVectorEnv, "all", "all", mode)
-
-    assert trajectory(partial(ParallelEnv, n_workers=2), "all", "all", mode) == expected
+    spawned = [partial(ParallelEnv, n_workers=2)] if action == "all" else []
+    for make in (*WAYS.values(), *spawned):
+        assert trajectory(make, env_fns, mode, 25) == expected
 
 
 @each_way
 def test_observations_never_change_after_they_are_returned(make: Make) -> None:
-    env = make([partial(SpaceEnv, SPACES["all"], spaces.Discrete(2))] * 2, seed=1)
+    env = make([partial(SpaceEnv, SPACES["all"], spaces.Discrete(2))] * 2)
     kept = [env.reset()[0], *(env.step(zeros(env))[0] for _ in range(3))]
     before = flat(kept)
     for _ in range(20):
         env.step(zeros(env))
 
     assert flat(kept) == before
-    env.close()
 
 
 @pytest.mark.parametrize("side", [64, 133, 134, 180])  # around the size of a socket buffer
-def test_spaces_of_any_size_reach_the_workers(side: int) -> None:
+def test_spaces_of_any_size_reach_the_workers(make: Make, side: int) -> None:
     space = spaces.Box(0, 255, (side, side, 3), np.uint8)
-    env = forked([partial(SpaceEnv, space, spaces.Discrete(2))] * 4, n_workers=4, seed=1)
+    env = make([partial(SpaceEnv, space, spaces.Discrete(2))] * 4, n_workers=4)
 
     assert env.reset()[0].shape == (4, side, side, 3)
-    env.close()
 
 
 BAD_OBSERVATIONS = [
@@ -141,7 +113,6 @@ def test_an_observation_that_does_not_fit_its_space_is_an_error(
 
     with pytest.raises(WorkerError, match=rf"env [01] \(seed [78]\)[\s\S]*{words}"):
         env.reset()
-    env.close()
 
 
 @each_way
@@ -149,21 +120,15 @@ def test_a_cast_of_precision_is_done_and_warned_about_once(make: Make) -> None:
     box = spaces.Box(-1, 1, (2,), np.float32)
     env = make([partial(GivenEnv, box, np.array([0.5, 0.25]))] * 4, seed=7)
 
-    with pytest.warns(UserWarning, match="dtype float64.*dtype float32") as caught:
-        obs = play(env, 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        env.reset()
+        obs = [env.step(zeros(env))[0] for _ in range(3)][-1]
 
     assert obs.dtype == np.float32
     assert obs.tolist() == [[0.5, 0.25]] * 4
-    assert len([each for each in caught if issubclass(each.category, UserWarning)]) == 1
-    env.close()
-
-
-def play(env: Any, n_steps: int) -> Any:
-    """The observations after ``n_steps`` steps with action 0."""
-    obs, _ = env.reset()
-    for _ in range(n_steps):
-        obs = env.step(zeros(env))[0]
-    return obs
+    (warning,) = [each for each in caught if issubclass(each.category, UserWarning)]
+    assert re.search("dtype float64.*dtype float32", str(warning.message))
 
 
 @each_way
@@ -182,17 +147,15 @@ def play(env: Any, n_steps: int) -> Any:
     ],
 )
 def test_a_bad_action_is_refused_before_anything_is_sent(
-    make: Make, space: Any, actions: Any, words: str
+    start: Make, space: Any, actions: Any, words: str
 ) -> None:
-    env = make([partial(SpaceEnv, spaces.Discrete(3), space)] * 2, seed=7)
-    env.reset()
+    env = start([partial(SpaceEnv, spaces.Discrete(3), space)] * 2, seed=7)
 
     with pytest.raises((ValueError, TypeError), match=words):
         env.step(actions)
 
     env.action_space.seed(1)
     env.step(env.action_space.sample())  # nothing is pending
-    env.close()
 
 
 WRAPPERS = [
@@ -211,21 +174,18 @@ WRAPPERS = [
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_vector_wrappers_behave_as_on_async_vector_env(wrapper: Any, mode: AutoresetMode) -> None:
     def play(make: Make) -> list[Any] | str:
-        env = make([EnvFactory("MountainCar-v0", kwargs={"max_episode_steps": 10})] * 2)
-        try:
-            wrapped = wrapper(env)
-            seen = flat(list(wrapped.reset(seed=3)))
-            for _ in range(25):
-                obs, reward, terminated, truncated, infos = wrapped.step(np.array([0, 2]))
-                if isinstance(infos, dict):
-                    infos.pop("episode", None)  # contains the elapsed time
-                seen += flat([obs, reward, terminated, truncated, infos])
-        except Exception as error:
-            return f"{type(error).__name__}: {error}".replace("ParallelEnv", "AsyncVectorEnv")
-        finally:
-            env.close()
-        return seen
+        env_fns = [EnvFactory("MountainCar-v0", kwargs={"max_episode_steps": 10})] * 2
+        with contextlib.closing(make(env_fns, autoreset_mode=mode)) as env:
+            try:
+                wrapped = wrapper(env)
+                seen = flat(list(wrapped.reset(seed=3)))
+                for _ in range(25):
+                    *step, infos = wrapped.step(np.array([0, 2]))
+                    if isinstance(infos, dict):
+                        infos.pop("episode", None)  # contains the elapsed time
+                    seen += flat([*step, infos])
+            except Exception as error:
+                return f"{type(error).__name__}: {error}".replace("ParallelEnv", "AsyncVectorEnv")
+            return seen
 
-    expected = play(partial(AsyncVectorEnv, context="fork", autoreset_mode=mode))
-
-    assert play(partial(ParallelEnv, start_method="fork", autoreset_mode=mode)) == expected
+    assert play(forked) == play(partial(AsyncVectorEnv, context="fork"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def watched(overrides: list[str]) -> Watch:
     config = with_mask_source(config, first, first.reset(seed=1)[1], {})
     network = partial(build_network, config)
     spaces, device = (first.observation_space, first.action_space), torch.device("cpu")
-    agent = PPOAgent(*spaces, network, config.agent, device=device, seed=1, fast=False)
+    plain = dataclasses.replace(config.agent, fast="off")
+    agent = PPOAgent(*spaces, network, plain, device=device, seed=1)
     env = SerialEnv([make_env] * 4, seed=1)
     skips = config.agent.on_nonfinite == "skip"
     collector = Collector([env], env_seed=1, noise_seed=2, allow_nonfinite=skips)

@@ -31,33 +31,29 @@ def train(signals: StopSignals, iteration: Callable[[Transaction], None]) -> str
     return "not stopped"
 
 
-def test_signal_before_hold_waits_for_the_end() -> None:
+@pytest.mark.parametrize(
+    ("numbers", "echo_seconds", "end"),
+    [
+        ([signal.SIGTERM], 0, "SIGTERM at the end"),
+        ([signal.SIGTERM, signal.SIGINT], 0, "SIGINT inside"),
+        ([signal.SIGINT, signal.SIGTERM], 60, "SIGINT at the end"),
+    ],
+    ids=["one", "two", "two within echo_seconds"],
+)
+def test_before_hold_the_second_signal_discards_the_iteration_unless_it_is_an_echo(
+    numbers: list[int], echo_seconds: float, end: str
+) -> None:
     waits: list[str] = []
 
     def iteration(transaction: Transaction) -> None:
-        send(signal.SIGTERM)
-        waits.append("after the signal")
+        for number in numbers:
+            send(number)
+            waits.append(f"after {number}")
 
-    signals = StopSignals(on_wait=lambda: waits.append("on_wait"))
+    signals = StopSignals(on_wait=lambda: waits.append("on_wait"), echo_seconds=echo_seconds)
 
-    assert train(signals, iteration) == "SIGTERM at the end"
-    assert waits == ["on_wait", "after the signal"]
-
-
-def test_second_signal_before_hold_discards_the_iteration() -> None:
-    def iteration(transaction: Transaction) -> None:
-        send(signal.SIGTERM)
-        send(signal.SIGINT)
-
-    assert train(StopSignals(echo_seconds=0), iteration) == "SIGINT inside"
-
-
-def test_second_signal_within_echo_seconds_is_ignored() -> None:
-    def iteration(transaction: Transaction) -> None:
-        send(signal.SIGINT)
-        send(signal.SIGTERM)
-
-    assert train(StopSignals(echo_seconds=60), iteration) == "SIGINT at the end"
+    assert train(signals, iteration) == end
+    assert waits[:2] == ["on_wait", f"after {numbers[0]}"]
 
 
 def test_signal_before_hold_discards_the_iteration_after_the_grace_time() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from conftest import Capture
+from rich.console import Console
 
 from ml_pipeline.runs import console
 from ml_pipeline.runs.console import ConsoleLogger
@@ -26,7 +30,7 @@ def test_eta_counts_this_process_only_and_not_the_iteration_that_compiles(
     moments: list[tuple[float, int]],
     expected: list[str],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     now = 100.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
@@ -43,3 +47,21 @@ def test_eta_counts_this_process_only_and_not_the_iteration_that_compiles(
         [f"env steps {env_steps:,}/1,000", f"ETA {eta}"]
         for (_, env_steps), eta in zip(moments, expected, strict=True)
     ]
+
+
+@pytest.mark.parametrize(("width", "shows_kl"), [(119, False), (120, True)])
+def test_wide_terminal_also_shows_the_kl_entropy_and_explained_variance(
+    width: int, shows_kl: bool
+) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    logger = ConsoleLogger(1000, console=screen)
+    learnt = {"policy/approx_kl": 0.01, "policy/entropy": 0.5, "value/explained_variance": 0.9}
+
+    logger.start()
+    logger.log({"rollout/episode_return": 12.5, **learnt}, env_steps=100)
+    logger.close()
+
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "return" in text
+    assert "12.5" in text
+    assert [word in text for word in ("0.0100", "0.500", "0.90")] == [shows_kl] * 3

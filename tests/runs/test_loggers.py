@@ -10,14 +10,15 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import numpy as np
 import pytest
 import wandb
-from conftest import REPOSITORY, read_rows, small, wait_until
+from conftest import REPOSITORY, Capture, children_of, read_rows, small, wait_until
 
 from ml_pipeline.build import train
 from ml_pipeline.runs.loggers import CsvLogger, WandbLogger, has_wandb_key
@@ -68,7 +69,7 @@ def test_resume_drops_rows_after_the_checkpoint_and_a_truncated_row(run: RunFold
 
 
 def test_without_a_key_wandb_works_offline_and_says_how_to_upload(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: Capture
 ) -> None:
     result = train([*small(logger="wandb", total_steps=32), "vec_env=serial"])
 
@@ -86,29 +87,19 @@ def test_wandb_runs_of_one_process_have_their_own_ids_and_folders(
     at_once: bool, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W&B's process keeps the working directory of the first run."""
-    loggers = []
-    for name in ("first", "second"):
-        (here / name).mkdir()
-        monkeypatch.chdir(here / name)
-        logger = WandbLogger(new_run(Path(f"run_{name}")), CONFIG, None, mode="offline")
-        loggers.append(logger)
-        assert logger.wandb_run.id == f"run_{name}"
-        if not at_once:
-            logger.close()
-    if at_once:
-        for logger in loggers:
-            logger.close()
+    with ExitStack() as stack:
+        for name in ("first", "second"):
+            (here / name).mkdir()
+            monkeypatch.chdir(here / name)
+            logger = WandbLogger(new_run(Path(f"run_{name}")), CONFIG, None, mode="offline")
+            stack.callback(logger.close)
+            assert logger.wandb_run.id == f"run_{name}"
+            if not at_once:
+                stack.close()
 
     pattern = "{0}/run_{0}/wandb/offline-run-*/run-run_{0}.wandb"
     for name in ("first", "second"):
         wait_until(lambda name=name: len(list(here.glob(pattern.format(name)))) == 1, 20)
-
-
-def test_resumed_run_keeps_its_wandb_id(run: RunFolder) -> None:
-    for _ in range(2):
-        logger = WandbLogger(run, CONFIG, None, mode="offline")
-        assert (logger.mode, logger.wandb_run.id) == ("offline", run.name)
-        logger.close()
 
 
 # A process that uses W&B as a run does. With an argument it waits for a line of input.
@@ -176,7 +167,9 @@ def test_without_a_server_wandb_works_offline(run: RunFolder, listens: bool) -> 
 
 
 def test_with_a_server_that_is_not_wandb_it_works_offline(run: RunFolder) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotFound) as server:
+    # Its handler answers every request with an error.
+    handler = http.server.BaseHTTPRequestHandler
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = local_url(server.server_address[1])
         process = start_logging(run, WANDB_API_KEY="0" * 40, WANDB_BASE_URL=url)
@@ -184,18 +177,6 @@ def test_with_a_server_that_is_not_wandb_it_works_offline(run: RunFolder) -> Non
         server.shutdown()
 
     assert "W&B offline, online failed: " in output
-
-
-class NotFound(http.server.BaseHTTPRequestHandler):
-    """Answers every request with 404."""
-
-    def do_GET(self) -> None:
-        self.send_error(404)
-
-    do_POST = do_GET  # noqa: N815
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Keep the output of the tests clean."""
 
 
 def test_without_a_key_wandb_never_contacts_the_server(run: RunFolder) -> None:
@@ -210,27 +191,20 @@ def test_without_a_key_wandb_never_contacts_the_server(run: RunFolder) -> None:
             server.accept()
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="finds the process in /proc")
-def test_training_continues_without_losing_a_row_if_the_wandb_process_dies(run: RunFolder) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_training_ends_without_losing_a_row_if_the_wandb_process_dies_or_hangs(
+    number: signal.Signals, run: RunFolder
+) -> None:
     process = start_logging(run, "wait")
     assert process.stdout is not None
     assert "W&B offline" in process.stdout.readline()
 
-    (service,) = children_named(process.pid, "wandb-core")
-    os.kill(service, signal.SIGKILL)
+    (service,) = children_of(process.pid)
+    os.kill(service, number)
 
     assert re.search(r"W&B (stopped at env step|did not finish)", output_of(process, run))
-
-
-def children_named(parent: int, name: str) -> list[int]:
-    """Processes below ``parent`` with ``name`` in their command line."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (folder / "cmdline").read_bytes().decode(errors="replace")
-            if name in words and f"--pid\0{parent}\0" in words:
-                found.append(int(folder.name))
-    return found
 
 
 def test_key_is_found_in_the_environment_and_in_netrc(
@@ -250,22 +224,22 @@ def test_key_is_found_in_the_environment_and_in_netrc(
     assert has_wandb_key()
 
 
-@pytest.mark.parametrize(
-    ("sweep", "group", "expected"),
-    [(None, None, "CartPole-v1-ppo"), ("morning", None, "morning"), ("morning", "mine", "mine")],
-)
-def test_wandb_run_has_the_fields_that_comparisons_need(
-    run: RunFolder, sweep: str | None, group: str | None, expected: str
-) -> None:
-    logger = WandbLogger(run, CONFIG, sweep, mode="offline", group=group, tags=["try"])
-    described = logger.wandb_run
-    logger.close()
+def test_wandb_run_has_the_fields_that_comparisons_need_also_after_a_resume(run: RunFolder) -> None:
+    for sweep, group, expected in (
+        (None, None, "CartPole-v1-ppo"),
+        ("morning", None, "morning"),
+        ("morning", "mine", "mine"),
+    ):
+        logger = WandbLogger(run, CONFIG, sweep, mode="offline", group=group, tags=["try"])
+        described = logger.wandb_run
+        logger.close()
 
-    assert described.group == expected
-    assert described.tags == ("CartPole-v1", "ppo", "try")
-    assert described.job_type == "train"
-    assert described.id == described.name == run.name
-    assert described.config["agent"] == {"gamma": 0.9}
+        assert logger.mode == "offline"
+        assert described.group == expected
+        assert described.tags == ("CartPole-v1", "ppo", "try")
+        assert described.job_type == "train"
+        assert described.id == described.name == run.name
+        assert described.config["agent"] == {"gamma": 0.9}
 
 
 def test_wandb_mode_of_the_environment_is_respected(
@@ -281,9 +255,25 @@ def test_wandb_mode_of_the_environment_is_respected(
     assert not (run.path / "wandb").exists()
 
 
-def test_settings_that_wandb_refuses_do_not_stop_the_run(run: RunFolder) -> None:
+def test_project_that_wandb_refuses_does_not_stop_the_run(run: RunFolder) -> None:
     logger = WandbLogger(run, CONFIG, None, mode="offline", project="a/b?c")
     logger.log({"a": 1.0}, env_steps=1)
+    logger.log_histograms({"a": np.zeros(3)}, env_steps=1)
+    logger.log_file(run.metrics, kind="checkpoint", env_steps=1)
     logger.close()
 
     assert logger.status.startswith("W&B off, offline failed: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("WANDB_MODE", "foo", "W&B off: "),
+        pytest.param("WANDB_BASE_URL", "notaurl", "W&B off: ", marks=pytest.mark.slow),
+        pytest.param("WANDB_DISABLED", "true", "W&B disabled", marks=pytest.mark.slow),
+    ],
+)
+def test_environment_that_wandb_refuses_does_not_stop_the_run(
+    run: RunFolder, name: str, value: str, status: str
+) -> None:
+    assert status in output_of(start_logging(run, **{name: value}), run)

@@ -7,12 +7,11 @@ metrics.csv that this commit wrote when it resumed the run to 512 env steps.
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, call
 from reference_runs import machine, read_rows
 from test_reference_runs import RECORDED_ON
 
@@ -21,11 +20,9 @@ slow = pytest.mark.slow
 RUNS = ["cartpole_memory", pytest.param("cartpole", marks=slow), "torch_cartpole"]
 
 
-def call(*arguments: str) -> str:
+def output_of(*arguments: str) -> str:
     """The output of a Python command, which must succeed."""
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=100, cwd=REPOSITORY
-    )
+    done = call(sys.executable, *arguments, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -35,7 +32,7 @@ def test_old_run_continues_its_episodes_with_the_same_numbers(name: str, tmp_pat
     run = tmp_path / name
     shutil.copytree(OLD_RUNS / name, run)
 
-    output = call("train_ppo.py", f"resume={run}", "total_steps=512", "trust=true")
+    output = output_of("train_ppo.py", f"resume={run}", "total_steps=512", "trust=true")
 
     assert "resumed at env step 256" in output
     assert "new episodes" not in output
@@ -47,30 +44,18 @@ def test_old_run_continues_its_episodes_with_the_same_numbers(name: str, tmp_pat
 
 @slow
 @pytest.mark.parametrize(
-    ("name", "mean"), [("cartpole", 137.0), ("cartpole_memory", 24.3), ("torch_cartpole", 60.3)]
+    ("arguments", "words"),
+    [
+        ("evaluate {old}/cartpole --deterministic --episodes 3", "mean 137.0"),
+        ("evaluate {old}/cartpole_memory --deterministic --episodes 3", "mean 24.3"),
+        ("evaluate {old}/torch_cartpole --deterministic --episodes 3", "mean 60.3"),
+        ("play {old}/cartpole/policy.pt2 --episodes 1", "seed 0: return"),
+        ("play {old}/cartpole/policy.onnx --episodes 1", "seed 0: return"),
+        ("play {old}/cartpole --episodes 1", "seed 0: return"),
+        ("compare {old}/cartpole {old}/cartpole_memory --report {here}", "fewer than 5 seeds"),
+    ],
 )
-def test_old_run_evaluates_to_the_same_return(name: str, mean: float) -> None:
-    run = str(OLD_RUNS / name)
+def test_old_run_or_policy_works_as_before(arguments: str, words: str, here: Path) -> None:
+    command = [each.format(old=OLD_RUNS, here=here) for each in arguments.split()]
 
-    output = call("-m", "ml_pipeline", "evaluate", run, "--deterministic", "--episodes", "3")
-
-    assert f"mean {mean}" in output
-
-
-@slow
-@pytest.mark.parametrize("file", ["policy.pt2", "policy.onnx", "."])
-def test_old_policy_plays(file: str) -> None:
-    policy = str(OLD_RUNS / "cartpole" / file)
-
-    output = call("-m", "ml_pipeline", "play", policy, "--episodes", "1")
-
-    assert "seed 0: return" in output
-
-
-@slow
-def test_old_runs_compare(tmp_path: Path) -> None:
-    runs = [str(OLD_RUNS / name) for name in ("cartpole", "cartpole_memory")]
-
-    output = call("-m", "ml_pipeline", "compare", *runs, "--report", str(tmp_path))
-
-    assert "fewer than 5 seeds, too few to claim a difference: A, B" in output
+    assert words in output_of("-m", "ml_pipeline", *command)

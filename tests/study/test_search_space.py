@@ -25,6 +25,7 @@ NEEDS = r"agent.gamma: needs low and high \(log or step\), or choices; got "
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
+        # Rules that cannot be drawn from
         ("agent.gamma: 3", f"{NEEDS}3"),
         ("agent.gamma: {low: 1}", NEEDS),
         ("agent.gamma: {low: 1, high: 2, stop: 3}", NEEDS),
@@ -36,36 +37,25 @@ NEEDS = r"agent.gamma: needs low and high \(log or step\), or choices; got "
         ("agent.gamma: {choices: []}", "agent.gamma: .*one or more"),
         ("agent.gamma: {choices: 1}", "agent.gamma: choices must be a list"),
         ("agent.gamma: {choices: [1, 1]}", "agent.gamma: choices has a value twice"),
-    ],
-)
-def test_rule_that_cannot_be_drawn_from_is_refused(here: Path, rule: str, words: str) -> None:
-    (here / "space.yaml").write_text(rule)
-
-    with pytest.raises(ConfigError, match=f"search space: {words}"):
-        read_space("space.yaml")
-
-
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        ("agent.gamma: {low: 0.9, high: 1.5}", "agent.gamma=1.5: must be between 0 and 1"),
-        ("agent.gama: {low: 0.9, high: 1}", "agent.gama=0.9: Key 'gama'"),
+        # Values that no trial could train with
+        ("agent.gamma: {low: 0.9, high: 1.5}", ".*agent.gamma=1.5: must be between 0 and 1"),
+        ("agent.gama: {low: 0.9, high: 1}", ".*agent.gama=0.9: Key 'gama'"),
         ("agent.n_epochs: {low: 1.5, high: 3}", ".*1.5"),
-        ("network: {choices: [mlp, nope]}", "network=nope: no such option"),
-        ("env: {choices: [3]}", "env=3: .*must be a string"),
-        ("agent.n_steps: {choices: [8, 3]}", "agent.n_minibatches=2: agent.n_steps=3 x"),
-        ("agent.n_steps: {low: 2, high: 8}", "agent.n_minibatches=2: agent.n_steps=3 x"),
+        ("network: {choices: [mlp, nope]}", ".*network=nope: no such option"),
+        ("env: {choices: [3]}", ".*env=3: .*must be a string"),
+        ("agent.n_steps: {choices: [8, 3]}", ".*agent.n_minibatches=2: agent.n_steps=3 x"),
+        ("agent.n_steps: {low: 2, high: 8}", ".*agent.n_minibatches=2: agent.n_steps=3 x"),
         (
             "agent.n_steps: {choices: [8, 4]}\nagent.n_minibatches: {choices: [2, 8]}",
-            "agent.n_minibatches=8: agent.n_steps=4 x",
+            ".*agent.n_minibatches=8: agent.n_steps=4 x",
         ),
     ],
 )
-def test_value_that_no_trial_could_train_with_is_refused(here: Path, rule: str, words: str) -> None:
+def test_mistake_in_a_space_is_refused(here: Path, rule: str, words: str) -> None:
     (here / "space.yaml").write_text(rule)
     overrides = ["n_envs=1", "agent.n_minibatches=2"]
 
-    with pytest.raises(ConfigError, match=f"search space: .*{words}"):
+    with pytest.raises(ConfigError, match=f"search space: {words}"):
         check_space(read_space("space.yaml"), compose_config(overrides), overrides)
 
 

@@ -20,7 +20,9 @@ import pytest
 from conftest import (
     REPOSITORY,
     TESTS,
+    Capture,
     Door,
+    error_line,
     is_running,
     only_run,
     read_rows,
@@ -36,7 +38,7 @@ optuna = pytest.importorskip("optuna", reason="needs the extra: pip install -e '
 from optuna.trial import FrozenTrial, TrialState  # noqa: E402
 
 from ml_pipeline.__main__ import main  # noqa: E402
-from ml_pipeline.build import train  # noqa: E402
+from ml_pipeline.build import RunResult, train  # noqa: E402
 from ml_pipeline.callbacks.pruning import Pruning  # noqa: E402
 from ml_pipeline.deploy.exported import ExportedPolicy  # noqa: E402
 from ml_pipeline.door.compose import plain_config  # noqa: E402
@@ -98,13 +100,11 @@ def trials_of(name: str) -> list[FrozenTrial]:
     ],
 )
 def test_mistake_prints_one_line_and_creates_no_files(
-    here: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    here: Path, arguments: list[str], words: str, capsys: Capture
 ) -> None:
     assert main(["study", *arguments]) == 1
 
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert re.search(words, error), error
+    assert re.search(words, error_line(capsys))
     assert not (here / "studies").exists()
 
 
@@ -151,9 +151,7 @@ def test_each_trial_is_a_run_with_its_own_seed_and_the_drawn_values(mine: Path) 
     assert len({trial.user_attrs["seed"] for trial in trials}) == 4
 
 
-def test_status_shows_states_pace_and_the_best_trial(
-    mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_shows_states_pace_and_the_best_trial(mine: Path, capsys: Capture) -> None:
     assert main(["study", "status"]) == 0
     assert main(["study", "status", "mine"]) == 0
 
@@ -161,9 +159,7 @@ def test_status_shows_states_pace_and_the_best_trial(
     _, row, title, names, counts, *_ = out.splitlines()
     assert row.split()[:4] == ["mine", "4", "4", "0"]
     assert title.startswith("study mine: 4 of 4 trials, objective eval/episode_return")
-    assert names.split() == [
-        *("complete", "pruned", "failed", "running", "stopped", "trials/hour", "ETA")
-    ]
+    assert " ".join(names.split()) == "complete pruned failed running stopped trials/hour ETA"
     assert counts.split()[:5] == ["4", "0", "0", "0", "0"]
     assert counts.split()[-1] == "done"
     winner = max(trials_of("mine"), key=lambda trial: trial.value)
@@ -180,17 +176,17 @@ def test_status_shows_states_pace_and_the_best_trial(
     ],
 )
 def test_argument_that_contradicts_the_study_is_refused(
-    mine: Path, argument: str, words: str, capsys: pytest.CaptureFixture[str]
+    mine: Path, argument: str, words: str, capsys: Capture
 ) -> None:
     before = (mine / "studies/mine/study.yaml").read_text()
 
     assert main(["study", "start", "mine", "n_trials=9", argument]) == 1
 
-    assert words in capsys.readouterr().err
+    assert words in error_line(capsys)
     assert (mine / "studies/mine/study.yaml").read_text() == before
 
 
-def test_complete_study_starts_no_trial(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_complete_study_starts_no_trial(mine: Path, capsys: Capture) -> None:
     assert main(["study", "start", "mine", "seed=7", "env=cartpole", "space=space.yaml"]) == 0
 
     assert "study mine has all 4 trials" in capsys.readouterr().out
@@ -198,11 +194,7 @@ def test_complete_study_starts_no_trial(mine: Path, capsys: pytest.CaptureFixtur
 
 
 def test_best_trial_becomes_an_experiment(
-    door: Door,
-    here: Path,
-    mine: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    door: Door, here: Path, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(best, "REPOSITORY", here)  # as if the package were installed
 
@@ -246,14 +238,14 @@ def test_dashboard_shows_the_study_and_ends_with_ctrl_c(mine: Path) -> None:
 
 
 def test_missing_optuna_is_reported_with_the_install_command(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
 
     assert main(["study", "start", "mine"]) == 1
 
-    error = capsys.readouterr().err
-    assert error == 'study needs optuna, which is not installed: pip install "ml_pipeline[study]"\n'
+    words = 'study needs optuna, which is not installed: pip install "ml_pipeline[study]"'
+    assert error_line(capsys) == words
 
 
 LEARNS = ["total_steps=10_000", "device=cpu", "logger=none", "vec_env=serial"]
@@ -264,9 +256,9 @@ def deployed(target: Path) -> dict[str, Any]:
 
 
 def test_policy_is_deployed_only_if_it_is_better_on_new_episodes(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: Path, here: Path, capsys: Capture
 ) -> None:
-    beginner = RunFolder(train(small()).run_dir)
+    beginner = RunFolder(finished_run)
     trained = RunFolder(train(["experiment=cartpole", *LEARNS]).run_dir)
     target = here / "live" / "cartpole"
 
@@ -284,14 +276,16 @@ def test_policy_is_deployed_only_if_it_is_better_on_new_episodes(
     assert f"kept {target}: trial 3 reaches" in capsys.readouterr().out
     saved = (target / "checkpoints" / "best.pt").read_bytes()
     assert saved == (trained.checkpoints / "best.pt").read_bytes()
-    assert main(["evaluate", str(target)]) == 0  # it is a run folder
+    assert main(["evaluate", str(target), "--episodes", "1"]) == 0  # it is a run folder
     # The link and the folder it points to: older folders are removed.
     assert len([each for each in target.parent.iterdir() if each.is_dir()]) == 2
 
 
-def test_folder_with_other_files_or_a_policy_of_another_env_is_not_replaced(here: Path) -> None:
+def test_folder_with_other_files_or_a_policy_of_another_env_is_not_replaced(
+    finished_run: Path, here: Path
+) -> None:
     run = RunFolder(train([*small(), "env.target=tiny_envs.CountingEnv"]).run_dir)
-    other = RunFolder(train(small()).run_dir)
+    other = RunFolder(finished_run)
     (here / "photos").mkdir()
     (here / "photos" / "cat.png").touch()
     best.deploy_run(run, here / "live", {"trial": 1}, n_episodes=1, seed=1)
@@ -302,19 +296,23 @@ def test_folder_with_other_files_or_a_policy_of_another_env_is_not_replaced(here
         best.deploy_run(other, here / "live", {"trial": 2}, n_episodes=1, seed=1)
 
 
+def train_trial(trial: optuna.Trial, total_steps: int, reported: set[int]) -> RunResult:
+    """Train a trial with an evaluation every 32 env steps; its episodes return 60."""
+    pruning = Pruning(trial, every_steps=32, reported=reported)
+    settings = small(total_steps=total_steps, callbacks__evaluation__eval_every_steps=32)
+    own_env = "env.target=tiny_envs.CountingEnv"
+    return train([*settings, own_env, "vec_env=serial"], callbacks={"pruning": pruning})
+
+
 def test_bad_trial_is_pruned_at_its_first_evaluation(here: Path) -> None:
-    study = optuna.create_study(
-        direction="maximize", pruner=optuna.pruners.MedianPruner(n_startup_trials=1)
-    )
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=1)
+    study = optuna.create_study(direction="maximize", pruner=pruner)
     good = study.ask()
     for point in range(1, 5):
         good.report(1000.0, point)
     study.tell(good, 1000.0)
-    trial = study.ask()
-    pruning = Pruning(trial, every_steps=32, reported=set())
-    settings = small(total_steps=128, callbacks__evaluation__eval_every_steps=32)
 
-    result = train([*settings, "env.target=tiny_envs.CountingEnv"], callbacks={"pruning": pruning})
+    result = train_trial(study.ask(), 128, reported=set())
 
     assert result.env_steps == 32
     assert study.trials[1].intermediate_values == {1: 60.0}
@@ -326,10 +324,8 @@ def test_resumed_run_does_not_report_a_point_again(here: Path) -> None:
     study = optuna.create_study(direction="maximize")
     trial = study.ask()
     trial.report(7.0, 1)
-    pruning = Pruning(trial, every_steps=32, reported={1})
-    settings = small(total_steps=96, callbacks__evaluation__eval_every_steps=32)
 
-    train([*settings, "env.target=tiny_envs.CountingEnv"], callbacks={"pruning": pruning})
+    train_trial(trial, 96, reported={1})
 
     assert study.trials[0].intermediate_values == {1: 7.0, 2: 60.0}
 
@@ -516,8 +512,8 @@ def test_killed_worker_is_replaced_and_workers_end_with_their_parent(
     wait_until_gone([worker], 30)
 
 
-def test_interrupted_last_evaluation_is_repeated(here: Path) -> None:
-    run = RunFolder(train(small()).run_dir)
+def test_interrupted_last_evaluation_is_repeated(finished_run: Path) -> None:
+    run = RunFolder(finished_run)
     rows = read_metrics(run.metrics)
     value = float(rows[-1]["eval/episode_return"])
     columns = [name for name in rows[0] if not name.startswith("eval/")]
@@ -525,6 +521,22 @@ def test_interrupted_last_evaluation_is_repeated(here: Path) -> None:
     run.metrics.write_text("\n".join(lines) + "\n")
 
     assert recorded_value(run, "eval/episode_return") == value
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_trial_whose_worker_dies_five_times_fails(
+    here: Path, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRASH", "kill")
+    crash = "+callbacks.crash={_target_: own_parts.CrashAt, iteration: 1}"
+
+    process = begin(here, "start", "bad", *small(), space, "n_trials=1", crash)
+    output, _ = process.communicate(timeout=280)
+
+    assert output.count("a worker died with exit code -9") == 5
+    assert "all 1 trials failed: its worker died 5 times" in output
+    assert process.returncode == 1
 
 
 @pytest.mark.slow

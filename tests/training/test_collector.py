@@ -1,6 +1,6 @@
-"""Collector: rollouts of vector envs, their values checked, in one part or two halves.
+"""Collector and RolloutBuffer: what only host envs have.
 
-tests/contracts/test_rollouts.py tests what it shares with ``TensorCollector``.
+tests/contracts/test_rollouts.py tests what they share with those of tensor envs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from small_agents import Played, agent_in
 from tiny_envs import BreakingEnv, CountingEnv, ForbiddingEnv, LivesEnv, MixedEnv
+from vec_envs import forked
 
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.recurrent import Recurrent
-from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
+from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.training.checks import BadValueError
 from ml_pipeline.training.collector import Collector
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
@@ -54,17 +55,6 @@ def collected(envs: Any, n_steps: int, agent: Any = None, **options: Any) -> Any
     return played.buffer
 
 
-def test_observations_are_copied_before_the_env_overwrites_them() -> None:
-    played = Played(SerialEnv([CountingEnv, partial(CountingEnv, 4)]), 5)  # one buffer per env
-
-    stats = played.collect()
-
-    assert played.buffer.obs[""][:, 0, 0].tolist() == [0, 1, 2, 0, 1]
-    assert played.buffer.obs[""][:, 1, 0].tolist() == [0, 1, 2, 3, 0]
-    assert played.buffer.episode_start[:, 0].tolist() == [True, False, False, True, False]
-    assert [tuple(episode) for episode in stats.episodes] == [(60.0, 3, 1), (100.0, 4, 1)]
-
-
 def test_a_recurrent_policy_values_the_final_observation_with_its_state_before_it() -> None:
     env = SerialEnv([partial(CountingEnv, 3, "truncated")] * 2)
     played = Played(env, 4, agent_in(env, LSTM))
@@ -89,7 +79,7 @@ def test_any_same_step_vector_env_gives_the_same_rollout() -> None:
     mode = AutoresetMode.SAME_STEP
 
     for env in (
-        ParallelEnv(env_fns, start_method="fork", n_workers=2),
+        forked(env_fns),
         SyncVectorEnv(env_fns, autoreset_mode=mode),
         AsyncVectorEnv(env_fns, autoreset_mode=mode, context="fork"),
     ):
@@ -107,14 +97,9 @@ ENCODER = {"_target_": "ml_pipeline.agents.networks.MLP", "hidden_sizes": [8]}
 @pytest.mark.parametrize(
     "network", [MLP, partial(Recurrent, size=4, encoder=ENCODER)], ids=["mlp", "lstm"]
 )
-@pytest.mark.parametrize("kind", ["serial", "parallel"])
-def test_two_alternating_halves_give_the_same_rollout_as_one_env(network: Any, kind: str) -> None:
-    def make(n_envs: int, seed: int) -> Any:
-        if kind == "serial":
-            return SerialEnv([MixedEnv] * n_envs, seed=seed)
-        return ParallelEnv([MixedEnv] * n_envs, seed=seed, n_workers=1, start_method="fork")
-
-    envs = [make(4, 1), make(2, 1), make(2, 3)]
+@pytest.mark.parametrize("make", [SerialEnv, forked], ids=["serial", "parallel"])
+def test_two_alternating_halves_give_the_same_rollout_as_one_env(network: Any, make: Any) -> None:
+    envs = [make([MixedEnv] * n_envs, seed=seed) for n_envs, seed in ((4, 1), (2, 1), (2, 3))]
     agent = agent_in(envs[0], network)
     whole, halves = Played(envs[0], 20, agent), Played(envs[1:], 20, agent)
 
@@ -167,22 +152,15 @@ def test_masks_are_respected_in_every_step_also_after_an_episode_ends(where: str
     ("what", "words"),
     [
         ("obs", r"env 1 returned an observation that is not finite at its step 4 .*\[1\] is nan"),
-        ("reward", r"env 1 returned the reward inf at its step 4 \(step 4 of this rollout\)"),
+        ("reward", r"env 1 returned the reward inf at its step 4 \(step 1 of this rollout\)"),
         ("final", r"env 1 returned an observation that is not finite at its step 4"),
     ],
 )
 def test_a_value_that_is_not_finite_is_refused_with_env_and_step(what: str, words: str) -> None:
-    env_fns = [partial(BreakingEnv, None), partial(BreakingEnv, what)]
-
-    with pytest.raises(BadValueError, match=words):
-        collected(SerialEnv(env_fns), 6)
-
-
-def test_the_step_of_a_bad_value_is_counted_over_rollouts() -> None:
-    played = Played(SerialEnv([partial(BreakingEnv, "obs")]), 3)
+    played = Played(SerialEnv([partial(BreakingEnv, None), partial(BreakingEnv, what)]), 3)
     played.collect()
 
-    with pytest.raises(BadValueError, match=r"its step 4 \(step 1 of this rollout\)"):
+    with pytest.raises(BadValueError, match=words):
         played.collect()
 
 
@@ -231,7 +209,7 @@ def test_an_env_with_another_autoreset_mode_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["recurrent", "masked"])
 def test_a_resize_keeps_recurrent_state_and_masks(kind: str) -> None:
     make_env: Any = CountingEnv if kind == "recurrent" else ForbiddingEnv
-    env = ParallelEnv([make_env] * 6, seed=1, n_workers=2, start_method="fork")
+    env = forked([make_env] * 6, seed=1)
     options = {"network": LSTM} if kind == "recurrent" else {"action_mask": "info"}
     played = Played(env, 5, agent_in(env, **options))
 
@@ -265,3 +243,42 @@ def test_after_an_interrupt_both_halves_continue_where_their_envs_are() -> None:
     assert buffer.obs[""][:, 0, 0].tolist() == [5, 6, 7, 8]  # this half made its fifth step
     assert buffer.reward[:, 0].tolist() == [60, 70, 80, 90]
     assert buffer.obs[""][:, 1, 0].tolist() == [4, 5, 6, 7]
+
+
+def test_a_recurrent_policy_learns_from_whole_sequences() -> None:
+    env = SerialEnv([partial(CountingEnv, length) for length in (3, 4, 5, 6)])
+    played = Played(env, 5, agent_in(env, LSTM))
+    for _ in range(2):  # the second rollout begins with a recurrent state
+        played.collect()
+    played.finish()
+    played.buffer.shuffle(torch.Generator().manual_seed(1), n_orders=1)
+    order = played.buffer.order(0)
+
+    taken = played.buffer.finished().take(order)
+
+    assert sorted(order.tolist()) == [0, 1, 2, 3]
+    assert np.array_equal(taken.inputs.obs, played.buffer.obs[""][:, order])
+    assert np.array_equal(taken.action, played.buffer.action[:, order])
+    assert torch.equal(taken.inputs.memory, played.buffer.memory[order])
+
+
+def test_scoring_in_parts_equals_scoring_the_whole_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(SerialEnv([CountingEnv, partial(CountingEnv, 4)]), 5)
+    played.collect()
+    values = []
+    for numbers in (2**24, 5):
+        monkeypatch.setattr("ml_pipeline.training.rollout_buffer._SCORED_NUMBERS", numbers)
+        played.finish()
+        values.append(played.buffer.value)
+
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
+
+
+def test_a_rollout_must_be_finished_and_shuffled_before_an_epoch() -> None:
+    buffer = Played(SerialEnv([CountingEnv]), 4).buffer
+
+    for call in (buffer.finished, buffer.observations):
+        with pytest.raises(RuntimeError, match="call finish first"):
+            call()
+    with pytest.raises(RuntimeError, match="call shuffle first"):
+        buffer.order(0)

@@ -44,12 +44,6 @@ CASES: dict[str, list[str]] = {
 SLOW_CASES = ("squashed", "shared trunk")
 
 
-def test_another_seed_gives_other_numbers(here: Path) -> None:
-    rows, other = (read_rows(train([*CARTPOLE, f"seed={seed}"]).run_dir) for seed in (1, 2))
-
-    assert rows != other
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -115,22 +109,13 @@ def test_evaluation_uses_the_gymnasium_env_with_the_same_arguments(here: Path) -
     assert last["rollout/episode_length"] == last["eval/episode_length"] == "7.0"
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["evaluate", "--deterministic", "--episodes", "2"], "2 episodes"),
-        pytest.param(["export", "--format", "pt2"], "policy.pt2", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_can_be_evaluated_and_exported(
-    command: list[str], words: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_a_run_can_be_exported(here: Path) -> None:
     run = train(["env=torch_pendulum", *RUN, "agent.normalize_obs=true"]).run_dir
-    capsys.readouterr()
 
-    assert main([command[0], str(run), *command[1:]]) == 0
+    assert main(["export", str(run), "--format", "pt2"]) == 0
 
-    assert words in capsys.readouterr().out
+    assert (run / "policy.pt2").exists()
 
 
 OWN_MODULE = """
@@ -163,10 +148,7 @@ def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
         (["vec_env=parallel"], "vec_env; leave vec_env=auto"),
         (["collector=double"], "collector; leave collector=sync"),
         (["network=lstm"], "network; use one that is not recurrent"),
-        (
-            ["env.target=tiny_torch_envs.Masked"],
-            "agent.action_mask; set agent.action_mask=none",
-        ),
+        (["env.target=tiny_torch_envs.Masked"], "agent.action_mask; set agent.action_mask=none"),
         (["env.target=tiny_torch_envs.ManyLeaves"], "its observation space; use one Box"),
         (["compile=graph"], "use compile=auto"),
     ],
@@ -210,37 +192,9 @@ def test_an_automatic_number_of_envs_fits_the_budget(
 
 
 def test_a_nan_reward_stops_the_run_with_one_line(here: Path) -> None:
-    words = r"iteration 1: an env returned an observation or a reward that is not finite; the last"
+    words = r"iteration 1: an env returned an observation or a reward that is not finite"
     with pytest.raises(TrainingError, match=words) as caught:
         train(["env.target=tiny_torch_envs.Breaking", *RUN])
 
     assert "\n" not in str(caught.value)
     assert not list(only_run(here).glob("checkpoints/*.pt"))
-
-
-@pytest.mark.parametrize("more", [[], ["agent.shared_trunk=true"]], ids=["numpy", "torch"])
-def test_updates_that_are_not_finite_can_be_skipped_and_are_counted(
-    more: list[str], here: Path
-) -> None:
-    settings = ["env.target=tiny_torch_envs.Breaking", *RUN, "agent.on_nonfinite=skip"]
-    scaled = ["agent.normalize_obs=true", "agent.scale_reward=true"]
-
-    result = train([*settings, *scaled, *more])
-
-    rows = read_rows(result.run_dir)
-    assert len(rows) == 4
-    assert all(float(row["loss/skipped_updates"]) > 0 for row in rows)
-    weights = checkpoint_numbers(result.run_dir)
-    found = [values for name, values in weights.items() if name.startswith("/agent/model")]
-    assert len(found) > 5
-    assert "nan" not in str(found)
-
-
-def test_an_adaptive_learning_rate_does_not_change_without_an_update(here: Path) -> None:
-    settings = ["env.target=tiny_torch_envs.Breaking", *RUN, "agent.on_nonfinite=skip"]
-
-    # With one minibatch, every update has the NaN.
-    more = ["agent.learning_rate_schedule=adaptive", "agent.n_minibatches=1"]
-    rows = read_rows(train([*settings, *more]).run_dir)
-
-    assert {row["policy/learning_rate"] for row in rows} == {rows[0]["policy/learning_rate"]}

@@ -28,28 +28,26 @@ class PPOBackend(Protocol):
 
     def value(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor: ...
 
-    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor: ...
-
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult: ...
 
     def refresh(self) -> None: ...
 
 
-def fastest(plain: TorchPPO, *, masked: bool) -> tuple[PPOBackend, str]:
-    """The backend for ``plain``'s model, and the reason why a faster one fails here, if any."""
+class FastPPO(PPOBackend, Protocol):
+    """Runs a whole epoch in one call."""
+
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor: ...
+
+
+def fastest(plain: TorchPPO, *, masked: bool) -> FastPPO | None:
+    """The fast backend that covers ``plain``'s model on its device, or None."""
     device = plain.adam.values.device
     if device.type == "cpu" and NumpyPPO.covers(plain.model):
-        return NumpyPPO(plain.model, plain.adam, plain.config), ""
+        return NumpyPPO(plain.model, plain.adam, plain.config)
     # Triton comes with torch's CUDA builds; its kernels have no masks, and ROCm is untested.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if not is_nvidia or masked or importlib.util.find_spec("triton") is None:
-        return plain, ""
+        return None
     from ml_pipeline.agents.fast.triton_ppo import TritonPPO
 
-    if not TritonPPO.covers(plain.model):
-        return plain, ""
-    triton_ppo = TritonPPO(plain)
-    reason = triton_ppo.why_not()
-    if reason is None:
-        return triton_ppo, ""
-    return plain, f"small MLPs run in plain torch, not in Triton kernels: {reason}"
+    return TritonPPO(plain) if TritonPPO.covers(plain.model) else None

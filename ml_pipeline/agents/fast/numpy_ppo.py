@@ -145,10 +145,10 @@ class NumpyPPO:
 
     def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
         # One gather for the whole epoch; the minibatches are then slices without a copy.
-        shuffled = rollout.take(order)
-        size = len(order) // self.config.n_minibatches
+        shuffled = rollout.take(order.flatten())
+        n_minibatches, size = order.shape
         results = []
-        for begin in range(0, len(order), size):
+        for begin in range(0, n_minibatches * size, size):
             part = slice(begin, begin + size)
             batch = shuffled.mapped(lambda field: field[part], None)  # noqa: B023
             results.append(self._step(batch, rates))

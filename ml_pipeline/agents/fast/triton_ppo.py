@@ -26,7 +26,6 @@ from ml_pipeline.agents.fast.triton_kernels import (
     score_kernel,
 )
 from ml_pipeline.agents.networks import MLP
-from ml_pipeline.errors import type_and_line
 from ml_pipeline.protocols import Minibatch, PolicyInput, PolicySample, Rates, UpdateResult
 
 if TYPE_CHECKING:
@@ -110,35 +109,6 @@ class TritonPPO:
         self._tiling = _LEARNING[precision]
         self.refresh()
 
-    def why_not(self) -> str | None:
-        """Run all kernels on zeros; returns why this device cannot, or None.
-
-        A smaller GPU may have too little shared memory, and another Triton version may fail.
-        """
-        n_rows, n_in = 4 * self._tiling.rows, self._sizes[0]
-        obs = torch.zeros(n_rows, n_in, device=self._device)
-        kind = torch.int64 if self._discrete else torch.float32
-        shape = (n_rows,) if self._discrete else (n_rows, self._sizes[3])
-        action = torch.zeros(shape, dtype=kind, device=self._device)
-        numbers = torch.zeros(n_rows, device=self._device)
-        rollout = Minibatch(PolicyInput(obs, None, None, None), action, *([numbers] * 4))
-        order = torch.arange(n_rows, device=self._device)
-        kept = [self._adam.values, *self._adam.moments, self._adam.n_steps]
-        before = [each.clone() for each in kept]
-        try:
-            self.sample(rollout.inputs, torch.zeros(shape, device=self._device), action)
-            self.score(rollout.inputs, action)
-            self._epoch(rollout, order, 1, torch.zeros(len(Rates._fields), device=self._device))
-            torch.cuda.synchronize()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # no compiler, no headers, too little shared memory, a bug
-            return type_and_line(error)
-        finally:
-            for held, old in zip(kept, before, strict=True):
-                held.copy_(old)
-        return None
-
     def refresh(self) -> None:
         """Copy the normaliser of observations after it has changed."""
         moments, n_in = self._model.preprocess.moments_of(""), self._sizes[0]
@@ -204,13 +174,11 @@ class TritonPPO:
     def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
         # The rates are views of one tensor, which the kernels read from the address of the first.
         packed = torch.as_strided(rates.learning_rate, (len(rates),), (1,))
-        return self._epoch(rollout, order, self._config.n_minibatches, packed)
+        return self._epoch(rollout, order, packed)
 
-    def _epoch(
-        self, rollout: Minibatch, order: Tensor, n_minibatches: int, rates: Tensor
-    ) -> Tensor:
+    def _epoch(self, rollout: Minibatch, order: Tensor, rates: Tensor) -> Tensor:
         adam, config, tiling = self._adam, self._config, self._tiling
-        size = len(order) // n_minibatches
+        n_minibatches, size = order.shape
         n_values = adam.values.numel()
         n_columns = n_values + _N_METRICS
         n_programs = self._n_programs(size, tiling)

@@ -33,10 +33,12 @@ class Epochs:
         programs: Programs,
         *,
         n_epochs: int,
+        n_minibatches: int,
         on_host: bool,
     ) -> None:
         """``on_host``: buffer and agent share host memory, so the rates stay Python floats."""
         self.n_epochs = n_epochs
+        self._n_minibatches = n_minibatches
         self._agent = agent
         self._buffer = buffer
         self._rates: Tensor | None = None
@@ -60,10 +62,11 @@ class Epochs:
 
     def _run(self, rates: Rates) -> Tensor:
         rollout = self._buffer.finished()
-        tables = [
-            self._agent.epoch(rollout, self._buffer.order(epoch), rates)
+        orders = [
+            self._buffer.order(epoch).view(self._n_minibatches, -1)
             for epoch in range(self.n_epochs)
         ]
+        tables = [self._agent.epoch(rollout, order, rates) for order in orders]
         return tables[0] if len(tables) == 1 else torch.cat(tables)
 
 

@@ -42,8 +42,6 @@ class TensorRolloutStats:
 class TensorCollector:
     """Collects rollouts in ``env``, on the device that env and agent share."""
 
-    # An iteration takes milliseconds, so a stop signal waits for its end.
-    is_interruptible = False
     on_host = False
 
     def __init__(
@@ -96,7 +94,11 @@ class TensorCollector:
         self._state_before = self._generator.get_state()
         send(counter_random.draw_keys(1, self._generator)[0], self._key)
         begin = self._mark()
-        self._rollout()
+        try:
+            self._rollout()
+        except KeyboardInterrupt:
+            self._obs = None  # rows and positions may not match; the next rollout resets the envs
+            raise
         self._marks = [begin, self._mark()]
         return TensorRolloutStats(self)
 
