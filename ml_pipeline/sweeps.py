@@ -64,18 +64,22 @@ class JobNote:
         self.job = Job(number, list(overrides), "running", os.getpid())
         self._write()
 
-    def finished(self, run_dir: Path, objective: float) -> None:
+    def started(self, run_dir: Path | str) -> None:
+        """``run_dir`` may not exist yet."""
+        self._update(run_dir=str(run_dir))
+
+    def finished(self, objective: float) -> None:
         value = objective if math.isfinite(objective) else None
-        self._end("finished", run_dir=str(run_dir), objective=value)
+        self._update(status="finished", objective=value)
 
     def stopped(self) -> None:
-        self._end("interrupted")
+        self._update(status="interrupted")
 
     def failed(self, error: BaseException) -> None:
-        self._end("failed", error=last_line(error))
+        self._update(status="failed", error=last_line(error))
 
-    def _end(self, status: str, **facts: Any) -> None:
-        self.job = self.job._replace(status=status, **facts)
+    def _update(self, **facts: Any) -> None:
+        self.job = self.job._replace(**facts)
         self._write()
 
     def _write(self) -> None:
@@ -106,6 +110,13 @@ def read_jobs(folder: Path) -> list[Job]:
     return sorted(jobs, key=lambda job: job.number)
 
 
+def job_runs(folder: Path) -> list[Path]:
+    """The run folders of a sweep's jobs; a job that failed early has none on disk."""
+    runs = [Path(job.run_dir) for job in read_jobs(folder) if job.run_dir is not None]
+    started_in = Path(*folder.resolve().parts[:-3])  # folder is runs/sweeps/<date>_<time>
+    return [run if run.is_dir() else started_in / run for run in runs]
+
+
 def jobs_table(jobs: Sequence[Job]) -> Table:
     """A row per job, with the overrides that not all jobs share.
 
@@ -121,7 +132,7 @@ def jobs_table(jobs: Sequence[Job]) -> Table:
             " ".join(each for each in job.overrides if each not in common),
             "died" if job.status == "running" else job.status,
             "-" if job.objective is None else f"{job.objective:.1f}",
-            job.run_dir or job.error or "-",
+            job.error or job.run_dir or "-",
         )
     return table
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from ml_pipeline.analysis.compare import Group, RunData
+from ml_pipeline.analysis.compare import Group
+from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.analysis.statistics import (
     Array,
     iqm,
@@ -16,7 +18,10 @@ from ml_pipeline.analysis.statistics import (
     with_interval,
 )
 
+MOST_GROUPS = 10  # in a chart: as many as there are colours
+
 _N_POINTS = 100  # of a curve
+_LONGEST_LABEL = 30  # characters; with longer settings, a label is only the name of the group
 _BAND = "Interquartile mean over the seeds with its 95 % bootstrap interval"
 
 
@@ -24,6 +29,7 @@ class Line(NamedTuple):
     """A curve and the band around it."""
 
     label: str
+    rank: int  # of its group, which gives the colour
     x: Array
     y: Array
     low: Array
@@ -31,17 +37,18 @@ class Line(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A statistic with its interval, and the runs behind it."""
+    """A statistic with its interval, and the seeds behind it."""
 
     label: str
+    rank: int
     value: float
     low: float
     high: float
-    points: Array  # one per run
+    points: Array  # one per seed
 
 
 class Chart(NamedTuple):
-    """Lines, or horizontal bars; a chart has one kind."""
+    """Lines, or horizontal bars; a chart has one kind, or is empty and its note says why."""
 
     name: str  # of the PNG file
     title: str
@@ -50,128 +57,167 @@ class Chart(NamedTuple):
     note: str
     lines: Sequence[Line] = ()
     bars: Sequence[Bar] = ()
+    x_range: tuple[float, float] | None = None  # None: fits the data
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.lines and not self.bars
 
 
 def make_charts(groups: Sequence[Group], metric: str) -> list[Chart]:
-    def steps(run: RunData) -> Array:
-        return run.curve(metric)[0]
+    """The charts of the best groups, at most ``MOST_GROUPS``."""
+    groups = groups[:MOST_GROUPS]
 
-    def seconds(run: RunData) -> Array:
-        return run.seconds(metric)
-
-    speeds = [
-        _bar(group.label, np.array([run.steps_per_second() for run in group.runs]))
-        for group in groups
-    ]
     return [
-        Chart(
-            "curves",
-            "Learning curves",
-            "env steps",
-            metric,
-            f"{_BAND}.",
-            lines=_curves(groups, metric, steps),
-        ),
-        Chart(
-            "curves_by_time",
-            "Learning curves by training time",
-            "seconds",
-            metric,
-            f"{_BAND}. The time excludes evaluation and saving.",
-            lines=_curves(groups, metric, seconds),
-        ),
-        Chart(
-            "final",
-            "Final performance",
-            metric,
-            "",
-            f"{_BAND}. Each tick is one run.",
-            bars=[_bar(g.label, g.finals(metric)) for g in groups if len(g.finals(metric))],
-        ),
-        *_improvement(groups, metric),
+        _curves(groups, metric),
+        _curves_by_time(groups, metric),
+        _final(groups, metric),
+        *([_improvement(groups, metric)] if len(groups) > 1 else []),
         _profile(groups, metric),
         _efficiency(groups, metric),
-        Chart("throughput", "Throughput", "env steps per second", "", f"{_BAND}.", bars=speeds),
+        _throughput(groups),
     ]
 
 
-def _curves(
+def labels_of(groups: Sequence[Group]) -> list[str]:
+    """Names with settings, or names alone if the settings of a group are long."""
+    labels = [f"{group.name}: {group.label}" for group in groups]
+    return labels if max(map(len, labels)) <= _LONGEST_LABEL else [g.name for g in groups]
+
+
+def _noted(note: str, groups: Sequence[Group], ranks: set[int], why: str) -> str:
+    """``note``, and the groups whose rank is not among those drawn."""
+    if not ranks:
+        return f"Nothing to draw: {why}."
+    missing = [group.name for rank, group in enumerate(groups) if rank not in ranks]
+    return f"{note} Not drawn: {', '.join(missing)} ({why})." if missing else note
+
+
+def _ranks(drawn: Sequence[Line] | Sequence[Bar]) -> set[int]:
+    return {each.rank for each in drawn}
+
+
+def _curves(groups: Sequence[Group], metric: str) -> Chart:
+    lines = _lines(groups, metric, lambda run: run.curve(metric)[0])
+    why = f"no {metric} over a range of steps that its runs share"
+    note = _noted(f"{_BAND}.", groups, _ranks(lines), why)
+    return Chart("curves", "Learning curves", "env steps", metric, note, lines=lines)
+
+
+def _curves_by_time(groups: Sequence[Group], metric: str) -> Chart:
+    lines = _lines(groups, metric, lambda run: run.seconds(metric))
+    why = f"no {metric} over a range of time that its runs share"
+    note = f"{_BAND}. The time excludes evaluation and saving."
+    note = _noted(note, groups, _ranks(lines), why)
+    title = "Learning curves by training time"
+    return Chart("curves_by_time", title, "seconds", metric, note, lines=lines)
+
+
+def _lines(
     groups: Sequence[Group], metric: str, position: Callable[[RunData], Array]
 ) -> list[Line]:
-    """One line per group, over the range that all of its runs cover."""
+    """One line per group, over the range that all of its runs with the metric cover."""
     lines = []
-    for group in groups:
-        runs = [run for run in group.runs if len(run.curve(metric)[1])]
-        if not runs:
-            continue
-        starts, ends = zip(*((position(run)[0], position(run)[-1]) for run in runs), strict=True)
-        if max(starts) > min(ends):
-            continue  # the runs do not overlap
-        x = np.linspace(max(starts), min(ends), _N_POINTS)
-        values = np.array([_held(position(run), run.curve(metric)[1], x) for run in runs])
-        lines.append(Line(group.label, x, *with_interval(values)))
+    for rank, (group, label) in enumerate(zip(groups, labels_of(groups), strict=True)):
+        seeds = [[run for run in runs if len(position(run))] for runs in group.seeds]
+        measured = group._replace(seeds=[runs for runs in seeds if runs])
+        start = max((position(run)[0] for run in measured.runs), default=np.nan)
+        end = min((position(run)[-1] for run in measured.runs), default=np.nan)
+        if start <= end:
+            x = np.linspace(start, end, _N_POINTS if start < end else 1)
+            held = partial(_held, position=position, metric=metric, at=x)
+            lines.append(Line(label, rank, x, *with_interval(measured.per_seed(held))))
     return lines
 
 
-def _held(x: Array, y: Array, at: Array) -> Array:
-    """The last value at or before each position."""
-    return y[np.searchsorted(x, at, side="right") - 1]
+def _held(run: RunData, *, position: Callable[[RunData], Array], metric: str, at: Array) -> Array:
+    """The last value of a run at or before each position."""
+    return run.curve(metric)[1][np.searchsorted(position(run), at, side="right") - 1]
 
 
-def _bar(label: str, points: Array) -> Bar:
+def _bar(label: str, rank: int, points: Array) -> Bar:
     value, low, high = (float(each) for each in with_interval(points))
-    return Bar(label, value, low, high, points)
+    return Bar(label, rank, value, low, high, points)
 
 
-def _improvement(groups: Sequence[Group], metric: str) -> list[Chart]:
+def _final(groups: Sequence[Group], metric: str) -> Chart:
+    bars = [
+        _bar(label, rank, group.finals(metric))
+        for rank, (group, label) in enumerate(zip(groups, labels_of(groups), strict=True))
+        if len(group.finals(metric))
+    ]
+    note = _noted(
+        f"{_BAND}. Each tick is one seed.", groups, _ranks(bars), f"no {metric} in its runs"
+    )
+    return Chart("final", "Final performance", metric, "", note, bars=bars)
+
+
+def _improvement(groups: Sequence[Group], metric: str) -> Chart:
+    """The best group against each other group."""
+    best, *others = groups
     bars = []
-    for index, group in enumerate(groups):
-        for other in groups[index + 1 :]:
-            ours, theirs = group.finals(metric), other.finals(metric)
-            if len(ours) and len(theirs):
-                value, low, high = (float(e) for e in probability_of_improvement(ours, theirs))
-                label = f"{group.label} over {other.label}"
-                bars.append(Bar(label, value, low, high, np.array([])))
+    for rank, group in enumerate(others, start=1):
+        ours, theirs = best.finals(metric), group.finals(metric)
+        if len(ours) and len(theirs):
+            value, low, high = (float(each) for each in probability_of_improvement(ours, theirs))
+            label = f"{best.name} over {group.name}"
+            bars.append(Bar(label, rank, value, low, high, np.array([])))
     note = "Probability that a run of the first group ends above a run of the second. 0.5: equal."
     title = "Probability of improvement"
-    return [Chart("improvement", title, "probability", "", note, bars=bars)] if bars else []
+    ranks = _ranks(bars) | {0} if bars else set()
+    note = _noted(note, groups, ranks, f"no {metric} in its runs")
+    all_of_it = (-0.02, 1.02)
+    return Chart("improvement", title, "probability", "", note, bars=bars, x_range=all_of_it)
 
 
 def _profile(groups: Sequence[Group], metric: str) -> Chart:
     finals = np.concatenate([group.finals(metric) for group in groups])
-    thresholds = np.linspace(finals.min(), finals.max(), _N_POINTS) if len(finals) else finals
+    low, high = (finals.min(), finals.max()) if len(finals) else (0.0, 0.0)
+    thresholds = np.linspace(low, high, _N_POINTS if low < high else 1)
     lines = [
-        Line(group.label, thresholds, *performance_profile(group.finals(metric), thresholds))
-        for group in groups
+        Line(label, rank, thresholds, *performance_profile(group.finals(metric), thresholds))
+        for rank, (group, label) in enumerate(zip(groups, labels_of(groups), strict=True))
         if len(group.finals(metric))
     ]
-    note = f"Share of runs whose final {metric} is at or above each value. Higher is better."
-    return Chart("profile", "Performance profile", metric, "share of runs", note, lines=lines)
+    note = f"Share of seeds whose final {metric} is at or above each value. Higher is better."
+    note = _noted(note, groups, _ranks(lines), f"no {metric} in its runs")
+    return Chart("profile", "Performance profile", metric, "share of seeds", note, lines=lines)
 
 
 def _efficiency(groups: Sequence[Group], metric: str) -> Chart:
     """Env steps to 90 % of the way from the first value to the best group's final value."""
-    known = [group for group in groups if len(group.finals(metric))]
-    firsts = [run.curve(metric)[1][0] for g in known for run in g.runs if len(run.curve(metric)[1])]
-    title = "Sample efficiency"
-    if not firsts:
-        return Chart("efficiency", title, "env steps", "", "No run has a value.")
-    start, best = iqm(np.array(firsts)), max(iqm(group.finals(metric)) for group in known)
-    target = start + 0.9 * (best - start)
-    bars = []
-    for group in known:
-        needed = np.array([_steps_to(run, metric, float(target)) for run in group.runs])
+    curves = [run.curve(metric)[1] for group in groups for run in group.runs]
+    firsts = np.array([values[0] for values in curves if len(values)])
+    finals = [group.finals(metric) for group in groups if len(group.finals(metric))]
+    bars, target = [], np.nan
+    if finals:
+        start, best = float(iqm(firsts)), max(float(iqm(each)) for each in finals)
+        target = start + 0.9 * (best - start)
+    for rank, (group, label) in enumerate(zip(groups, labels_of(groups), strict=True)):
+        needed = group.per_seed(lambda run: _steps_to(run, metric, target))
         reached = needed[np.isfinite(needed)]
-        label = f"{group.label} ({len(reached)} of {len(needed)})"
+        label = f"{label} ({len(reached)} of {len(needed)})"
         if len(reached) == len(needed):
-            bars.append(_bar(label, reached))
-        else:  # a mean over the successful runs alone would be too optimistic
-            bars.append(Bar(label, np.nan, np.nan, np.nan, reached))
-    note = f"Env steps until {metric} reaches {target:.1f}. In brackets: the runs that reach it."
-    return Chart("efficiency", title, "env steps", "", note, bars=bars)
+            bars.append(_bar(label, rank, reached))
+        elif len(reached):  # a mean over the successful seeds alone would be too optimistic
+            bars.append(Bar(label, rank, np.nan, np.nan, np.nan, reached))
+    note = f"Env steps until {metric} reaches {target:.1f}. In brackets: the seeds that reach it."
+    note = _noted(note, groups, _ranks(bars), "no run reaches the value")
+    return Chart("efficiency", "Sample efficiency", "env steps", "", note, bars=bars)
 
 
 def _steps_to(run: RunData, metric: str, target: float) -> float:
     steps, values = run.curve(metric)
     reached = np.flatnonzero(values >= target)
     return float(steps[reached[0]]) if len(reached) else float("nan")
+
+
+def _throughput(groups: Sequence[Group]) -> Chart:
+    speeds = [group.per_seed(lambda run: run.steps_per_second()) for group in groups]
+    bars = [
+        _bar(label, rank, speed[np.isfinite(speed)])
+        for rank, (label, speed) in enumerate(zip(labels_of(groups), speeds, strict=True))
+        if np.isfinite(speed).any()
+    ]
+    note = _noted(f"{_BAND}.", groups, _ranks(bars), "no time/iteration_seconds in its metrics.csv")
+    return Chart("throughput", "Throughput", "env steps per second", "", note, bars=bars)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from rich.table import Table
 
+from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.run_folder import RunFolder
+
+# The fast loader needs libyaml; a list of many runs takes seconds without it.
+_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class RunInfo(NamedTuple):
@@ -22,11 +28,33 @@ class RunInfo(NamedTuple):
 
 
 def find_runs(root: Path) -> list[RunInfo]:
-    """The runs under ``root``, a folder such as runs/, newest last."""
+    """The runs under ``root``, a folder such as runs/; the one started or resumed last is last."""
     if not root.is_dir():
         raise UserError(f"--root {root}: not a folder; runs/ is in the folder where you train")
-    folders = sorted(path.parent for path in root.glob("*/*/config.yaml"))
-    return sorted((_info(RunFolder(path)) for path in folders), key=lambda info: info.run.name)
+    folders = [path.parent for path in root.glob("*/*/config.yaml")]
+    return sorted((_info(RunFolder(path)) for path in folders), key=_age)
+
+
+def newest_run(root: Path) -> RunFolder:
+    """The run under ``root`` that was started or resumed last."""
+    runs = find_runs(root) if root.is_dir() else []
+    if not runs:
+        raise UserError(f"latest: {root}/ has no runs; train in this folder, or name a run folder")
+    return runs[-1].run
+
+
+def _age(info: RunInfo) -> tuple[float, str]:
+    started = _started(info)
+    seconds = info.run.config.stat().st_mtime if started is None else started.timestamp()
+    return seconds, info.run.name
+
+
+def _started(info: RunInfo) -> datetime | None:
+    """When the run was started or resumed, in local time; None if its summary does not say."""
+    try:
+        return datetime.fromisoformat(str(info.summary.get("started"))).astimezone()
+    except ValueError:
+        return None
 
 
 def _info(run: RunFolder) -> RunInfo:
@@ -40,29 +68,42 @@ def _info(run: RunFolder) -> RunInfo:
     return RunInfo(run, status, summary)
 
 
-def runs_table(runs: Sequence[RunInfo]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("run", overflow="fold")
-    for title in ("env", "agent"):
-        table.add_column(title)
-    for title in ("seed", "env steps", "return"):
-        table.add_column(title, justify="right")
-    for title in ("status", "started"):
-        table.add_column(title)
-    for info in runs:
-        facts = info.summary
-        env_steps, mean = facts.get("env_steps"), facts.get("mean_reward")
-        table.add_row(
-            str(info.run.path),
-            str(facts.get("env", "-")),
-            str(facts.get("agent", "-")),
-            str(facts.get("seed", "-")),
-            f"{env_steps:,}" if isinstance(env_steps, int) else "-",
-            f"{mean:.1f}" if isinstance(mean, float) else "-",
-            info.status,
-            str(facts.get("started", "-"))[:16].replace("T", " "),
-        )
-    return table
+def runs_table(runs: Sequence[RunInfo], width: int) -> tuple[Table, list[str]]:
+    """A row per run with the config keys that differ, and the columns that did not fit."""
+    configs = [_config(info.run) for info in runs]
+    # The path shows the env. A key that older runs lack does not differ for that reason alone.
+    keys = [
+        key
+        for key in differing_keys(configs)
+        if key not in ("env.id", "env.target")
+        and len({str(config[key]) for config in configs if key in config}) > 1
+    ]
+    names = short_names(list(dict.fromkeys(["seed", *keys])))
+    settings = {
+        name: [shown_value(config, key) for config in configs] for key, name in names.items()
+    }
+    started = [_started(info) for info in runs]
+    times = ["-" if each is None else each.isoformat(" ", "minutes") for each in started]
+    facts = [info.summary for info in runs]
+    steps, means = ([each.get(key) for each in facts] for key in ("env_steps", "mean_reward"))
+    needed = {
+        "run": [str(info.run.path) for info in runs],
+        "status": [info.status for info in runs],
+    }
+    figures = {
+        "env steps": [f"{each:,}" if isinstance(each, int) else "-" for each in steps],
+        "return": [f"{each:.1f}" if isinstance(each, float) else "-" for each in means],
+    }
+    extra = {"seed": settings.pop("seed"), **figures, **settings, "started": times}
+    return fitted(needed, extra, width)
+
+
+def _config(run: RunFolder) -> dict[str, Any]:
+    try:
+        config = yaml.load(run.config.read_bytes(), Loader=_YAML_LOADER)
+    except (OSError, yaml.YAMLError):  # a damaged run is also listed
+        config = None
+    return flat(config) if isinstance(config, dict) else {}
 
 
 def prune(runs: Sequence[RunInfo]) -> None:

@@ -15,14 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from ml_pipeline.analysis.charts import Chart, make_charts
+from ml_pipeline.analysis.charts import MOST_GROUPS, Chart, make_charts
 from ml_pipeline.analysis.compare import (
+    FIGURES,
     Group,
-    RunData,
-    differing_keys,
-    group_rows,
+    figures,
+    remarks,
     verdicts,
 )
+from ml_pipeline.analysis.run_data import RunData
+from ml_pipeline.analysis.settings import differing_keys
+from ml_pipeline.analysis.statistics import Array
 from ml_pipeline.extras import import_extra
 from ml_pipeline.runs.run_folder import RunFolderError, write_text
 
@@ -37,11 +40,11 @@ def write_report(folder: Path, groups: Sequence[Group], metric: str) -> Path:
     import_extra("plotly", needed_by="the report")
     import_extra("matplotlib", needed_by="the report")
     charts = make_charts(groups, metric)
-    labels = [group.label for group in groups]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for chart in charts:
-            draw_png(chart, labels, folder / f"{chart.name}.png")
+            if not chart.is_empty:
+                draw_png(chart, folder / f"{chart.name}.png")
     except OSError as error:
         raise RunFolderError(f"cannot write the report into {folder}: {error}") from error
     page = folder / "report.html"
@@ -49,65 +52,75 @@ def write_report(folder: Path, groups: Sequence[Group], metric: str) -> Path:
     return page
 
 
-def draw_png(chart: Chart, labels: Sequence[str], path: Path) -> None:
-    """``labels``: the labels of the groups, which get the colours in this order."""
+def draw_png(chart: Chart, path: Path) -> None:
+    """Draw a chart that is not empty."""
     from matplotlib import rc_context
 
     with rc_context({"text.parse_math": False}):  # a value of a config may contain a $
-        _draw_png(chart, labels, path)
+        _draw_png(chart, path)
 
 
-def _draw_png(chart: Chart, labels: Sequence[str], path: Path) -> None:
+def _draw_png(chart: Chart, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    height = 4.0 if chart.lines else 1.4 + 0.5 * len(chart.bars)
+    height = 4.0 if chart.lines else 1.4 + 0.35 * len(chart.bars)
     figure = Figure(figsize=(7.5, height), layout="constrained")
     axes = figure.subplots()
     for line in chart.lines:
-        colour = _colour(line.label, labels)
+        colour = _COLOURS[line.rank]
+        if len(line.x) == 1:
+            spread = [line.y - line.low, line.high - line.y]
+            axes.errorbar(line.x, line.y, spread, fmt="o", color=colour, label=line.label)
+            continue
         axes.plot(line.x, line.y, color=colour, label=line.label)
-        axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.2, linewidth=0)
+        axes.fill_between(
+            line.x, line.low, line.high, color=colour, alpha=_opacity(chart), linewidth=0
+        )
     for row, bar in enumerate(chart.bars):
-        colour = _colour(bar.label, labels)
-        axes.plot(bar.points, np.full(len(bar.points), row), "|", color=colour, alpha=0.6)
+        colour = _COLOURS[bar.rank]
+        axes.plot(bar.points, np.full(len(bar.points), row), "|", color=colour, markersize=9)
         axes.plot([bar.low, bar.high], [row, row], color=colour, linewidth=4, alpha=0.4)
         axes.plot([bar.value], [row], "o", color=colour)
     if chart.bars:
         axes.set_yticks(range(len(chart.bars)), [bar.label for bar in chart.bars], fontsize="small")
         axes.set_ylim(len(chart.bars) - 0.5, -0.5)
-    elif chart.lines:
-        axes.legend(fontsize="small")
-    axes.set(title=chart.title, xlabel=chart.x_title, ylabel=chart.y_title)
+    else:
+        figure.legend(loc="outside right upper", fontsize="small")
+    axes.set(title=chart.title, xlabel=chart.x_title, ylabel=chart.y_title, xlim=chart.x_range)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 
-def _plotly(chart: Chart, labels: Sequence[str]) -> Any:
+def _plotly(chart: Chart) -> Any:
     from plotly import graph_objects
 
     figure = graph_objects.Figure()
     for line in chart.lines:
-        colour = _colour(line.label, labels)
-        same = {"x": line.x, "legendgroup": line.label, "mode": "lines"}
-        edge = {**same, "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
-        figure.add_scatter(y=line.high, **edge)
-        figure.add_scatter(y=line.low, fill="tonexty", fillcolor=_faint(colour), **edge)
+        colour = _COLOURS[line.rank]
+        faint = _faint(colour, _opacity(chart))
+        same = {"x": line.x, "legendgroup": line.label}
+        edge = {**same, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+        figure.add_scatter(y=line.high, showlegend=False, **edge)
+        figure.add_scatter(y=line.low, showlegend=False, fill="tonexty", fillcolor=faint, **edge)
         figure.add_scatter(
             y=line.y,
             name=line.label,
+            mode="lines" if len(line.x) > 1 else "markers",
             line={"color": colour},
+            marker={"color": colour, "size": 9},
+            error_y=_error(line.y, line.low, line.high) if len(line.x) == 1 else None,
             customdata=np.stack([line.low, line.high], axis=-1),
             hovertemplate="%{x:,.4~g}: %{y:.4~g} (%{customdata[0]:.4~g} to %{customdata[1]:.4~g})",
             **same,
         )
     for bar in chart.bars:
-        colour = _colour(bar.label, labels)
+        colour = _COLOURS[bar.rank]
         figure.add_scatter(
             x=bar.points,
             y=[bar.label] * len(bar.points),
             mode="markers",
             marker={"color": colour, "symbol": "line-ns-open", "size": 9},
-            hovertemplate="run: %{x:.4~g}<extra></extra>",
+            hovertemplate="seed: %{x:.4~g}<extra></extra>",
             showlegend=False,
         )
         figure.add_scatter(
@@ -116,11 +129,7 @@ def _plotly(chart: Chart, labels: Sequence[str]) -> Any:
             name=bar.label,
             mode="markers",
             marker={"color": colour, "size": 11},
-            error_x={
-                "type": "data",
-                "array": [bar.high - bar.value],
-                "arrayminus": [bar.value - bar.low],
-            },
+            error_x=_error(*(np.array([each]) for each in (bar.value, bar.low, bar.high))),
             hovertemplate=f"%{{x:.4~g}} ({bar.low:.4g} to {bar.high:.4g})",
             showlegend=False,
         )
@@ -128,57 +137,63 @@ def _plotly(chart: Chart, labels: Sequence[str]) -> Any:
         title=chart.title,
         template="plotly_white",
         margin={"l": 60, "r": 20, "t": 50, "b": 50},
-        height=380 if chart.lines else 150 + 45 * len(chart.bars),
-        legend={"orientation": "h", "y": -0.25},
-        xaxis_title=chart.x_title,
+        height=380 if chart.lines else 130 + 28 * len(chart.bars),
+        legend={"tracegroupgap": 0},
+        xaxis={"title": chart.x_title, "range": chart.x_range},
         yaxis_title=chart.y_title,
     )
     if chart.bars:
-        figure.update_yaxes(autorange="reversed", automargin=True)
+        figure.update_yaxes(range=[len(chart.bars) - 0.5, -0.5], automargin=True)
     return figure
 
 
-def _colour(label: str, labels: Sequence[str]) -> str:
-    """The colour of the group whose label is ``label``, or its beginning."""
-    for index, known in enumerate(labels):
-        if label == known or label.startswith((f"{known} over ", f"{known} (")):
-            return _COLOURS[index % len(_COLOURS)]
-    return _COLOURS[0]
+def _error(value: Array, low: Array, high: Array) -> dict[str, Any]:
+    return {"type": "data", "array": high - value, "arrayminus": value - low}
 
 
-def _faint(colour: str) -> str:
+def _opacity(chart: Chart) -> float:
+    """Of the bands: many bands would hide the lines."""
+    return 0.2 if len(chart.lines) <= 5 else 0.06
+
+
+def _faint(colour: str, opacity: float) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.2)"
+    return f"rgba({red},{green},{blue},{opacity})"
 
 
 def _page(folder: Path, groups: Sequence[Group], metric: str, charts: Sequence[Chart]) -> str:
     from plotly.offline import get_plotlyjs
 
     runs = [run for group in groups for run in group.runs]
-    env = html.escape(runs[0].env)
-    labels = [group.label for group in groups]
-    drawn = []
-    for chart in charts:
-        figure = _plotly(chart, labels).to_html(
-            full_html=False, include_plotlyjs=False, div_id=chart.name, config={"responsive": True}
-        )
-        drawn.append(f"<section>{figure}<p class=note>{html.escape(chart.note)}</p></section>")
-    lines = "".join(f"<li>{html.escape(line)}</li>" for line in verdicts(groups, metric))
+    lines = [*remarks(groups), *verdicts(groups, metric)]
+    if len(groups) > MOST_GROUPS:
+        lines.append(f"the charts show the {MOST_GROUPS} best of {len(groups)} groups")
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     return _PAGE.format(
-        env=env,
+        env=html.escape(runs[0].env),
         script=get_plotlyjs(),
-        when=datetime.now().strftime("%Y-%m-%d %H:%M"),
+        when=datetime.now().astimezone().isoformat(" ", "minutes"),
         runs_in_groups=f"{_count(len(runs), 'run')} in {_count(len(groups), 'group')}",
         metric=html.escape(metric),
-        verdicts=f"<ul>{lines}</ul>" if lines else "",
+        verdicts=f"<ul>{items}</ul>" if items else "",
         groups=_table(
-            ["group", "seeds", f"final {metric}, IQM", "95 % interval", "env steps/s"],
-            group_rows(groups, metric),
+            ["group", *groups[0].settings, *FIGURES],
+            [[g.name, *g.settings.values(), *figures(g, metric)] for g in groups],
         ),
-        charts="\n".join(drawn),
+        charts="\n".join(map(_section, charts)),
         differences=_differences_html(runs),
         runs=_runs_html(folder, groups, metric),
     )
+
+
+def _section(chart: Chart) -> str:
+    note = f"<p class=note>{html.escape(chart.note)}</p>"
+    if chart.is_empty:
+        return f"<section><h3>{html.escape(chart.title)}</h3>{note}</section>"
+    figure = _plotly(chart).to_html(
+        full_html=False, include_plotlyjs=False, div_id=chart.name, config={"responsive": True}
+    )
+    return f"<section>{figure}{note}</section>"
 
 
 def _count(number: int, noun: str) -> str:
@@ -203,9 +218,10 @@ def _differences_html(runs: Sequence[RunData]) -> str:
 def _runs_html(folder: Path, groups: Sequence[Group], metric: str) -> str:
     rows = []
     for group in groups:
-        for run in group.runs:
+        for run in (*group.runs, *group.repeats):
             link = os.path.relpath(run.run.path, folder)
-            facts = [group.label, run.config.get("seed", "-"), run.summary.get("status", "-")]
+            name = f"{group.name}, repeat" if run in group.repeats else group.name
+            facts = [name, run.config.get("seed", "-"), run.summary.get("status", "-")]
             figures = [f"{run.env_steps:,}", f"{run.final(metric):.1f}"]
             commit = str(run.summary.get("git_commit") or "-")[:9]
             rows.append([(link, run.run.name), *facts, *figures, commit])
@@ -248,7 +264,8 @@ th, td {{ text-align: left; padding: 0.25rem 0.9rem 0.25rem 0; border-bottom: 1p
 </head>
 <body>
 <h1>{env}</h1>
-<p class="when">{runs_in_groups}, compared by {metric} on {when}</p>
+<p class="when">{runs_in_groups}, compared by the final {metric} on {when}.
+IQM is the interquartile mean over the seeds.</p>
 {verdicts}
 {groups}
 <div class="charts">

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
+from pathlib import Path
+
+LATEST_RUN = "latest"
+RUN_HELP = f"run folder, or {LATEST_RUN}: the run in runs/ that was started or resumed last"
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -25,3 +29,15 @@ def add_trust(parser: ArgumentParser) -> None:
         action="store_true",
         help="accept files of another user that can run any code; default: refuse them",
     )
+
+
+def chosen_run(given: str) -> str:
+    """The path of a run; prints it for ``latest``, unless a file or folder has that name."""
+    from ml_pipeline.analysis.listing import newest_run
+    from ml_pipeline.door.plan import RUN_ROOT
+
+    if given != LATEST_RUN or Path(given).exists():
+        return given
+    path = str(newest_run(RUN_ROOT).path)
+    print(f"{LATEST_RUN}: {path}")
+    return path

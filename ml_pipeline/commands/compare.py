@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING
 
 from ml_pipeline.commands._arguments import add_trust
 from ml_pipeline.errors import UserError
+from ml_pipeline.extras import import_extra
 
 if TYPE_CHECKING:
-    from ml_pipeline.analysis.compare import RunData
+    from ml_pipeline.analysis.run_data import RunData
 
 HELP = "compare runs in tables and in a report"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run folder, or wandb:ENTITY/PROJECT[/RUN]"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="run folder, folder of a sweep or a study, or wandb:ENTITY/PROJECT[/RUN]",
     )
     parser.add_argument(
         "--by",
@@ -47,19 +51,23 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> None:
     from ml_pipeline.analysis import compare
     from ml_pipeline.analysis.report import write_report
+    from ml_pipeline.analysis.run_data import check_one_env, chosen_metric
     from ml_pipeline.extras import MissingExtraError
     from ml_pipeline.runs.console import wide_console
 
     runs = _read_runs(options.runs, trust=options.trust)
-    compare.check_one_env(runs)
-    metric = compare.chosen_metric(runs, options.metric)
-    groups = compare.grouped(runs, options.by)
+    check_one_env(runs)
+    metric = chosen_metric(runs, options.metric)
+    groups = compare.grouped(runs, metric, options.by)
     console = wide_console()
-    console.print(compare.comparison_table(runs))
-    console.print()
+    table, hidden = compare.runs_table(groups, console.width)
+    console.print(table)
+    if hidden:
+        print(f"not shown, for lack of width: {', '.join(hidden)}")
+    print(f"\nfinal {metric}, interquartile mean (IQM) over the seeds:")
     console.print(compare.groups_table(groups, metric))
-    for line in compare.verdicts(groups, metric):
-        console.print(line, soft_wrap=True)
+    for line in (*compare.remarks(groups), *compare.verdicts(groups, metric)):
+        print(line)
     try:
         page = write_report(options.report or _report_folder(runs[0].env), groups, metric)
     except MissingExtraError as error:
@@ -72,21 +80,41 @@ def run(options: Namespace) -> None:
         webbrowser.open(page.resolve().as_uri())
 
 
-def _read_runs(paths: Sequence[str], *, trust: bool) -> list[RunData]:
-    from ml_pipeline.analysis.compare import read_run
-    from ml_pipeline.analysis.wandb_runs import PREFIX, download
+def _read_runs(arguments: Sequence[str], *, trust: bool) -> list[RunData]:
+    from ml_pipeline.analysis.run_data import read_run
     from ml_pipeline.door.compose import plain_config
 
     runs = []
-    for given in paths:
-        for path in download(given) if given.startswith(PREFIX) else [given]:
-            try:
-                runs.append(read_run(path, plain_config(path, trust=trust)))
-            except UserError as error:  # runs/<env>/* may contain a run that stopped at its start
-                print(f"left out: {error}", file=sys.stderr)
+    for path in (path for given in arguments for path in _run_folders(given)):
+        try:
+            runs.append(read_run(path, plain_config(path, trust=trust)))
+        except UserError as error:  # runs/<env>/* may contain a run that stopped at its start
+            print(f"left out: {error}", file=sys.stderr)
     if not runs:
         raise UserError("no run is left to compare")
     return runs
+
+
+def _run_folders(given: str) -> Sequence[Path | str]:
+    """The runs that an argument names: one, or those of a sweep, a study or a W&B project."""
+    from ml_pipeline.analysis.wandb_runs import PREFIX, download
+    from ml_pipeline.sweeps import job_runs, read_jobs
+
+    if given.startswith(PREFIX):
+        return download(given)
+    if (Path(given) / "study.yaml").is_file():
+        return _study_runs(Path(given))
+    return job_runs(Path(given)) if read_jobs(Path(given)) else [given]
+
+
+def _study_runs(path: Path) -> list[Path]:
+    import_extra("optuna", needed_by=str(path))
+    from ml_pipeline.study.folder import STUDY_ROOT, StudyFolder
+
+    study = StudyFolder(path.resolve().name)
+    if not (study.path.is_dir() and study.path.samefile(path)):
+        raise UserError(f"{path}: not in {STUDY_ROOT}/ here; change to the folder that has it")
+    return study.run_dirs()
 
 
 def _report_folder(env: str) -> Path:

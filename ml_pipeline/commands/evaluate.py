@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ml_pipeline.commands._arguments import add_trust, integer
+from ml_pipeline.commands._arguments import RUN_HELP, add_trust, chosen_run, integer
 from ml_pipeline.errors import UserError
 
 HELP = "play episodes with a trained agent and print its returns"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="run folder, runs/<env>/<date>_<time>_<hex>")
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--episodes", type=integer(1), default=20, metavar="N", help="default: 20")
     parser.add_argument(
         "--deterministic", action="store_true", help="take the most likely action; default: sample"
@@ -40,15 +40,14 @@ def run(options: Namespace) -> None:
     if options.video and options.render:
         raise UserError("--video and --render: an env renders in one way; choose one of them")
     render_mode = "rgb_array" if options.video else options.render
-    trained = load_agent(
-        options.run, options.checkpoint, render_mode=render_mode, trust=options.trust
-    )
+    run_dir = chosen_run(options.run)
+    trained = load_agent(run_dir, options.checkpoint, render_mode=render_mode, trust=options.trust)
     seed = options.seed
     if seed is None:
         seed = stream_seed(trained.seed, "evaluate command")
     how = {"n_episodes": options.episodes, "seed": seed, "deterministic": options.deterministic}
     if options.video:
-        folder = RunFolder.open(options.run).videos
+        folder = RunFolder.open(run_dir).videos
         name = f"{trained.checkpoint}-{trained.env_steps}"
         result, videos = record_video(trained.agent, lambda: trained.env, folder, name, **how)
         for path in videos:

@@ -6,13 +6,13 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from ml_pipeline.commands._arguments import add_trust
+from ml_pipeline.commands._arguments import RUN_HELP, add_trust, chosen_run
 
 HELP = "write the policy of a run to one file"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="run folder")
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--format", choices=("pt2", "onnx"), default="pt2", help="default: pt2")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="default: policy.pt2 or policy.onnx in RUN"
@@ -28,7 +28,7 @@ def run(options: Namespace) -> None:
     from ml_pipeline.runs.console import user_command
 
     trained, path, policy, agreement = export_run(
-        options.run,
+        chosen_run(options.run),
         options.out,
         file_format=options.format,
         checkpoint=options.checkpoint,

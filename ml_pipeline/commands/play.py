@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ml_pipeline.commands._arguments import add_trust, integer
+from ml_pipeline.commands._arguments import RUN_HELP, add_trust, chosen_run, integer
 
 HELP = "play greedy episodes with a run or an exported policy"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("policy", metavar="FILE_OR_RUN", help="file that export wrote, or a run")
+    help_text = f"file that export wrote, or {RUN_HELP}"
+    parser.add_argument("policy", metavar="FILE_OR_RUN", help=help_text)
     parser.add_argument("--episodes", type=integer(1), default=5, metavar="N", help="default: 5")
     parser.add_argument(
         "--seed",
@@ -31,7 +32,8 @@ def run(options: Namespace) -> None:
     from ml_pipeline.door.parts import torch_threads
     from ml_pipeline.envs.factory import close_env
 
-    policy, env, name = load_policy(options.policy, render=options.render, trust=options.trust)
+    path = chosen_run(options.policy)
+    policy, env, name = load_policy(path, render=options.render, trust=options.trust)
     print(f"{name}, greedy actions")
     returns = []
     try:

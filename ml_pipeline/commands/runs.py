@@ -37,7 +37,11 @@ def run(options: Namespace) -> None:
     if not runs:
         print(f"no such runs in {options.root}")
         return
-    wide_console().print(runs_table(runs))
+    console = wide_console()
+    table, hidden = runs_table(runs, console.width)
+    console.print(table)
+    if hidden:
+        print(f"not shown, for lack of width: {', '.join(hidden)}")
     if options.action == "prune" and not options.yes:
         print(f"nothing removed yet; add --yes to remove these {len(runs)} run folders")
     elif options.action == "prune":

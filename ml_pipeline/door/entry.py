@@ -19,12 +19,19 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ml_pipeline.door.compose import CONF, ConfigError, own_conf, store_schema
+from ml_pipeline.door.compose import (
+    CONF,
+    ConfigError,
+    checked_config,
+    find_modules_in_cwd,
+    own_conf,
+    store_schema,
+)
 from ml_pipeline.door.exits import exit_code
 from ml_pipeline.door.explain import explained
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.console import user_command
-from ml_pipeline.runs.run_folder import stamped_name
+from ml_pipeline.runs.run_folder import RunFolder, stamped_name
 from ml_pipeline.sweeps import SweepReport, check_launcher
 
 
@@ -93,6 +100,7 @@ def _run(cfg: DictConfig) -> float:
 def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     """One job of a sweep, recorded in the folder of the sweep, with its share of the cores."""
     from ml_pipeline import build
+    from ml_pipeline.door.plan import RUN_ROOT
     from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
     from ml_pipeline.signals import Interrupted
     from ml_pipeline.sweeps import end_with_parent, noted_job, share_of_cores
@@ -103,8 +111,11 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     folder, overrides = Path(job.sweep.dir), job.overrides.task
     try:
         with noted_job(folder, job.job.num, overrides) as note:
-            result = build.run(cfg, overrides, sweep=folder.name)
-            note.finished(result.run_dir, result.objective)
+            find_modules_in_cwd()
+            run = RunFolder.unused(RUN_ROOT, checked_config(cfg).env.name)
+            note.started(cfg.resume or run.path)
+            result = build.run(cfg, overrides, sweep=folder.name, folder=run)
+            note.finished(result.objective)
     except Interrupted as stop:
         raise SystemExit(stop.exit_code) from None
     except UserError as error:

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class Record:
                 **self._facts,
                 "status": "running",
                 "what_runs_where": line,
-                "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "started": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "commands": [*self._commands_before, self._command()],
                 "git_commit": self._note_code(),
                 "host": platform.node(),
@@ -115,7 +115,7 @@ class Record:
         env_steps = int(self._last.values.get("env_steps", 0))
         facts = {
             "status": status,
-            "ended": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "ended": datetime.now().astimezone().isoformat(timespec="seconds"),
             "seconds": round(self._seconds_before + time.monotonic() - self._started, 1),
             "train_seconds": round(self._train_seconds, 3),
             "env_steps": env_steps,

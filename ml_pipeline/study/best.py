@@ -11,7 +11,7 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def deploy_run(
             return
         figures = {
             "run_dir": str(run.path),
-            "deployed": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "deployed": datetime.now().astimezone().isoformat(timespec="seconds"),
             "seed": seed,
             "n_episodes": n_episodes,
             "mean": new.mean,

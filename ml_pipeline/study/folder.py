@@ -104,6 +104,11 @@ class StudyFolder:
         except KeyError:  # a new study; create_study always writes to the journal
             return optuna.create_study(**options, direction="maximize", load_if_exists=True)
 
+    def run_dirs(self) -> list[Path]:
+        """The run folders of all trials that have begun, in the order of the trials."""
+        trials = self.study().get_trials(deepcopy=False)
+        return [Path(t.user_attrs["run_dir"]) for t in trials if "run_dir" in t.user_attrs]
+
     def attach(self, study: optuna.Study, number: int) -> Trial:
         """A writable trial, created by any process."""
         study_id = self.storage.get_study_id_from_name(self.name)

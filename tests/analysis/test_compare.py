@@ -1,4 +1,4 @@
-"""python -m ml_pipeline compare: groups, tables, supported claims, and bad input."""
+"""python -m ml_pipeline compare: groups, independent seeds, supported claims, and bad input."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,43 +16,170 @@ import yaml
 from conftest import small
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.analysis.compare import RunData, chosen_metric, differing_keys, grouped
+from ml_pipeline.analysis.compare import Group, grouped, remarks, runs_table, verdicts
+from ml_pipeline.analysis.run_data import ComparisonError, RunData, chosen_metric
 from ml_pipeline.analysis.wandb_runs import WandbError, download
 from ml_pipeline.build import train
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.sweeps import JobNote
 
 pytestmark = pytest.mark.xdist_group("compare")  # the runs are trained once
 
 
 def run_data(
-    config: dict[str, Any], returns: list[float] | None = None, metric: str = EVAL_RETURN
+    config: dict[str, Any],
+    returns: list[float] | None = None,
+    metric: str = EVAL_RETURN,
+    *,
+    name: str = "x",
+    loss: float | None = None,
 ) -> RunData:
     rows = [
         {"env_steps": str(100 * (i + 1)), metric: str(each), "time/iteration_seconds": "0.5"}
         for i, each in enumerate(returns or [1.0])
     ]
-    return RunData(RunFolder(Path("runs/x")), config, {}, rows)
+    if loss is not None:
+        rows[0]["loss/policy"] = str(loss)
+    return RunData(RunFolder(Path("runs") / name), config, {}, rows)
 
 
-def test_differing_keys_include_a_key_that_one_config_lacks() -> None:
-    assert differing_keys([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}]) == ["b", "c"]
+def runs_of(gamma: float, seeds: list[int | None], first_return: float) -> list[RunData]:
+    """A run per seed; its return grows with its position, so copies differ from each other."""
+    return [
+        run_data(
+            {"agent.gamma": gamma} | ({} if seed is None else {"seed": seed}),
+            [first_return + position],
+            name=f"{gamma}-{position}",
+        )
+        for position, seed in enumerate(seeds)
+    ]
 
 
-def test_runs_that_differ_only_by_seed_form_a_group() -> None:
+def summary(groups: list[Group]) -> list[tuple[str, str, int]]:
+    return [(group.name, group.label, len(group.seeds)) for group in groups]
+
+
+def test_runs_that_differ_only_by_seed_form_a_group_and_the_best_group_is_a() -> None:
     configs = [
         {"seed": seed, "agent.gamma": gamma, "vec_env.n_workers": seed, "agent.n_steps": 16}
         for gamma in (0.9, 0.99)
         for seed in (1, 2)
     ]
-    runs = [run_data(config) for config in configs]
+    runs = [run_data(config, [config["agent.gamma"]]) for config in configs]
 
-    assert [(g.label, len(g.runs)) for g in grouped(runs)] == [
-        ("agent.gamma=0.9", 2),
-        ("agent.gamma=0.99", 2),
+    assert summary(grouped(runs, EVAL_RETURN)) == [("A", "gamma=0.99", 2), ("B", "gamma=0.9", 2)]
+    assert [g.label for g in grouped(runs, EVAL_RETURN, ["seed"])] == ["seed=1", "seed=2"]
+    assert [g.label for g in grouped(runs[:2], EVAL_RETURN)] == ["all runs"]
+
+
+def test_groups_beyond_z_have_two_letters() -> None:
+    runs = [run_data({"agent.gamma": -rank, "seed": 1}, [-rank]) for rank in range(28)]
+
+    assert [group.name for group in grouped(runs, EVAL_RETURN)][24:] == ["Y", "Z", "AA", "AB"]
+
+
+def test_copies_of_one_seed_support_no_claim() -> None:
+    runs = [*runs_of(0.9, [1] * 5, 10.0), *runs_of(0.99, [1] * 5, 50.0)]
+
+    groups = grouped(runs, EVAL_RETURN)
+
+    assert summary(groups) == [("A", "gamma=0.99", 1), ("B", "gamma=0.9", 1)]
+    assert remarks(groups) == [
+        "left out: 8 runs with the same settings and the same seed or origin as another: "
+        "runs/0.99-1, runs/0.99-2, runs/0.99-3, runs/0.99-4, runs/0.9-1 and 3 more"
     ]
-    assert [g.label for g in grouped(runs, ["seed"])] == ["seed=1", "seed=2"]
-    assert [g.label for g in grouped(runs[:2])] == ["all runs"]
+    assert verdicts(groups, EVAL_RETURN) == [
+        "fewer than 5 seeds, too few to claim a difference: A, B; train 5 or more of each"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "n_seeds", "claim"),
+    [
+        ([1, 2, 3, 4, 5], 5, "A is better than B: "),
+        ([1, 2, 3, 4, 5, 5, 1], 5, "A is better than B: "),
+        ([1, 2, 3, 4, 4, 4, 4], 4, "fewer than 5 seeds, too few to claim a difference: B;"),
+        ([1, 2, 3, 4], 4, "fewer than 5 seeds, too few to claim a difference: B;"),
+        ([1, 2, 3, 4, None, None, None], 5, "A is better than B: "),
+        ([None] * 6, 1, "fewer than 5 seeds, too few to claim a difference: B;"),
+    ],
+    ids=["distinct", "some repeated", "too few", "missing", "one unknown", "all unknown"],
+)
+def test_a_claim_needs_five_distinct_seeds(
+    seeds: list[int | None], n_seeds: int, claim: str
+) -> None:
+    runs = [*runs_of(0.9, seeds, 10.0), *runs_of(0.99, [6, 7, 8, 9, 10], 50.0)]
+
+    groups = grouped(runs, EVAL_RETURN)
+
+    assert [len(group.seeds) for group in groups] == [5, n_seeds]
+    assert len(groups[1].repeats) == len(seeds) - n_seeds
+    (line,) = verdicts(groups, EVAL_RETURN)
+    assert line.startswith(claim)
+
+
+def test_of_repeated_runs_the_longest_counts() -> None:
+    stopped = run_data({"seed": 1, "vec_env.n_workers": 2}, [1.0, 2.0])
+    resumed = run_data({"seed": 1, "vec_env.n_workers": 4}, [1.0, 2.0, 3.0])
+
+    (group,) = grouped([stopped, resumed], EVAL_RETURN)
+
+    assert group.finals(EVAL_RETURN).tolist() == [3.0]
+    assert group.repeats == [stopped]
+
+
+def test_copies_that_were_resumed_with_other_seeds_are_one_run() -> None:
+    copies = [run_data({"seed": seed}, [1.0, float(seed)], loss=0.25) for seed in (1, 2)]
+    another = run_data({"seed": 3}, [1.0, 3.0], loss=0.5)
+
+    (group,) = grouped([*copies, another], EVAL_RETURN)
+
+    assert group.seeds == [[copies[0]], [another]]
+    assert group.repeats == [copies[1]]
+
+
+def test_runs_of_one_seed_that_by_puts_together_are_averaged() -> None:
+    runs = [
+        run_data({"agent.gamma": 0.9, "n_envs": n_envs, "seed": seed}, [float(10 * seed + n_envs)])
+        for n_envs in (2, 4)
+        for seed in (1, 2)
+    ]
+
+    (group,) = grouped(runs, EVAL_RETURN, ["agent.gamma"])
+
+    assert group.finals(EVAL_RETURN).tolist() == [13.0, 23.0]
+    assert remarks([group]) == [
+        "runs of the same seed count as one, their mean: A has 4 runs of 2 seeds"
+    ]
+
+
+def test_verdicts_compare_the_best_group_with_the_next_five() -> None:
+    runs = [
+        run
+        for rank in range(9)
+        for run in runs_of(rank / 10, [1, 2, 3, 4] if rank == 8 else [1, 2, 3, 4, 5], 10.0 * rank)
+    ]
+
+    *lines, hidden, few = verdicts(grouped(runs, EVAL_RETURN), EVAL_RETURN)
+
+    assert [line.partition(":")[0] for line in lines] == [f"B is better than {x}" for x in "CDEFG"]
+    assert hidden == "not listed: B against 2 lower groups"
+    assert few.startswith("fewer than 5 seeds, too few to claim a difference: A;")
+
+
+def test_runs_table_shows_what_differs_within_groups_and_names_what_does_not_fit() -> None:
+    configs = [{"agent.gamma": n, "seed": s, "device": f"cuda:{s}"} for n in (1, 2) for s in (1, 2)]
+    groups = grouped([run_data(config) for config in configs], EVAL_RETURN)
+
+    table, hidden = runs_table(groups, width=250)
+    titles = [str(column.header) for column in table.columns]
+    assert titles[:4] == ["run", "group", "seed", "status"]
+    assert titles[-1] == "device"
+    assert "gamma" not in titles  # the table of the groups has it
+    assert hidden == []
+    assert runs_table(groups, width=81)[1] == ["device"]
+    assert runs_table(groups, width=79)[1] == ["seconds", "device"]
 
 
 def test_speed_and_time_count_all_rows() -> None:
@@ -89,20 +217,106 @@ def run(runs: dict[str, str], here: Path) -> str:
     return runs["run"]
 
 
-def test_tables_show_the_differing_keys_and_the_supported_claims(
+def test_tables_show_runs_groups_and_the_supported_claims(
     run: str, runs: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", run, runs["second"], "--report", "report"]) == 0
 
-    header, first, second, _, groups, *rest = capsys.readouterr().out.splitlines()
-    assert "agent.gamma" in header
-    assert "agent.clip_range" not in header
-    assert " 0.9 " in first
-    assert " 0.99 " in second
-    assert f"{EVAL_RETURN}, IQM" in groups
-    assert rest[0].startswith("agent.gamma=0.9 ")
-    assert rest[2].startswith("1 seed is too few to claim a difference between agent.gamma=0.9")
-    assert rest[3] == "report: report/report.html"
+    header, *lines, _, title, _, first, second, few, report = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["run", "group", "seed"]
+    assert [line.split()[1:3] for line in lines] == [["A", "1"], ["B", "1"]]
+    assert title == f"final {EVAL_RETURN}, interquartile mean (IQM) over the seeds:"
+    assert [first.split()[0], second.split()[0]] == ["A", "B"]
+    assert sorted([first.split()[1], second.split()[1]]) == ["gamma=0.9", "gamma=0.99"]
+    assert few.startswith("fewer than 5 seeds, too few to claim a difference: A, B;")
+    assert report == "report: report/report.html"
+
+
+def test_folder_given_twice_through_a_link_counts_once(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("link").symlink_to(run)
+
+    assert main(["compare", run, "link", "--report", "report"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    line = "left out: 1 run with the same settings and the same seed or origin as another: link"
+    assert line in lines
+    assert "one seed: an interval needs at least two" in lines
+    assert line in Path("report/report.html").read_text()
+
+
+def local(runs: dict[str, str]) -> list[str]:
+    """Copies of two runs at the relative paths that a sweep and a study record."""
+    paths = [f"runs/CartPole-v1/{name}" for name in ("run", "second")]
+    for path in paths:
+        shutil.copytree(runs[Path(path).name], path)
+    return paths
+
+
+def record_sweep(run_dirs: list[str]) -> str:
+    """The records of jobs: one for each run, and one that failed before it had a folder."""
+    folder = Path("runs/sweeps/2026-11-15_12-00-00")
+    for number, path in enumerate(run_dirs):
+        note = JobNote(folder, number, [])
+        note.started(path)
+        note.finished(1.0)
+    failed = JobNote(folder, len(run_dirs), [])
+    failed.started("runs/CartPole-v1/none")
+    failed.failed(ComparisonError("no such env"))
+    return str(folder)
+
+
+def record_study(run_dirs: list[str]) -> str:
+    optuna = pytest.importorskip("optuna", reason="needs the extra: pip install -e '.[study]'")
+    from ml_pipeline.study.folder import StudyFolder, StudySettings
+
+    study = StudyFolder("mine")
+    study.make()
+    study.write(StudySettings([], {}, 3, 1, EVAL_RETURN))
+    for path in run_dirs:
+        trial = optuna.trial.create_trial(value=1.0, user_attrs={"run_dir": path})
+        study.study().add_trial(trial)
+    study.study().add_trial(optuna.trial.create_trial(value=1.0))  # a trial that has no folder yet
+    return str(study.path)
+
+
+@pytest.mark.parametrize("record", [record_sweep, record_study])
+def test_folder_of_a_sweep_or_a_study_stands_for_its_runs(
+    runs: dict[str, str],
+    here: Path,
+    record: Callable[[list[str]], str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    paths = local(runs)
+    folder = record(paths)
+
+    assert main(["compare", folder, "--report", "report"]) == 0
+
+    printed = capsys.readouterr()
+    shown = [line.split()[0] for line in printed.out.splitlines() if line.startswith("runs/")]
+    assert sorted(shown) == paths
+    assert "gamma=0.99" in printed.out
+    missing = ["left out: runs/CartPole-v1/none is not a run folder: it does not exist"]
+    lines = [line.replace(f"{here}/", "") for line in printed.err.splitlines()]
+    assert lines == (missing if record is record_sweep else [])
+
+
+def test_sweep_is_found_from_another_folder_and_a_study_is_refused(
+    runs: dict[str, str],
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paths = local(runs)
+    sweep, study = record_sweep(paths), record_study(paths)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+
+    assert main(["compare", f"../{sweep}", "--report", "report"]) == 0
+    assert str(here / paths[0]) in capsys.readouterr().out
+    assert main(["compare", f"../{study}"]) == 1
+    assert "not in studies/ here; change to the folder that has it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -144,7 +358,7 @@ def test_other_folders_and_empty_runs_are_left_out_and_named(
 
     printed = capsys.readouterr()
     assert run in printed.out
-    assert "one run: an interval needs at least two" in printed.out
+    assert "one seed: an interval needs at least two" in printed.out
     half, empty = printed.err.splitlines()
     assert half.startswith("left out: half is ")
     assert empty == "left out: empty has no rows in metrics.csv: no iteration has finished"
@@ -184,6 +398,6 @@ def test_wandb_runs_are_downloaded_into_folders_that_compare_reads(
 
     assert main(["compare", run, "wandb:me/mine", "--report", "report"]) == 0
 
-    assert re.search(r"runs/wandb/mine/abc +finished", capsys.readouterr().out)
+    assert re.search(r"runs/wandb/mine/abc +A, repeat +1 +finished", capsys.readouterr().out)
     with pytest.raises(WandbError, match="wandb:me/other has no runs"):
         download("wandb:me/other")

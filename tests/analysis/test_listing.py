@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from conftest import small
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.analysis.listing import find_runs, prune
+from ml_pipeline.analysis.listing import find_runs, prune, runs_table
 from ml_pipeline.build import train
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
@@ -42,15 +47,117 @@ def test_runs_are_listed_with_their_status(
         assert main(["runs"]) == 0
 
     header, *rows = capsys.readouterr().out.splitlines()
-    assert " ".join(header.split()) == "run env agent seed env steps return status started"
-    assert [row.split()[1:5] for row in rows] == [["CartPole-v1", "ppo", "1", "64"]] * 3
-    assert [row.split()[6] for row in rows] == ["finished", "died", "running"]
+    assert " ".join(header.split()) == "run status seed env steps return started"
+    assert [row.split()[0] for row in rows] == [str(run.path) for run in runs]
+    assert [row.split()[1] for row in rows] == ["finished", "died", "running"]
+    assert [row.split()[2:4] for row in rows] == [["1", "64"]] * 3
+
+
+def change(run: RunFolder, **facts: Any) -> None:
+    config = yaml.safe_load(run.config.read_text())
+    run.config.write_text(yaml.safe_dump({**config, **facts}))
+
+
+def test_keys_that_differ_are_columns_as_far_as_they_fit(runs: list[RunFolder]) -> None:
+    change(runs[0], n_envs=4, precision="bf16")
+    change(runs[1], seed=7, added_later=True)
+    found = find_runs(Path("runs"))
+
+    table, hidden = runs_table(found, width=250)
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert list(cells)[5:] == ["n_envs", "precision", "started"]
+    assert cells["seed"] == ["1", "7", "1"]
+    assert cells["n_envs"] == ["4", "2", "2"]
+    assert cells["precision"] == ["bf16", "float32", "float32"]
+    assert hidden == []
+
+    # "runs/CartPole-v1/a" 18, "finished" 8, seed 4, env steps 9, return 6, n_envs 6, with gaps.
+    table, hidden = runs_table(found, width=61)
+    assert [str(column.header) for column in table.columns][5:] == ["n_envs"]
+    assert hidden == ["precision", "started"]
+
+
+def test_unfitting_columns_are_named_on_a_narrow_terminal(
+    runs: list[RunFolder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", "60")
+
+    assert main(["runs"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "not shown, for lack of width: started"
+
+
+@pytest.fixture
+def five_hours_behind_utc() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "EST5")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("five_hours_behind_utc")
+def test_runs_are_sorted_by_start_and_shown_in_local_time(
+    runs: list[RunFolder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts = ["2026-01-02T12:00:00+05:00", "2026-01-02T08:30:00+00:00", "2026-01-02T06:00:00+00:00"]
+    for run, start in zip(runs, starts, strict=True):
+        run.update_summary({"started": start})
+
+    assert main(["runs"]) == 0
+
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [" ".join(row.split()[5:7]) for row in rows] == [
+        *("2026-01-02 01:00-05:00", "2026-01-02 02:00-05:00", "2026-01-02 03:30-05:00"),
+    ]
+    assert [row.split()[0][-1] for row in rows] == ["c", "a", "b"]
+
+
+def test_recorded_times_have_the_offset_of_this_machine(trained: Path) -> None:
+    summary = RunFolder(trained).read_summary()
+
+    offset = datetime.now().astimezone().utcoffset()
+    assert [datetime.fromisoformat(summary[key]).utcoffset() for key in ("started", "ended")] == [
+        offset,
+        offset,
+    ]
+
+
+@pytest.mark.parametrize("command", ["evaluate", "play"])
+def test_latest_is_the_run_that_started_last(
+    runs: list[RunFolder], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs[1].update_summary({"started": "2999-01-01T00:00:00+00:00"})
+
+    assert main([command, "latest", "--episodes", "1"]) == 0
+
+    assert capsys.readouterr().out.splitlines()[0] == f"latest: {runs[1].path}"
+
+
+def test_folder_called_latest_is_that_folder(
+    runs: list[RunFolder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("latest").mkdir()
+
+    assert main(["evaluate", "latest"]) == 1
+    assert "latest is not a run folder: it has no config.yaml" in capsys.readouterr().err
+
+
+def test_latest_without_runs_is_a_one_line_error(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "latest"]) == 1
+
+    error = capsys.readouterr().err
+    assert "latest: runs/ has no runs; train in this folder, or name a run folder" in error
+    assert error.count("\n") == 1
 
 
 def test_damaged_run_is_listed_too(
     runs: list[RunFolder], capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs[0].summary.write_text("{")
+    runs[0].config.write_text("a: [")
 
     assert main(["runs", "--status", "unknown"]) == 0
     assert str(runs[0].path) in capsys.readouterr().out

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import wait_until
 
 from ml_pipeline.analysis.charts import make_charts
-from ml_pipeline.analysis.compare import Group, RunData
+from ml_pipeline.analysis.compare import Group
 from ml_pipeline.analysis.report import write_report
+from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.runs.run_folder import RunFolder
 
@@ -33,13 +35,14 @@ def run_of(returns: list[float], seed: int, seconds: float = 0.5) -> RunData:
     return RunData(RunFolder(Path(f"runs/CartPole-v1/run{seed}")), config, {}, rows)
 
 
-def group_of(label: str, ends: list[float]) -> Group:
-    return Group(label, [run_of([0.0, end / 2, end], seed) for seed, end in enumerate(ends)])
+def group_of(name: str, value: str, ends: list[float]) -> Group:
+    runs = [[run_of([0.0, end / 2, end], seed)] for seed, end in enumerate(ends)]
+    return Group(name, {"a<b>": value}, runs, [])
 
 
 GROUPS = [
-    group_of("a<b>=1", [10.0, 20.0, 30.0, 40.0, 50.0]),
-    group_of("a<b>=2", [60.0, 70.0, 80.0, 90.0, 100.0]),
+    group_of("A", "2", [60.0, 70.0, 80.0, 90.0, 100.0]),
+    group_of("B", "1", [10.0, 20.0, 30.0, 40.0, 50.0]),
 ]
 
 
@@ -49,7 +52,7 @@ def chart(name: str, groups: list[Group] | None = None) -> Any:
 
 
 def test_curves_are_interquartile_means_over_the_range_of_all_runs() -> None:
-    short = Group("x", [run_of([1.0, 2.0, 3.0], 1), run_of([3.0, 4.0], 2)])
+    short = Group("A", {}, [[run_of([1.0, 2.0, 3.0], 1)], [run_of([3.0, 4.0], 2)]], [])
 
     (line,) = chart("curves", [short]).lines
 
@@ -59,28 +62,29 @@ def test_curves_are_interquartile_means_over_the_range_of_all_runs() -> None:
     assert (by_time.x[0], by_time.x[-1]) == (0.5, 1.0)
 
 
-def test_bars_show_the_final_value_and_each_run() -> None:
+def test_bars_show_the_final_value_and_each_seed() -> None:
     first, second = chart("final").bars
 
-    assert first.value == 30.0  # of the middle three
-    assert first.low <= 30.0 <= first.high
-    assert second.points.tolist() == [60.0, 70.0, 80.0, 90.0, 100.0]
+    assert first.points.tolist() == [60.0, 70.0, 80.0, 90.0, 100.0]
+    assert second.value == 30.0  # of the middle three
+    assert second.low <= 30.0 <= second.high
 
 
 def test_improvement_compares_the_first_group_to_the_second() -> None:
     (bar,) = chart("improvement").bars
 
-    assert (bar.label, bar.value, bar.high) == ("a<b>=1 over a<b>=2", 0.0, 0.0)
+    assert (bar.label, bar.value, bar.high) == ("A over B", 1.0, 1.0)
 
 
 def test_mean_steps_to_target_needs_all_runs_to_reach_it() -> None:
-    # From 0 to the best group's 80: the target is 72, which no run of the first group reaches.
-    first, second = chart("efficiency").bars
+    # From 0 to the best group's 80: the target is 72, which no run of the second group reaches.
+    efficiency = chart("efficiency")
 
-    assert first.label == "a<b>=1 (0 of 5)"
-    assert np.isnan(first.value)
-    assert second.label == "a<b>=2 (3 of 5)"
-    assert second.points.tolist() == [300.0] * 3
+    (bar,) = efficiency.bars
+    assert bar.label == "A: a<b>=2 (3 of 5)"
+    assert np.isnan(bar.value)
+    assert bar.points.tolist() == [300.0] * 3
+    assert efficiency.note.endswith(" Not drawn: B (no run reaches the value).")
 
 
 def test_throughput_is_env_steps_per_second() -> None:
@@ -88,9 +92,74 @@ def test_throughput_is_env_steps_per_second() -> None:
 
 
 def test_single_run_gives_a_report(tmp_path: Path) -> None:
-    page = write_report(tmp_path / "report", [Group("all runs", [run_of([1.0], 1)])], EVAL_RETURN)
+    group = Group("A", {}, [[run_of([1.0], 1)]], [])
+    page = write_report(tmp_path / "report", [group], EVAL_RETURN)
 
-    assert "one run: an interval needs at least two" in page.read_text()
+    assert "one seed: an interval needs at least two" in page.read_text()
+
+
+def many_groups(n_groups: int) -> list[Group]:
+    """The settings are too long for a label."""
+    return [
+        group_of(f"G{rank}", f"a_long_value_of_the_group_{rank}", [100.0 - rank] * 5)
+        for rank in range(n_groups)
+    ]
+
+
+def test_long_settings_are_in_the_table_and_not_in_the_labels() -> None:
+    assert [line.label for line in chart("curves").lines] == ["A: a<b>=2", "B: a<b>=1"]
+    assert [line.label for line in chart("curves", many_groups(2)).lines] == ["G0", "G1"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_twenty_groups_are_drawn_without_warnings(tmp_path: Path) -> None:
+    groups = many_groups(20)
+
+    text = write_report(tmp_path, groups, EVAL_RETURN).read_text()
+
+    assert "a_long_value_of_the_group_19" in text
+    assert "the charts show the 10 best of 20 groups" in text
+    shown = [f"G{rank}" for rank in range(10)]
+    assert [bar.label for bar in chart("final", groups).bars] == shown
+    assert [bar.label for bar in chart("improvement", groups).bars] == [
+        f"G0 over {name}" for name in shown[1:]
+    ]
+
+
+def test_curve_of_one_evaluation_is_a_point(tmp_path: Path) -> None:
+    group = Group("A", {}, [[run_of([1.0], 1)], [run_of([3.0], 2)]], [])
+
+    (line,) = chart("curves", [group]).lines
+
+    assert (line.x.tolist(), line.y.tolist()) == ([100.0], [2.0])
+    assert '"mode":"markers"' in write_report(tmp_path, [group], EVAL_RETURN).read_text()
+
+
+def test_empty_chart_says_why_and_has_no_png(tmp_path: Path) -> None:
+    apart = run_of([1.0], 1), run_of([1.0, 2.0], 2)
+    apart[1].rows.pop(0)  # evaluated at 200 steps, the other at 100
+    for run in apart:
+        for row in run.rows:
+            del row["time/iteration_seconds"]
+    group = Group("A", {}, [[run] for run in apart], [])
+
+    page = write_report(tmp_path, [group], EVAL_RETURN)
+
+    reason = f"no {EVAL_RETURN} over a range of steps that its runs share"
+    assert f"<h3>Learning curves</h3><p class=note>Nothing to draw: {reason}." in page.read_text()
+    drawn = {path.stem for path in tmp_path.glob("*.png")}
+    assert set(CHARTS) - drawn == {"curves", "curves_by_time", "improvement", "throughput"}
+
+
+def test_group_without_a_line_is_named() -> None:
+    silent = run_of([5.0], 9)
+    del silent.rows[0][EVAL_RETURN]
+    groups = [*GROUPS, Group("C", {"a<b>": "3"}, [[silent]], [])]
+
+    assert [each.name for each in make_charts(groups, EVAL_RETURN) if "Not drawn" in each.note] == [
+        *("curves", "curves_by_time", "final", "improvement", "profile", "efficiency"),
+    ]
+    assert "Not drawn: C (no eval/episode_return in its runs)." in chart("final", groups).note
 
 
 def test_report_is_one_page_and_a_png_per_chart(tmp_path: Path) -> None:
@@ -100,7 +169,8 @@ def test_report_is_one_page_and_a_png_per_chart(tmp_path: Path) -> None:
     assert sorted(path.stem for path in page.parent.glob("*.png")) == sorted(CHARTS)
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in page.parent.glob("*.png"))
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)  # loads nothing
-    assert "a&lt;b&gt;=1 is worse than a&lt;b&gt;=2" in text
+    assert "A is better than B" in text
+    assert "<th>a&lt;b&gt;</th>" in text
     assert "run3" in text
     assert "10 runs in 2 groups" in text
 
@@ -134,8 +204,15 @@ def test_charts_in_a_browser_are_interactive_and_load_nothing(browser: Any, tmp_
     assert page.inner_text("h1") == "CartPole-v1"
     box = page.locator("#curves .nsewdrag").bounding_box()
     assert box["x"] + box["width"] < 600  # within its column
-    page.mouse.move(box["x"] + box["width"] - 5, box["y"] + 30)
-    page.wait_for_selector("#curves .hoverlayer .hovertext")
+    height = page.evaluate("() => document.querySelector('#curves')._fullLayout.yaxis.d2p(80)")
+
+    def shows_a_value() -> bool:
+        """Point at the end of A, again if the page was still being laid out."""
+        for distance in (20, 2):
+            page.mouse.move(box["x"] + box["width"] - distance, box["y"] + height)
+        return page.locator("#curves .hoverlayer .hovertext").count() > 0
+
+    wait_until(shows_a_value, 30)
     visible = "() => document.querySelector('#curves').data.map(trace => trace.visible ?? true)"
     assert page.evaluate(visible) == [True] * 6
     page.locator("#curves .legendtoggle").first.click()

@@ -73,7 +73,7 @@ def test_own_algorithm_resumes_and_compares(here: Path, tmp_path: Path) -> None:
     compared = call(other, "-m", "compare", *map(str, other.glob("runs/CartPole-v1/*")))
 
     assert "resumed at env step 10,240" in resumed
-    assert "agent.learning_rate" in compared
+    assert "learning_rate=0.003" in compared
 
 
 @pytest.mark.slow

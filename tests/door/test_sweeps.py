@@ -17,7 +17,15 @@ from rich.console import Console
 from ml_pipeline import sweeps
 from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
 from ml_pipeline.extras import MissingExtraError
-from ml_pipeline.sweeps import Job, check_launcher, jobs_table, noted_job, read_jobs, share_of_cores
+from ml_pipeline.sweeps import (
+    Job,
+    check_launcher,
+    job_runs,
+    jobs_table,
+    noted_job,
+    read_jobs,
+    share_of_cores,
+)
 
 
 @pytest.mark.slow
@@ -78,6 +86,7 @@ def test_stopped_sweep_saves_every_job_and_starts_no_more_jobs(
     assert process.returncode == code
     (folder,) = here.glob("runs/sweeps/*")
     assert [job.status for job in read_jobs(folder)] == ["interrupted"] * 2
+    assert {run.resolve() for run in job_runs(folder)} == set(here.glob("runs/CartPole-v1/*"))
     assert "0 of 2 jobs finished" in stdout
     runs = here.glob("runs/CartPole-v1/*")
     assert [summary_of(run)["status"] for run in runs] == ["interrupted"] * 2
@@ -111,7 +120,8 @@ def test_table_shows_only_differing_overrides_and_calls_an_unfinished_job_died()
 
 def test_every_way_a_job_ends_is_recorded(tmp_path: Path) -> None:
     with noted_job(tmp_path, 0, []) as note:
-        note.finished(Path("runs/x"), float("nan"))
+        note.started("runs/x")
+        note.finished(float("nan"))
     with pytest.raises(ZeroDivisionError), noted_job(tmp_path, 1, []):
         _ = 1 / 0
     with pytest.raises(KeyboardInterrupt), noted_job(tmp_path, 2, []):

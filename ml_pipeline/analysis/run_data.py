@@ -1,0 +1,124 @@
+"""RunData: the config and the metrics of a run, and the checks before several are compared."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ml_pipeline.analysis.settings import flat
+from ml_pipeline.analysis.statistics import Array
+from ml_pipeline.errors import UserError
+from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
+from ml_pipeline.runs.loggers import read_metrics
+from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
+
+_OF_THE_MACHINE = ("time/", "workers/", "gpu/")  # metrics that differ between equal runs
+
+
+class ComparisonError(UserError):
+    """These runs cannot be compared in this way."""
+
+
+class RunData(NamedTuple):
+    """The config and the metrics of one run."""
+
+    run: RunFolder
+    config: dict[str, Any]  # flat: "agent.gamma" -> 0.99
+    summary: dict[str, Any]
+    rows: list[dict[str, str]]  # metrics.csv
+
+    @property
+    def env(self) -> str:
+        return str(self.config.get("env.target") or self.config.get("env.id"))
+
+    @property
+    def best_metric(self) -> str:
+        return str(self.config.get("best_metric", EVAL_RETURN))
+
+    @property
+    def env_steps(self) -> int:
+        return int(self.rows[-1]["env_steps"]) if self.rows else 0
+
+    def shares_seed(self, other: RunData) -> bool:
+        """Whether both runs have the same seed, or began as the same run.
+
+        A copied run folder can be resumed with another seed; its first iteration stays.
+        """
+        if self.config.get("seed") == other.config.get("seed"):
+            return True
+        first = self._first_iteration()
+        return any(key.startswith("loss/") for key in first) and first == other._first_iteration()
+
+    def _first_iteration(self) -> dict[str, str]:
+        row = self.rows[0]
+        return {k: v for k, v in row.items() if v and not k.startswith(_OF_THE_MACHINE)}
+
+    def curve(self, metric: str) -> tuple[Array, Array]:
+        """Env steps and values of the rows that have the metric."""
+        rows = [row for row in self.rows if row.get(metric)]
+        return _column(rows, "env_steps"), _column(rows, metric)
+
+    def seconds(self, metric: str) -> Array:
+        """Training time so far, of the rows that have the metric; nan if it was not logged."""
+        passed = np.nancumsum(_column(self.rows, "time/iteration_seconds"))
+        passed[passed == 0.0] = np.nan
+        return passed[[bool(row.get(metric)) for row in self.rows]]
+
+    def final(self, metric: str) -> float:
+        values = self.curve(metric)[1]
+        return float(values[-1]) if len(values) else float("nan")
+
+    def steps_per_second(self) -> float:
+        seconds = float(np.nansum(_column(self.rows, "time/iteration_seconds")))
+        first = int(self.rows[0]["env_steps"]) if self.rows else 0
+        n_rows = len(self.rows)
+        # The first row does not say where it started; assume the mean of the other rows.
+        steps = (self.env_steps - first) * n_rows / (n_rows - 1) if n_rows > 1 else self.env_steps
+        return steps / seconds if seconds else float("nan")
+
+
+def read_run(path: Path | str, config: Mapping[str, Any]) -> RunData:
+    """``config`` is the run's config as nested plain dicts."""
+    run = RunFolder.open(path)
+    if not run.metrics.is_file():
+        raise RunFolderError(f"{path} has no metrics.csv: the run ended before its first iteration")
+    rows = read_metrics(run.metrics)
+    if not rows:
+        raise RunFolderError(f"{path} has no rows in metrics.csv: no iteration has finished")
+    return RunData(run, flat(config), run.read_summary(), rows)
+
+
+def check_one_env(runs: Sequence[RunData]) -> None:
+    """Refuse runs of different envs: their returns cannot be compared."""
+    envs = sorted({run.env for run in runs})
+    if len(envs) > 1:
+        raise ComparisonError(
+            f"these runs use {len(envs)} envs, whose returns cannot be compared: "
+            f"{', '.join(envs)}; name runs of one env"
+        )
+
+
+def chosen_metric(runs: Sequence[RunData], wanted: str | None) -> str:
+    """``wanted``, or the first ``best_metric`` that all runs have, or the training return."""
+    known = [{name for row in run.rows for name, value in row.items() if value} for run in runs]
+    everywhere = sorted(set.intersection(*known))
+    if wanted is None:
+        return next((r.best_metric for r in runs if r.best_metric in everywhere), MEAN_RETURN)
+    if wanted not in everywhere:
+        hint = did_you_mean(wanted, everywhere)
+        raise ComparisonError(f"--metric {wanted}: not in metrics.csv of every run{hint}")
+    return wanted
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The end of an error message about an unknown name."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _column(rows: Iterable[Mapping[str, str]], name: str) -> Array:
+    return np.array([float(row.get(name) or "nan") for row in rows])

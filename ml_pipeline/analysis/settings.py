@@ -1,0 +1,95 @@
+"""Config values in tables: which keys differ between runs, and how they are shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+# The seed, over which a group averages, and keys that have no effect on learning.
+_NOT_COMPARED = (
+    *("seed", "device", "resume", "trust"),
+    *("objective", "best_metric", "vec_env.", "logger."),
+)
+_TARGET = "._target_"
+_MOST_CHARACTERS = 30  # of a value
+_GAP = 2  # between columns
+
+Columns = Mapping[str, Sequence[str]]  # title -> one cell per row
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config with dotted keys: "agent.gamma" -> 0.99."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
+    return values
+
+
+def is_compared(key: str) -> bool:
+    """Whether a key can affect learning; false for the seed, too."""
+    return not key.startswith(_NOT_COMPARED)
+
+
+def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys whose values differ between flat configs: the seed, then those that affect learning."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    differing = [key for key in keys if any(c.get(key) != configs[0].get(key) for c in configs)]
+    return sorted(differing, key=lambda key: (key != "seed", not is_compared(key)))
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Key -> its last part, or the whole key if another key has the same last part."""
+    last = {key: key.removesuffix(_TARGET).rpartition(".")[2] for key in keys}
+    names = list(last.values())
+    return {key: name if names.count(name) == 1 else key for key, name in last.items()}
+
+
+def shown_value(config: Mapping[str, Any], key: str) -> str:
+    """A value as the command line writes it; a dash if the config lacks the key."""
+    if key not in config:
+        return "-"
+    value = config[key]
+    if key.endswith(_TARGET):
+        return str(value).rpartition(".")[2]
+    text = _text(value)
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_text, value))}]"
+    return str(value)
+
+
+def fitted(needed: Columns, extra: Columns, width: int) -> tuple[Table, list[str]]:
+    """A table with the extra columns that fit into ``width``, and the titles of the others."""
+    taken = sum(map(_width, needed.items())) - _GAP
+    fitting = {}
+    for title, cells in extra.items():
+        wide = _width((title, cells))
+        if taken + wide <= width:
+            fitting[title] = cells
+            taken += wide
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title, cells in (*needed.items(), *fitting.items()):
+        is_number = all(re.fullmatch(r"[\d.,e+-]+", cell) for cell in cells)
+        table.add_column(title, overflow="fold", justify="right" if is_number else "left")
+    for row in zip(*needed.values(), *fitting.values(), strict=True):
+        table.add_row(*map(escape, row))
+    return table, [title for title in extra if title not in fitting]
+
+
+def _width(column: tuple[str, Sequence[str]]) -> int:
+    title, cells = column
+    return _GAP + max(map(len, (title, *cells)))

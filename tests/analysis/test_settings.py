@@ -1,0 +1,68 @@
+"""Config values in tables: differing keys, short names, and the width of the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
+
+
+def test_flat_config_has_dotted_keys_and_keeps_empty_groups() -> None:
+    config = {"seed": 1, "agent": {"gamma": 0.9}, "logger": {}}
+
+    assert flat(config) == {"seed": 1, "agent.gamma": 0.9, "logger": {}}
+
+
+def test_differing_keys_include_a_key_that_one_config_lacks() -> None:
+    assert differing_keys([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}]) == ["b", "c"]
+
+
+def test_seed_is_the_first_key_and_keys_without_effect_on_learning_are_last() -> None:
+    keys = ["n_envs", "seed", "device", "vec_env.mode", "agent.gamma"]
+    configs = [dict.fromkeys(keys, value) for value in (1, 2)]
+
+    assert differing_keys(configs) == ["seed", "n_envs", "agent.gamma", "device", "vec_env.mode"]
+
+
+def test_short_name_is_the_last_part_of_a_key_if_no_other_key_has_it() -> None:
+    keys = ["seed", "agent.gamma", "network._target_", "env.kwargs.size", "network.size"]
+
+    assert list(short_names(keys).values()) == [
+        *("seed", "gamma", "network", "env.kwargs.size", "network.size"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (1e-4, "0.0001"),
+        (0.1 + 0.2, "0.3"),
+        ([64, 64], "[64,64]"),
+        ("x" * 40, "x" * 29 + "…"),
+    ],
+)
+def test_values_are_short_and_look_as_on_the_command_line(value: Any, shown: str) -> None:
+    assert shown_value({"a": value}, "a") == shown
+
+
+def test_class_is_shown_without_its_module_and_a_missing_key_as_a_dash() -> None:
+    assert (
+        shown_value({"network._target_": "ml_pipeline.networks.MLP"}, "network._target_") == "MLP"
+    )
+    assert shown_value({}, "network._target_") == "-"
+
+
+def test_extra_columns_fill_the_width_exactly() -> None:
+    needed = {"run": ["a/b/c"]}
+    extra = {"a": ["123"], "long": ["1234567"], "b": ["x"]}
+
+    # 5 characters, and each further column has a gap of 2: a takes 5, long 9, b 3.
+    for width, hidden in ((5, ["a", "long", "b"]), (10, ["long", "b"]), (13, ["long"]), (22, [])):
+        table, others = fitted(needed, extra, width)
+        assert others == hidden
+        assert len(table.columns) == 4 - len(hidden)
+    assert [column.justify for column in table.columns] == ["left", "right", "right", "left"]
