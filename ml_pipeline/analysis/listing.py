@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
 from ml_pipeline.errors import UserError
-from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.run_folder import RunFolder, check_yaml
 
 # The fast loader needs libyaml; a list of many runs takes seconds without it.
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -100,8 +100,10 @@ def runs_table(runs: Sequence[RunInfo], width: int) -> tuple[Table, list[str]]:
 
 def _config(run: RunFolder) -> dict[str, Any]:
     try:
-        config = yaml.load(run.config.read_bytes(), Loader=_YAML_LOADER)
-    except (OSError, yaml.YAMLError):  # a damaged run is also listed
+        text = run.config.read_text(encoding="utf-8")
+        check_yaml(text)
+        config = yaml.load(text, Loader=_YAML_LOADER)
+    except (OSError, ValueError, yaml.YAMLError):  # a damaged run is also listed
         config = None
     return flat(config) if isinstance(config, dict) else {}
 

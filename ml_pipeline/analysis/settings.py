@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 # The seed, over which a group averages, and keys that have no effect on learning.
@@ -86,7 +85,7 @@ def fitted(needed: Columns, extra: Columns, width: int) -> tuple[Table, list[str
         is_number = all(re.fullmatch(r"[\d.,e+-]+", cell) for cell in cells)
         table.add_column(title, overflow="fold", justify="right" if is_number else "left")
     for row in zip(*needed.values(), *fitting.values(), strict=True):
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     return table, [title for title in extra if title not in fitting]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import webbrowser
@@ -102,6 +103,8 @@ def _run_folders(given: str) -> Sequence[Path | str]:
 
     if given.startswith(PREFIX):
         return download(given)
+    if not os.path.isdir(given):  # unlike Path.is_dir, False for a name that is too long
+        return [given]
     if (Path(given) / "study.yaml").is_file():
         return _study_runs(Path(given))
     return job_runs(Path(given)) if read_jobs(Path(given)) else [given]

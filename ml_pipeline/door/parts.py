@@ -115,7 +115,10 @@ def build_loop(
     seed_global_generators(config.seed)  # again: a probed env may have drawn from them
     if plan.state is not None:
         with misfit_explained(plan.run):
-            check_fits(loop.state_dict(), plan.state, "state")
+            own = loop.state_dict()
+            if isinstance(own.get("collector"), dict):
+                own["collector"]["position"] = None  # that of another env has another form
+            check_fits(own, plan.state, "state")
             loop.load_state_dict(plan.state)
     return loop
 

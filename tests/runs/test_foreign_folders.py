@@ -405,7 +405,11 @@ def test_wrong_value_in_a_config_stops_a_resume(key: str, value: Any, foreign: R
         train([f"resume={foreign.path}", "total_steps=128", "trust=true"])
 
 
-@pytest.mark.parametrize("path", ["x" * 5_000, "a\0b", "run/" * 2_000, "\udcff"])
+@pytest.mark.parametrize(
+    "path",
+    ["x" * 5_000, "a\0b", "run/" * 2_000, "\udcff"],
+    ids=["long name", "null byte", "long path", "not UTF-8"],
+)
 def test_impossible_path_is_one_line(
     path: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -535,7 +539,7 @@ def test_texts_of_a_folder_are_shown_as_they_are(
     run: RunFolder, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summary = json.loads(run.summary.read_text())
-    summary["env"] = "[/red][bold]Pole \x1b[2J\ud800\u202e:smile:"
+    summary["status"] = "[/red][bold]Pole \x1b[2J\ud800\u202e:smile:"
     run.summary.write_text(json.dumps(summary))
     shutil.copytree(run.path, here / "runs" / "[red]a" / "b")
 
@@ -556,7 +560,7 @@ def test_comparison_shows_values_of_a_config_as_they_are(
 
     assert main(["compare", str(run.path), str(other.path), "--report", "report"]) == 0
 
-    assert "network.activation=[/x] <img src=x onerror=alert(1)>" in capsys.readouterr().out
+    assert "[/x] <img src=x onerror=alert(1)>" in capsys.readouterr().out
     page = (here / "report" / "report.html").read_text()
     assert "&lt;img src=x onerror=alert(1)&gt;" in page
     assert "<script>alert(1)" not in page
