@@ -57,6 +57,7 @@ GOALS = {
     "cartpole": Goal("greedy", 500.0, "rl-baselines3-zoo"),
     "acrobot": Goal("greedy", -86.0, "our goal; rl-baselines3-zoo reaches -73.5 at 1M"),
     "pendulum": Goal("greedy", -172.2, "rl-baselines3-zoo"),
+    "mountain_car_continuous": Goal("greedy", 88.3, "rl-baselines3-zoo, one run"),
     "lunar_lander": Goal("greedy", 242.1, "rl-baselines3-zoo"),
     "half_cheetah": Goal("train", 1442.6, "CleanRL"),
     "cartpole_memory": Goal("greedy", 500.0, "rl-baselines3-zoo, recurrent"),
