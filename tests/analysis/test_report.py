@@ -111,6 +111,7 @@ def test_long_settings_are_in_the_table_and_not_in_the_labels() -> None:
     assert [line.label for line in chart("curves", many_groups(2)).lines] == ["G0", "G1"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_twenty_groups_are_drawn_without_warnings(tmp_path: Path) -> None:
     groups = many_groups(20)

@@ -83,6 +83,7 @@ def test_a_full_disk_is_a_one_line_error_and_keeps_the_last_checkpoint(
     assert not list(finished_run.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_full_disk_does_not_stay_running(here: Path) -> None:
     overrides = small(total_steps=100000, callbacks__checkpoints__every_steps=1)
     train_there = subprocess.list2cmdline(door_command(*overrides))

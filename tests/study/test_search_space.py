@@ -59,6 +59,7 @@ def test_mistake_in_a_space_is_refused(here: Path, rule: str, words: str) -> Non
         check_space(read_space("space.yaml"), compose_config(overrides), overrides)
 
 
+@pytest.mark.slow
 def test_default_space_fits_any_number_of_envs() -> None:
     space = read_space(default_space(checked_config(compose_config([]))))
 

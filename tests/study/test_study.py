@@ -255,6 +255,7 @@ def deployed(target: Path) -> dict[str, Any]:
     return dict(json.loads((target / "deployed.json").read_text()))
 
 
+@pytest.mark.slow
 def test_policy_is_deployed_only_if_it_is_better_on_new_episodes(
     finished_run: Path, here: Path, capsys: Capture
 ) -> None:
@@ -330,6 +331,7 @@ def test_resumed_run_does_not_report_a_point_again(here: Path) -> None:
     assert study.trials[0].intermediate_values == {1: 7.0, 2: 60.0}
 
 
+@pytest.mark.slow
 def test_study_whose_first_trials_all_fail_stops_with_the_reason(here: Path, space: str) -> None:
     settings = [*small(), "env.id=Nope-v0", space, "n_trials=50"]
 
