@@ -13,6 +13,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import signal
 import threading
 import time
@@ -28,7 +29,7 @@ from rich.table import Table
 
 from ml_pipeline.errors import UserError, last_line
 from ml_pipeline.extras import missing_extra
-from ml_pipeline.runs.console import wide_console
+from ml_pipeline.runs.console import user_command, wide_console
 from ml_pipeline.runs.run_folder import write_text
 from ml_pipeline.signals import Interrupted, signals_to_handle
 
@@ -76,7 +77,8 @@ class JobNote:
         self._update(status="interrupted")
 
     def failed(self, error: BaseException) -> None:
-        self._update(status="failed", error=last_line(error))
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        self._update(status="failed", error=kind + last_line(error))
 
     def _update(self, **facts: Any) -> None:
         self.job = self.job._replace(**facts)
@@ -167,15 +169,33 @@ class SweepReport(Callback):
         raise Interrupted(number)
 
     @staticmethod
-    def tell() -> None:
+    def tell() -> bool:
+        """Print the table and the next commands; returns whether every job has finished."""
         folder = SweepReport._folder
         jobs = read_jobs(folder) if folder is not None else []
         if not jobs:
-            return
+            return True
         console = wide_console()
-        n_finished = sum(job.status == "finished" for job in jobs)
-        console.print(f"\nsweep {folder}: {n_finished} of {len(jobs)} jobs finished")
+        finished = [job for job in jobs if job.status == "finished"]
+        console.print(f"\nsweep {folder}: {len(finished)} of {len(jobs)} jobs finished")
         console.print(jobs_table(jobs))
+        for title, command in _commands(folder, jobs).items():
+            console.print(f"{title + ':':<11} {command}", soft_wrap=True)
+        return len(finished) == len(jobs)
+
+
+def _commands(folder: Path | None, jobs: Sequence[Job]) -> dict[str, str]:
+    """What to type after a sweep; ``evaluate`` names the job with the best objective."""
+    commands = {}
+    finished = [job for job in jobs if job.status == "finished"]
+    if finished:
+        best = max(finished, key=lambda job: -math.inf if job.objective is None else job.objective)
+        run = shlex.quote(str(best.run_dir))
+        commands["compare"] = f"{user_command('compare')} {shlex.quote(str(folder))}"
+        commands["evaluate"] = f"{user_command('evaluate')} {run} --deterministic"
+    if any(job.status == "interrupted" for job in jobs):
+        commands["resume"] = f"{user_command('train')} resume=RUN, with a run folder of the table"
+    return commands
 
 
 def _running_jobs(folder: Path) -> list[Job]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -38,6 +39,14 @@ class StopAt(Callback):
     def on_iteration_end(self, loop: Trainer, metrics: Metrics) -> None:
         if loop.iteration >= self.iteration:
             loop.request_stop(f"iteration {loop.iteration}")
+
+
+class Talk(Callback):
+    """Writes to the log and to standard output."""
+
+    def on_train_start(self, loop: Trainer) -> None:
+        logging.getLogger("mine").info("logged by a library")
+        print("printed by a callback")
 
 
 class CrashAt(Callback):

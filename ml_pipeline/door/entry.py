@@ -6,9 +6,12 @@ functions.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ from ml_pipeline.door.compose import (
 from ml_pipeline.door.exits import exit_code
 from ml_pipeline.door.explain import explained
 from ml_pipeline.errors import UserError
-from ml_pipeline.runs.console import user_command
+from ml_pipeline.runs.console import numbered_output, say, user_command
 from ml_pipeline.runs.run_folder import RunFolder, stamped_name
 from ml_pipeline.sweeps import SweepReport, check_launcher
 
@@ -51,6 +54,7 @@ def train(command_line: Sequence[str]) -> None:
         return _run(cfg)
 
     failure: Exception | None = None
+    all_finished = True
     check_launcher(command_line)
     sys.argv = [*command_line, *own_conf(command_line), *_own_folder(command_line)]  # for Hydra
     try:
@@ -59,12 +63,17 @@ def train(command_line: Sequence[str]) -> None:
         failure = failed.error
     except HydraException as error:
         raise ConfigError(explained(error)) from error
-    except UserError:
-        sys.exit(1)  # a job of a sweep failed; its error is already printed
+    except BrokenProcessPool:
+        failure = UserError(
+            "the process of a job was killed, often for memory; fewer at a time: "
+            "hydra.launcher.n_jobs=1"
+        )
     finally:
-        SweepReport.tell()
+        all_finished = SweepReport.tell()
     if failure is not None:
         raise failure
+    if not all_finished:
+        sys.exit(1)  # each job has printed its error
 
 
 def _own_folder(command_line: Sequence[str]) -> list[str]:
@@ -108,19 +117,24 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     if "n_jobs" in job.launcher and CORES_VARIABLE not in os.environ:  # one process per job
         os.environ[CORES_VARIABLE] = str(share_of_cores(job.launcher, available_cores()))
         end_with_parent()
-    folder, overrides = Path(job.sweep.dir), job.overrides.task
+    folder, overrides, number = Path(job.sweep.dir), job.overrides.task, job.job.num
     try:
-        with noted_job(folder, job.job.num, overrides) as note:
-            find_modules_in_cwd()
-            run = RunFolder.unused(RUN_ROOT, checked_config(cfg).env.name)
-            note.started(cfg.resume or run.path)
-            result = build.run(cfg, overrides, sweep=folder.name, folder=run)
-            note.finished(result.objective)
+        with numbered_output(number), noted_job(folder, number, overrides) as note:
+            say(" ".join(each for each in overrides if each not in sys.argv))  # the swept ones
+            try:
+                find_modules_in_cwd()
+                run = RunFolder.unused(RUN_ROOT, checked_config(cfg).env.name)
+                note.started(cfg.resume or run.path)
+                objective = build.run(cfg, overrides, sweep=folder.name, folder=run).objective
+            except Exception as error:
+                # Raised, it would reach the user twice, through Hydra after all other jobs.
+                note.failed(error)
+                if isinstance(error, UserError):
+                    print(f"failed: {error}", file=sys.stderr)
+                else:
+                    traceback.print_exc()
+                return math.nan
+            note.finished(objective)
     except Interrupted as stop:
         raise SystemExit(stop.exit_code) from None
-    except UserError as error:
-        # Hydra reports a failed job after all others; report it now as well.
-        print(f"job {job.job.num} failed: {error}", file=sys.stderr, flush=True)
-        # Launchers pickle the error, and not every subclass can be pickled.
-        raise UserError(str(error)) from error
-    return result.objective
+    return objective

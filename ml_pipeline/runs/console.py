@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import re
 import shlex
@@ -11,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -30,6 +32,7 @@ from ml_pipeline.errors import printable
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 
 _SECONDS_BETWEEN_LINES = 2.0
+_SECONDS_BETWEEN_LINES_OF_A_JOB = 10.0  # several jobs share the output
 _TRAIN = " train"  # commands/train.py adds it to the program's name in sys.argv
 
 # Title, metric, format; a missing metric is shown as a dash.
@@ -99,6 +102,70 @@ def quiet_console(quiet: bool) -> Iterator[None]:
         _is_quiet = before
 
 
+class _Numbered(io.TextIOBase):
+    """Writes complete lines to ``file``, each after ``prefix`` and in a single write."""
+
+    def __init__(self, file: TextIO, prefix: str) -> None:
+        self._file = file
+        self._prefix = prefix
+        self._rest = ""  # a line that has not ended
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._file.encoding
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        if lines:
+            self._file.write("".join(f"{self._prefix}{line}\n" for line in lines))
+            self._file.flush()
+        return len(text)
+
+    def end_line(self) -> None:
+        if self._rest:
+            self.write("\n")
+
+
+_job: int | None = None  # the job of a sweep that prints here
+
+
+def is_job() -> bool:
+    """Whether a job of a sweep prints here: no live display, few lines, no commands."""
+    return _job is not None
+
+
+@contextmanager
+def numbered_output(job: int) -> Iterator[None]:
+    """In this block every line of output starts with the number of a job of a sweep."""
+    global _job
+    before, stdout, stderr = _job, sys.stdout, sys.stderr
+    out: Any = _Numbered(stdout, _prefix(job))
+    err: Any = _Numbered(stderr, _prefix(job))
+    _job, sys.stdout, sys.stderr = job, out, err
+    all_handlers: list[Any] = logging.root.handlers
+    handlers = [each for each in all_handlers if getattr(each, "stream", None) is stdout]
+    for handler in handlers:
+        handler.setStream(out)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.setStream(stdout)
+        with suppress(OSError, ValueError):  # a closed output
+            out.end_line()
+            err.end_line()
+        if sys.stdout is out:  # otherwise ``say`` has replaced a closed output
+            sys.stdout = stdout
+        _job, sys.stderr = before, stderr
+
+
+def _prefix(job: int) -> str:
+    return f"job {job}: "
+
+
 def say(line: str) -> None:
     """Print a line at once; a closed output must not stop a run."""
     if _is_quiet:
@@ -139,6 +206,8 @@ class ConsoleLogger:
     def start(self) -> None:
         """Start the live display; print nothing else until ``close``."""
         self._counted_from = time.monotonic(), self._counted_from[1]
+        if is_job():
+            self._last_line = self._counted_from[0]  # the run has just printed its first line
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(self._display(), console=self._console, refresh_per_second=4)
             self._live.start()
@@ -156,8 +225,12 @@ class ConsoleLogger:
         if self._is_first:  # the iteration that compiles would distort the ETA
             self._is_first = False
             self._counted_from = now, env_steps
-        due = now - self._last_line >= _SECONDS_BETWEEN_LINES
-        if due or EVAL_RETURN in metrics or env_steps >= self._total_steps:
+        if is_job():
+            due = now - self._last_line >= _SECONDS_BETWEEN_LINES_OF_A_JOB
+        else:
+            due = now - self._last_line >= _SECONDS_BETWEEN_LINES or EVAL_RETURN in metrics
+            due = due or env_steps >= self._total_steps
+        if due:
             self._print_line()
             self._last_line = now
 
@@ -165,7 +238,8 @@ class ConsoleLogger:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        self._print_line()  # the last line of a run that was stopped early
+        if not is_job():
+            self._print_line()  # the last line of a run that was stopped early
 
     def _print_line(self) -> None:
         if self._unprinted is not None:
@@ -210,7 +284,8 @@ def python_command() -> str:
 def say_stopping() -> None:
     """For signal handlers: print is not reentrant, and the terminal may be closed."""
     with suppress(OSError):
-        os.write(1, b"stopping after this iteration; press Ctrl-C again to stop sooner\n")
+        line = "stopping after this iteration; press Ctrl-C again to stop sooner\n"
+        os.write(1, f"{'' if _job is None else _prefix(_job)}{line}".encode())
 
 
 def user_command(name: str, *, python: str | None = None) -> str:

@@ -27,7 +27,8 @@ class TensorBoardLogger:
         folder = run.path / "tensorboard"
         purge = env_steps + 1 if env_steps else None
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge)
-        self.status = f"TensorBoard: {python_command()} -m tensorboard.main --logdir {folder}"
+        self.status = f"TensorBoard in {folder}"
+        self.hint = f"look with: {python_command()} -m tensorboard.main --logdir {folder}"
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
         for name, value in metrics.items():
@@ -63,7 +64,8 @@ class TrackioLogger:
                 embed=False,
             )
         command = Path(python_command()).with_name("trackio")
-        self.status = f"Trackio: {command} show --project {project}"
+        self.status = f"Trackio, project {project}"
+        self.hint = f"look with: {command} show --project {project}"
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
         self._run.log(dict(metrics), step=env_steps)

@@ -158,6 +158,7 @@ class WandbLogger:
                 finish_timeout=timeout_seconds,
             ),
         }
+        self.hint = ""
         self.wandb_run: Any = None  # None: W&B did not start
         self.mode = mode
         try:
@@ -186,7 +187,7 @@ class WandbLogger:
                 continue
             self.status = f"W&B {mode}{trouble}"
             if mode == "offline":
-                self.status += f"; upload later with: {self._sync}/offline-*"
+                self.hint = f"upload later with: {self._sync}/offline-*"
             self.mode = mode
             return
         self.status = f"W&B off{trouble}"
@@ -258,7 +259,8 @@ class WandbLogger:
             reason = first_line(errors[0])
         else:
             return
-        self.status = f"W&B did not finish ({reason}); upload with: {self._sync}/*"
+        self.status = f"W&B did not finish ({reason})"
+        self.hint = f"upload with: {self._sync}/*"
         self._give_up()
 
     def _give_up(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from ml_pipeline.metrics import MEAN_RETURN
 from ml_pipeline.protocols import Logger
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
-from ml_pipeline.runs.console import ConsoleLogger, say, typed_training, user_command
+from ml_pipeline.runs.console import ConsoleLogger, is_job, say, typed_training, user_command
 from ml_pipeline.runs.loggers import CsvLogger, last_values
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 
@@ -80,9 +80,7 @@ class Record:
 
     def begin(self, line: str) -> None:
         """Print the first lines and write a summary with the status running."""
-        say(line)
-        say(f"run folder: {self.run.path}")
-        self._say_logger_status()
+        self._say_lines([line, f"run folder: {self.run.path}", *self._new_logger_lines()])
         self.run.update_summary(
             {
                 **self._facts,
@@ -135,15 +133,17 @@ class Record:
         saved = checkpoint_path(self.run, LATEST).is_file()
         if status == "finished":
             say(result)
+            if is_job():  # the sweep prints the commands once
+                return
             say(f"run folder: {self.run.path}")
             for title, command in commands.items():
                 if saved or title == "compare":
                     say(f"{title + ':':<11} {command}")
-        elif saved and status == "interrupted" and env_steps >= self._total_steps:
+        elif saved and not is_job() and status == "interrupted" and env_steps >= self._total_steps:
             # Interrupted in the last evaluation: training is complete.
             say(f"{result}; evaluate it with: {commands['evaluate']}")
         elif saved:
-            say(f"{result}; resume with: {commands['resume']}")
+            say(result if is_job() else f"{result}; resume with: {commands['resume']}")
         else:
             say(f"{result}; no checkpoint was saved in {self.run.path}")
 
@@ -154,7 +154,7 @@ class Record:
                 logger.close()
             except Exception as error:  # a user's logger may raise anything; close the others
                 say(f"{type(logger).__name__} did not close: {type(error).__name__}: {error}")
-        self._say_logger_status()
+        self._say_lines(self._new_logger_lines())
 
     @property
     def mean_reward(self) -> float:
@@ -195,12 +195,21 @@ class Record:
         """The command line or Python call that started this process."""
         return typed_training() or f"train({self._overrides})"
 
-    def _say_logger_status(self) -> None:
+    def _new_logger_lines(self) -> list[str]:
+        """The ``status`` of each logger, if new, with its ``hint``: a command to type."""
+        lines = []
         for logger in self._extra_loggers.values():
             status = getattr(logger, "status", None)
             if status and status not in self._printed_status:
-                say(status)
                 self._printed_status.add(status)
+                hint = "" if is_job() else getattr(logger, "hint", "")
+                lines.append(f"{status}; {hint}" if hint else status)
+        return lines
+
+    def _say_lines(self, lines: Sequence[str]) -> None:
+        """Print lines; a job of a sweep prints them as one."""
+        for line in ["; ".join(lines)] if is_job() and lines else lines:
+            say(line)
 
 
 def _git(*command: str) -> str | None:

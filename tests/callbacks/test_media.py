@@ -71,7 +71,7 @@ def test_trackio_stores_a_run_on_this_machine(
     with sqlite3.connect(path) as database:
         (count,) = database.execute("select count(*) from metrics").fetchone()
     assert count == 2
-    assert "Trackio: " in capsys.readouterr().out
+    assert "Trackio, project " in capsys.readouterr().out
 
 
 def wandb_records(path: Path) -> Iterator[Any]:

@@ -6,17 +6,29 @@ import io
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Door, Start, is_running, small, summary_of, wait_until, wait_until_gone
+from conftest import (
+    TESTS,
+    Capture,
+    Door,
+    Start,
+    is_running,
+    small,
+    summary_of,
+    wait_until,
+    wait_until_gone,
+)
 from rich.console import Console
 
 from ml_pipeline import sweeps
 from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
 from ml_pipeline.extras import MissingExtraError
+from ml_pipeline.runs.console import numbered_output
 from ml_pipeline.sweeps import (
     Job,
     check_launcher,
@@ -43,6 +55,48 @@ def test_parallel_jobs_do_not_stop_when_another_fails(door: Door, here: Path) ->
     assert "2 of 4 jobs finished" in result.stdout
     assert "env.id=Nope-v0 is not a registered environment" in result.stdout
     assert "Traceback" not in result.stderr
+    lines, _, end = result.stdout.partition("\nsweep ")
+    assert {line[:7] for line in lines.splitlines()} == {f"job {n}: " for n in range(4)}
+    assert sorted(line[:13] for line in result.stderr.splitlines()) == [
+        "job 2: failed",
+        "job 3: failed",
+    ]
+    assert ["compare:" in part for part in (lines, end)] == [False, True]
+
+
+@pytest.mark.slow
+def test_job_after_job_numbers_every_line_and_prints_the_commands_once(
+    door: Door, here: Path
+) -> None:
+    talk = "+callbacks.talk._target_=own_parts.Talk"
+
+    result = door("-m", "seed=1,2", *small(), "vec_env=serial", talk, PYTHONPATH=str(TESTS))
+
+    assert result.returncode == 0, result.stderr
+    lines, _, end = result.stdout.partition("\nsweep ")
+    jobs = [[line for line in lines.splitlines() if line.startswith(f"job {n}: ")] for n in (0, 1)]
+    assert lines.splitlines() == jobs[0] + jobs[1]
+    for n, job in enumerate(jobs):
+        assert [line.split(": ")[1].split(" ")[0] for line in job] == [
+            f"seed={n + 1}",
+            "CartPole-v1",
+            "logged",
+            "printed",
+            "finished",
+        ]
+    assert [line.split(":")[0] for line in end.splitlines()[-2:]] == ["compare", "evaluate"]
+
+
+def test_output_of_a_job_is_numbered_line_by_line(capsys: Capture) -> None:
+    with numbered_output(3):
+        print("one\ntwo", end="")
+        assert capsys.readouterr().out == "job 3: one\n"
+        print("", file=sys.stderr)
+    print("after")
+
+    captured = capsys.readouterr()
+    assert captured.out == "job 3: two\nafter\n"
+    assert captured.err == "job 3: \n"
 
 
 @pytest.mark.slow
@@ -130,7 +184,7 @@ def test_every_way_a_job_ends_is_recorded(tmp_path: Path) -> None:
     jobs = read_jobs(tmp_path)
     assert [job.status for job in jobs] == ["finished", "failed", "interrupted"]
     assert jobs[0].objective is None  # JSON has no nan
-    assert jobs[1].error == "division by zero"
+    assert jobs[1].error == "ZeroDivisionError: division by zero"
 
 
 def test_parallel_jobs_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,7 @@ def test_failed_job_does_not_stop_the_sweep_and_makes_it_exit_with_1(
     assert command("-m", "env.id=NoSuchEnv-v0,CartPole-v1", *small()) == 1
 
     output = capsys.readouterr()
-    assert "job 0 failed: env.id=NoSuchEnv-v0" in output.err
+    assert "job 0: failed: env.id=NoSuchEnv-v0" in output.err
     assert "Traceback" not in output.err
     assert "1 of 2 jobs finished" in output.out
     assert len(list(here.glob("runs/CartPole-v1/*"))) == 1

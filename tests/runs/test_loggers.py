@@ -112,7 +112,7 @@ from ml_pipeline.runs.run_folder import RunFolder
 run = RunFolder(Path(sys.argv[1]))
 config = {"env_name": "CartPole-v1", "agent_name": "ppo"}
 loggers = [CsvLogger(run.metrics), WandbLogger(run, config, None, timeout_seconds=3)]
-print(loggers[1].status, flush=True)
+print(loggers[1].status, loggers[1].hint, sep="; ", flush=True)
 if sys.argv[2:]:
     input()
 for env_steps in range(200):
