@@ -6,12 +6,14 @@ python docs/config_reference.py > docs/config.md     (a test checks that the pag
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.config.train import EnvConfig, TrainConfig, VecEnvConfig
+from ml_pipeline.protocols import Callback
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -80,8 +82,20 @@ def choices() -> str:
     return "\n".join(lines)
 
 
+def hooks() -> str:
+    """The methods of a callback, in the order in which a run calls them."""
+    lines = ["\n## Hooks\n", "A callback overrides the methods that it needs."]
+    lines += ["", "| hook | when it is called |", "|---|---|"]
+    for name, method in vars(Callback).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            arguments = ", ".join(list(inspect.signature(method).parameters)[1:])
+            lines.append(f"| `{name}({arguments})` | {inspect.getdoc(method)} |")
+    return "\n".join(lines)
+
+
 def page() -> str:
-    return "\n".join([HEAD.rstrip(), *(section(*group) for group in GROUPS), choices()])
+    keys = [section(*group) for group in GROUPS]
+    return "\n".join([HEAD.rstrip(), *keys, choices(), hooks()])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union, runtime_checkable
 
 if TYPE_CHECKING:
@@ -254,23 +255,33 @@ class Callback:
     and ``best_metric``: the run passes them by name.
     """
 
+    def __init_subclass__(cls) -> None:
+        """Refuse a method that looks like a hook but would never be called."""
+        hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in dir(cls):
+            if name.startswith("on_") and name not in hooks and callable(getattr(cls, name)):
+                close = get_close_matches(name, hooks, n=1)
+                fix = f"did you mean {close[0]}?" if close else f"hooks are {', '.join(hooks)}"
+                raise TypeError(f"{cls.__name__}.{name} is not a hook of Callback; {fix}")
+
     def on_train_start(self, loop: Loop) -> None:
         """Before the first iteration, also of a resumed run."""
 
     def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
-        """May add to ``metrics`` before they are logged."""
+        """After each iteration; may add to ``metrics`` before they are logged."""
 
     def on_iteration_logged(self, loop: Loop, metrics: Mapping[str, float]) -> None:
-        """The metrics of this iteration are written."""
+        """After the metrics of this iteration were written; a hook may save the run here."""
 
     def on_train_end(self, loop: Loop) -> None:
         """After the last iteration; not after an error."""
 
     def state_dict(self) -> StateDict:
+        """In every checkpoint; returns what a resumed run needs."""
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Called before ``on_train_start`` when a run is resumed."""
+        """Before ``on_train_start`` when a run is resumed."""
 
 
 class Logger(Protocol):

@@ -22,7 +22,9 @@ from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
 from ml_pipeline.callbacks.gpu import GpuReport
 from ml_pipeline.callbacks.workers import WorkerReport
 from ml_pipeline.envs.vec_env import ParallelEnv
+from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import EVAL_RETURN
+from ml_pipeline.protocols import Callback
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.signals import Interrupted
@@ -191,3 +193,29 @@ def test_run_on_the_cpu_logs_no_gpu_metrics(finished_run: Path) -> None:
     assert reports("cpu", nvml, every_seconds=0.0) == [{}, {}, {}]
     assert nvml.call_count == 0
     assert "gpu/" not in (finished_run / "metrics.csv").read_text()
+
+
+def test_callback_with_a_misspelt_hook_is_refused_in_one_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "typo_parts.py").write_text(
+        "from ml_pipeline.protocols import Callback\n"
+        "class Mine(Callback):\n"
+        "    def on_iteraton_end(self, loop, metrics): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(here))
+
+    with pytest.raises(UserError) as raised:
+        train([*small(), "+callbacks.mine._target_=typo_parts.Mine"])
+
+    assert str(raised.value) == (
+        "callbacks.mine._target_=typo_parts.Mine: TypeError in typo_parts: Mine.on_iteraton_end "
+        "is not a hook of Callback; did you mean on_iteration_end?"
+    )
+    assert not (here / "runs").exists()
+
+
+def test_unknown_hook_without_a_close_name_lists_the_hooks() -> None:
+    with pytest.raises(TypeError, match=r"Mine\.on_fire is not a hook .*on_train_start, on_iter"):
+        type("Mine", (Callback,), {"on_fire": lambda self: None})
+    type("Fine", (Callback,), {"on_cpu": True})  # not a method
