@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ml_pipeline.callbacks.every_steps import EverySteps
+from ml_pipeline.config.checks import check
 from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.protocols import StateDict
 from ml_pipeline.runs.checkpoint import BEST, save_checkpoint
@@ -16,13 +17,22 @@ from ml_pipeline.training.loop import Loop
 
 
 class Checkpoints(EverySteps):
-    """Saves ``latest`` every ``every_steps`` and at the end, ``best`` on each new maximum."""
+    """Saves ``latest`` every ``every_steps`` and at the end, ``best`` on each new maximum.
+
+    ``keep``: also save each ``latest`` as step_<env steps>, and keep the last ``keep`` of these.
+    """
 
     def __init__(
-        self, run: RunFolder, every_steps: float = 10_000, best_metric: str = EVAL_RETURN
+        self,
+        run: RunFolder,
+        every_steps: float = 10_000,
+        keep: int = 0,
+        best_metric: str = EVAL_RETURN,
     ) -> None:
         super().__init__("every_steps", every_steps)
+        check(type(keep) is int and keep >= 0, "keep", "an integer of at least 0", keep)
         self.run = run
+        self.keep = keep
         self.best_metric = best_metric
         self.best_value = -math.inf
 
@@ -32,7 +42,7 @@ class Checkpoints(EverySteps):
             self.best_value = value
             save_checkpoint(self.run, BEST, loop.state_dict())
         if self.is_due(loop):
-            save_latest(self.run, loop)
+            save_latest(self.run, loop, keep=self.keep)
 
     def on_train_end(self, loop: Loop) -> None:
         # A run without evaluation intends to have no best checkpoint; another metric may be a typo.

@@ -17,7 +17,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--deterministic", action="store_true", help="take the most likely action; default: sample"
     )
     parser.add_argument(
-        "--checkpoint", choices=("best", "latest"), help="default: best if saved, else latest"
+        "--checkpoint",
+        metavar="NAME",
+        help="best, latest or step_N; default: best if saved, else latest",
     )
     parser.add_argument(
         "--seed",

@@ -18,7 +18,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--out", type=Path, metavar="FILE", help="default: policy.pt2 or policy.onnx in RUN"
     )
     parser.add_argument(
-        "--checkpoint", choices=("best", "latest"), help="default: best if saved, else latest"
+        "--checkpoint",
+        metavar="NAME",
+        help="best, latest or step_N; default: best if saved, else latest",
     )
     add_trust(parser)
 

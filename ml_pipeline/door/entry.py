@@ -124,7 +124,7 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
             try:
                 find_modules_in_cwd()
                 run = RunFolder.unused(RUN_ROOT, checked_config(cfg).env.name)
-                note.started(cfg.resume or run.path)
+                note.started(RunFolder.open(cfg.resume).path if cfg.resume else run.path)
                 objective = build.run(cfg, overrides, sweep=folder.name, folder=run).objective
             except Exception as error:
                 # Raised, it would reach the user twice, through Hydra after all other jobs.

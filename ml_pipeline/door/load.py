@@ -25,6 +25,7 @@ from ml_pipeline.runs.checkpoint import (
     check_fits,
     load_checkpoint,
     misfit_explained,
+    named_checkpoint,
 )
 from ml_pipeline.runs.run_folder import RunFolder
 
@@ -53,7 +54,7 @@ def load_agent(
     """
     run_folder = RunFolder.open(path)
     config = stored_config(run_folder, trust=trust)
-    return _load_agent(run_folder, config, checkpoint, render_mode)
+    return _load_agent(run_folder, config, checkpoint or named_checkpoint(path), render_mode)
 
 
 def _load_agent(
@@ -124,7 +125,7 @@ def export_run(
     """Write the policy of a run as one file: ``out``, or policy.<format> in its folder."""
     run = RunFolder.open(path)
     config = stored_config(run, trust=trust)
-    trained = _load_agent(run, config, checkpoint, None)
+    trained = _load_agent(run, config, checkpoint or named_checkpoint(path), None)
     out = out or run.path / f"policy.{file_format}"
     facts = {
         "env_name": trained.env_name,

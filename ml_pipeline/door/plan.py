@@ -33,7 +33,13 @@ from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Agent, Callback, Place, StateDict
-from ml_pipeline.runs.checkpoint import LATEST, check_fits, load_checkpoint, misfit_explained
+from ml_pipeline.runs.checkpoint import (
+    LATEST,
+    check_fits,
+    load_checkpoint,
+    misfit_explained,
+    named_checkpoint,
+)
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.seeding import first_env_seed, seed_global_generators
@@ -127,11 +133,11 @@ def make_plan(
 
 
 def _resumed(config: TrainConfig, path: str) -> tuple[RunFolder, StateDict]:
-    """The run to resume and the state of its last checkpoint."""
+    """The run to resume and the state of its last checkpoint, or of the one that ``path`` names."""
     if config.n_envs == "auto":
         raise ConfigError("n_envs=auto cannot be combined with resume=; give a number")
     run_folder = RunFolder.open(path)
-    state = load_checkpoint(run_folder, LATEST)
+    state = load_checkpoint(run_folder, named_checkpoint(path) or LATEST)
     with misfit_explained(run_folder):
         done, wanted = int(state["env_steps"]), config.wanted_steps
     if done >= wanted:

@@ -19,12 +19,18 @@ from torch import Tensor
 
 from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.protocols import StateDict
-from ml_pipeline.runs.run_folder import RunFolder, write_atomically
+from ml_pipeline.runs.run_folder import (
+    RunFolder,
+    is_checkpoint_file,
+    remove,
+    write_atomically,
+)
 from ml_pipeline.training.out_of_memory import ran_out_of_memory
 
 FORMAT = 2  # increased when older versions cannot read the file
 
 LATEST, BEST = "latest", "best"
+_NUMBERED = "step_"  # and the env steps: step_10240
 
 _PLAIN = (Tensor, int, float, bool, str, bytes, type(None))  # exactly these types, not subclasses
 
@@ -46,6 +52,34 @@ class CheckpointError(UserError):
 
 def checkpoint_path(run: RunFolder, name: str) -> Path:
     return run.checkpoints / f"{name}.pt"
+
+
+def named_checkpoint(path: Path | str) -> str | None:
+    """The checkpoint that ``path`` names: step_10240 of RUN/checkpoints/step_10240.pt, or None."""
+    path = Path(path)
+    return path.stem if is_checkpoint_file(path) else None
+
+
+def numbered_name(env_steps: int) -> str:
+    return f"{_NUMBERED}{env_steps}"
+
+
+def numbered_steps(run: RunFolder) -> list[int]:
+    """The env steps of all numbered checkpoints, in ascending order."""
+    stems = [path.stem.removeprefix(_NUMBERED) for path in run.checkpoints.glob(f"{_NUMBERED}*.pt")]
+    return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+
+def drop_numbered(run: RunFolder, *, keep: int, last: int) -> None:
+    """Remove all but the last ``keep`` numbered checkpoints up to env step ``last``.
+
+    Later ones belong to iterations that a resume from an earlier checkpoint has replaced.
+    """
+    steps = numbered_steps(run)
+    kept = [each for each in steps if each <= last][-keep:]
+    for each in steps:
+        if each not in kept:
+            remove(checkpoint_path(run, numbered_name(each)))
 
 
 def check_plain(value: Any, what: str) -> None:
@@ -83,7 +117,9 @@ def load_checkpoint(run: RunFolder, name: str) -> StateDict:
     """The state saved as ``name``, on the CPU."""
     path = checkpoint_path(run, name)
     if not path.is_file():
-        raise CheckpointError(f"{run.path} has no checkpoint {path.name}")
+        names = sorted(each.stem for each in run.checkpoints.glob("*.pt"))
+        has = f"; it has {', '.join(names)}" if names else ""
+        raise CheckpointError(f"{run.path} has no checkpoint {name}{has}")
     try:
         content = path.read_bytes()
     except OSError as error:

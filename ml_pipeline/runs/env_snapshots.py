@@ -33,12 +33,15 @@ def snapshot_path(run: RunFolder, token: str) -> Path:
     return run.checkpoints / f"{token}.envs"
 
 
-def save_snapshots(run: RunFolder, snapshots: Sequence[bytes]) -> str:
+def save_snapshots(
+    run: RunFolder, snapshots: Sequence[bytes], *, numbered: int | None = None
+) -> str:
     """Write the snapshots of all envs; returns the token that the checkpoint stores.
 
-    The file of the previous checkpoint stays until ``sweep_snapshots``.
+    The file of the previous checkpoint stays until ``sweep_snapshots``. ``numbered`` is the number
+    of a checkpoint that keeps this file as long as it exists.
     """
-    token = secrets.token_hex(8)
+    token = secrets.token_hex(8) if numbered is None else f"{numbered}x{secrets.token_hex(8)}"
     lengths = [len(each) for each in snapshots]
     body = struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths) + b"".join(snapshots)
     content = _MAGIC + _seal(token, body, _key()) + body
@@ -76,10 +79,11 @@ def load_snapshots(run: RunFolder, token: str, *, trust: bool) -> list[bytes]:
     return snapshots
 
 
-def sweep_snapshots(run: RunFolder, *, keep: str | None) -> None:
-    """Remove the snapshots that no checkpoint needs."""
+def sweep_snapshots(run: RunFolder, *, keep: str | None, numbered: Sequence[int] = ()) -> None:
+    """Remove the snapshots that no checkpoint needs; ``numbered`` are the numbers in use."""
+    prefixes = [f"{number}x" for number in numbered]
     for path in run.checkpoints.glob("*.envs"):
-        if path.stem != keep:
+        if path.stem != keep and not path.stem.startswith(tuple(prefixes)):
             remove(path)
 
 

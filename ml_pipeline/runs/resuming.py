@@ -13,8 +13,11 @@ from ml_pipeline.protocols import StateDict
 from ml_pipeline.runs.checkpoint import (
     LATEST,
     CheckpointError,
+    drop_numbered,
     load_checkpoint,
     misfit_explained,
+    numbered_name,
+    numbered_steps,
     save_checkpoint,
 )
 from ml_pipeline.runs.console import say
@@ -32,24 +35,30 @@ from ml_pipeline.training.loop import Loop
 _IN_CHECKPOINT = "in the checkpoint"
 
 
-def save_latest(run: RunFolder, loop: Loop) -> None:
+def save_latest(run: RunFolder, loop: Loop, *, keep: int = 0) -> None:
     """Save the envs, then the checkpoint that refers to them.
 
-    A kill between the two leaves the previous checkpoint with its envs.
+    A kill between the two leaves the previous checkpoint with its envs. With ``keep``, the same
+    state also becomes a numbered checkpoint; then all but the last ``keep`` of them are removed.
     """
-    token = _save_envs(run, loop)
+    token = _save_envs(run, loop, numbered=loop.env_steps if keep else None)
     if token is None and _is_saved_with_envs(run, loop.env_steps):
         return  # stopped during a rollout: the existing checkpoint has these weights and its envs
-    save_checkpoint(run, LATEST, {**loop.state_dict(), "env_snapshots": token})
-    sweep_snapshots(run, keep=token)
+    state = {**loop.state_dict(), "env_snapshots": token}
+    save_checkpoint(run, LATEST, state)
+    if keep:
+        save_checkpoint(run, numbered_name(loop.env_steps), state)
+        drop_numbered(run, keep=keep, last=loop.env_steps)
+    others = [each for each in numbered_steps(run) if not keep or each != loop.env_steps]
+    sweep_snapshots(run, keep=token, numbered=others)
 
 
-def _save_envs(run: RunFolder, loop: Loop) -> str | None:
+def _save_envs(run: RunFolder, loop: Loop, *, numbered: int | None) -> str | None:
     try:
         snapshots = loop.env_snapshots()
         if snapshots is None:
             return None
-        return save_snapshots(run, snapshots) if snapshots else _IN_CHECKPOINT
+        return save_snapshots(run, snapshots, numbered=numbered) if snapshots else _IN_CHECKPOINT
     except Exception as error:  # the weights must be saved even if the envs cannot be
         say(f"could not save the envs; a resume will start new episodes: {last_line(error)}")
         return None
@@ -66,7 +75,9 @@ def _is_saved_with_envs(run: RunFolder, env_steps: int) -> bool:
 def sweep_litter(run: RunFolder, state: StateDict) -> None:
     """Remove unfinished files of a killed process; the caller must hold the folder's lock."""
     run.sweep()
-    sweep_snapshots(run, keep=state.get("env_snapshots"))
+    numbered = numbered_steps(run)
+    if state["env_steps"] not in numbered:  # otherwise latest may need snapshots of its own
+        sweep_snapshots(run, keep=state.get("env_snapshots"), numbered=numbered)
 
 
 class SavedEpisodes(NamedTuple):

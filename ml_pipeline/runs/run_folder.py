@@ -52,9 +52,11 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
-        """An existing run; raises ``RunFolderError`` if ``path`` is not one."""
+        """An existing run, by its path or that of one of its checkpoints."""
         if not str(path):
             raise RunFolderError("the path of the run folder is empty")
+        if is_checkpoint_file(Path(path)):
+            path = Path(path).parents[1]
         run = cls(Path(path))
         try:
             if run.name in ("", ".."):  # "." has no name
@@ -143,6 +145,11 @@ class RunFolder:
                 file.write(text)
         except OSError as error:
             raise RunFolderError(f"could not write {self.summary}: {error}") from error
+
+
+def is_checkpoint_file(path: Path) -> bool:
+    """Whether a path looks like RUN/checkpoints/NAME.pt."""
+    return path.suffix == ".pt" and path.parent.name == "checkpoints"
 
 
 def check_yaml(text: str) -> None:
