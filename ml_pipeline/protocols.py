@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union, runtime_checkable
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Episode(NamedTuple):
     episode_return: float  # undiscounted sum of the env's rewards
     length: float
     n: int = 1
+    infos: Mapping[str, float] = MappingProxyType({})  # the numbers in the info of its last step
 
 
 class RolloutStats(NamedTuple):

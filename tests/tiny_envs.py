@@ -47,6 +47,30 @@ class CountingEnv(gym.Env[Any, Any]):
         return self._buffer if self.reuse else self._buffer.copy()
 
 
+class ScoringEnv(CountingEnv):
+    """Its final info has numbers, and values that are not numbers; it succeeds every other time."""
+
+    n_episodes = 0
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, _ = super().step(action)
+        if not (terminated or truncated):
+            return obs, reward, terminated, truncated, {"speed": 99.0}
+        self.n_episodes += 1
+        info = {
+            "is_success": np.bool_(self.n_episodes % 2 == 0),
+            "n_goals": self.n_episodes,
+            "speed": np.float32(0.5),
+            "ratio": float("nan"),
+            "name": "far",
+            "action_mask": np.ones(2, dtype=bool),
+            "path": [1.0, 2.0],
+            "parts": {"a": 1.0},
+            "missing": None,
+        }
+        return obs, reward, terminated, truncated, info
+
+
 class NoisyEnv(gym.Env[Any, Any]):
     """Draws everything from its own generator, to show that it was seeded."""
 

@@ -1,8 +1,12 @@
-"""EpisodeStats: undiscounted return and length of each episode, from the env's own rewards."""
+"""EpisodeStats: undiscounted return and length of each episode, from the env's own rewards.
+
+Also the numbers in the info of its last step, such as ``is_success``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -10,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.protocols import Episode, StateDict
+
+MAX_INFOS = 20  # names per run: each is a metric
+_NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 
 
 class EpisodeStats:
@@ -32,11 +39,15 @@ class EpisodeStats:
         self._length += 1
         if not done.any():
             return []
-        ended = np.flatnonzero(done)
+        ended = np.flatnonzero(done).tolist()
         if self._from_infos:
             episodes = _episodes_in(infos, ended)
         else:
-            episodes = [Episode(float(self._return[i]), int(self._length[i])) for i in ended]
+            final = infos.get("final_info", {})
+            episodes = [
+                Episode(float(self._return[i]), int(self._length[i]), 1, _row_numbers(final, i))
+                for i in ended
+            ]
         self._return[ended] = 0.0
         self._length[ended] = 0
         return episodes
@@ -56,12 +67,52 @@ class EpisodeStats:
         self._length = np.array(state["length"], dtype=np.int64)
 
 
-def _episodes_in(infos: Mapping[str, Any], ended: NDArray[np.int64]) -> list[Episode]:
+def _episodes_in(infos: Mapping[str, Any], ended: Sequence[int]) -> list[Episode]:
     final = infos.get("final_info", {})
     if "episode" not in final:
         return []
     episode, has_episode = final["episode"], final["_episode"]
-    return [Episode(float(episode["r"][i]), int(episode["l"][i])) for i in ended if has_episode[i]]
+    return [
+        Episode(float(episode["r"][i]), int(episode["l"][i]), 1, _row_numbers(final, i))
+        for i in ended
+        if has_episode[i]
+    ]
+
+
+def _row_numbers(infos: Mapping[str, Any], row: int) -> dict[str, float]:
+    """``final_numbers`` of one env in a vector env's infos: arrays, and masks named ``_key``."""
+    return final_numbers(
+        {
+            name: values[row]
+            for name, values in infos.items()
+            if isinstance(values, np.ndarray) and f"_{name}" in infos and infos[f"_{name}"][row]
+        }
+    )
+
+
+def final_numbers(info: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers and bools in the info of an episode's last step, as floats; at most 20."""
+    numbers: dict[str, float] = {}
+    for name, value in info.items():
+        is_number = isinstance(value, _NUMBERS) and isinstance(name, str) and name.isprintable()
+        if is_number and len(numbers) < MAX_INFOS and math.isfinite(value):
+            numbers[name] = float(value)
+    return numbers
+
+
+def info_means(episodes: Sequence[Episode], names: Sequence[str] | None = None) -> dict[str, float]:
+    """The mean of each number in the infos, over the episodes that have it.
+
+    ``names`` None: those of the first episodes, at most 20.
+    """
+    if names is None:
+        names = list(dict.fromkeys(name for each in episodes for name in each.infos))[:MAX_INFOS]
+    means = {}
+    for name in names:
+        values = [each.infos[name] for each in episodes if name in each.infos]
+        if values:
+            means[name] = float(np.mean(values))
+    return means
 
 
 def counts_episodes(env: gym.Env[Any, Any]) -> bool:

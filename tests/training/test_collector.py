@@ -20,6 +20,7 @@ from vec_envs import forked
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.recurrent import Recurrent
 from ml_pipeline.envs.vec_env import SerialEnv
+from ml_pipeline.protocols import Episode
 from ml_pipeline.training.checks import BadValueError
 from ml_pipeline.training.collector import Collector
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
@@ -196,7 +197,7 @@ def test_episodes_are_counted_from_the_infos_if_the_env_reports_them() -> None:
     stats = Played(env, 12, infos_have_episodes=True).collect()
 
     # 12 steps are 6 lives of 2 steps each, which are two games of 3 lives.
-    assert [tuple(episode) for episode in stats.episodes] == [(6.0, 6, 1), (6.0, 6, 1)]
+    assert stats.episodes == [Episode(6.0, 6, 1, {"life": 3.0})] * 2
 
 
 def test_an_env_with_another_autoreset_mode_is_refused() -> None:
