@@ -247,6 +247,8 @@ class Algorithm(NamedTuple):
     make_trainer: Callable[[Any, Envs, Any, Place], Trainer]
     # Explains what needs memory and how to reduce it: (agent, config, n_envs, tensor_envs) -> text
     memory_advice: Callable[[Any, Any, int, bool], str] = lambda *_: "use fewer envs"
+    # Loads what another agent has learnt from its state; the optimiser stays new. For init_from=
+    start_from: Callable[[Any, StateDict], None] | None = None
 
 
 class Callback:

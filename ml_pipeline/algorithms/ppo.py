@@ -8,7 +8,8 @@ from ml_pipeline.agents.observations import batched
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
-from ml_pipeline.protocols import Algorithm, Envs, NetworkBuilder, Place, Spaces
+from ml_pipeline.protocols import Algorithm, Envs, NetworkBuilder, Place, Spaces, StateDict
+from ml_pipeline.runs.checkpoint import first_difference
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.collector import Collector
 from ml_pipeline.training.contracts import RolloutCollector
@@ -71,4 +72,14 @@ def explain_memory(agent: PPOAgent, config: PPOConfig, n_envs: int, tensor_envs:
     )
 
 
-PPO = Algorithm(PPOConfig, make_agent, make_trainer, explain_memory)
+def start_from(agent: PPOAgent, state: StateDict) -> None:
+    """Load network and observation normaliser of another agent; Adam and noise stay new."""
+    own = agent.state_dict()
+    learnt = {name: state.get(name) for name in ("spaces", "model")}
+    difference = first_difference({name: own[name] for name in learnt}, learnt)
+    if difference is not None:
+        raise ValueError(difference)
+    agent.load_state_dict({**own, **learnt})
+
+
+PPO = Algorithm(PPOConfig, make_agent, make_trainer, explain_memory, start_from)

@@ -81,6 +81,7 @@ class TrainConfig:
     device: str = "auto"
     compile: str = "auto"  # or off, or graph: compile and capture the work on a GPU
     precision: str = "float32"  # of matrix products on a GPU; tf32 and bf16 are faster
+    init_from: Optional[str] = None  # a run folder: a new run starts with its weights
     resume: Optional[str] = None  # a run folder
     trust: bool = False  # resume a folder of another user, which can run any code
     objective: str = MEAN_RETURN  # the metric that sweeps maximise

@@ -112,6 +112,8 @@ def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     ]
     if "experiment" in named:
         raise ConfigError("experiment= cannot be combined with resume=; name single keys")
+    if "init_from" in named:
+        raise ConfigError("init_from= cannot be combined with resume=; choose one of them")
     # Never from the folder: otherwise its author decides whether to trust it.
     base.trust = cfg.trust
     if "total_steps" in named and "num_episodes" not in named:

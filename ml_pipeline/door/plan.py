@@ -26,6 +26,7 @@ from ml_pipeline.door.parts import (
     mask_key,
     torch_threads,
 )
+from ml_pipeline.door.warm_start import started_from
 from ml_pipeline.envs.choice import choose_n_envs
 from ml_pipeline.envs.factory import EnvFactory, try_env
 from ml_pipeline.envs.snapshots import why_no_snapshot
@@ -108,6 +109,8 @@ def make_plan(
         with misfit_explained(run_folder):
             check_fits(agent.state_dict(), state["agent"], "agent")
             agent.load_state_dict(state["agent"])
+    elif config.init_from is not None:
+        config = started_from(config, agent, RUN_ROOT)
     if tensor_env is not None:
         _check_tensor_env(config, first_env, agent)
     config, remark = _with_n_envs(config, first_env, agent, place, is_tensor=tensor_env is not None)
