@@ -15,11 +15,17 @@ from ml_pipeline.extras import import_extra
 from ml_pipeline.runs.console import python_command
 from ml_pipeline.runs.run_folder import RunFolder
 
+# How a run is computed and recorded; the rest is a hyperparameter.
+_NOT_HYPERPARAMETERS = (
+    *("callbacks", "logger", "vec_env", "resume", "trust", "objective", "best_metric"),
+    *("device", "compile", "env_name", "agent_name"),
+)
+
 
 class TensorBoardLogger:
-    """Scalars and histograms in the folder tensorboard/ of the run."""
+    """Scalars, histograms and hyperparameters in the folder tensorboard/ of the run."""
 
-    def __init__(self, run: RunFolder, env_steps: int) -> None:
+    def __init__(self, run: RunFolder, run_config: Mapping[str, Any], env_steps: int) -> None:
         """``env_steps``: where the run resumes; TensorBoard hides older points after it."""
         import_extra("tensorboard", needed_by="logger=tensorboard")
         from torch.utils.tensorboard import SummaryWriter
@@ -27,8 +33,22 @@ class TensorBoardLogger:
         folder = run.path / "tensorboard"
         purge = env_steps + 1 if env_steps else None
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge)
+        self._write_hyperparameters(run_config)
         self.status = f"TensorBoard in {folder}"
         self.hint = f"look with: {python_command()} -m tensorboard.main --logdir {folder}"
+
+    def _write_hyperparameters(self, run_config: Mapping[str, Any]) -> None:
+        """Declare them with two metrics; the HPARAMS tab shows the last scalar of each.
+
+        ``add_hparams`` of torch would write them as a second run in a subfolder.
+        """
+        from torch.utils.tensorboard.summary import hparams
+
+        shown = {key: run_config[key] for key in run_config if key not in _NOT_HYPERPARAMETERS}
+        metrics = dict.fromkeys((run_config["objective"], run_config["best_metric"]), 0.0)
+        experiment, start, _ = hparams(_flat(shown), metrics)  # type: ignore[no-untyped-call]
+        for summary in (experiment, start):
+            self._writer.file_writer.add_summary(summary)
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
         for name, value in metrics.items():
@@ -41,6 +61,19 @@ class TensorBoardLogger:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys, and only the types that TensorBoard accepts."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, bool):  # torch would write it as a number
+            flat[f"{prefix}{key}"] = str(value).lower()
+        elif value is not None:
+            flat[f"{prefix}{key}"] = value if isinstance(value, (int, float)) else str(value)
+    return flat
 
 
 class TrackioLogger:

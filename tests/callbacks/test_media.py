@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from conftest import Capture, error_line, read_rows, small, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
 from wandb.proto import wandb_internal_pb2
 
 from ml_pipeline.__main__ import main
@@ -57,6 +58,32 @@ def test_tensorboard_has_the_rows_of_metrics_csv_without_duplicates_after_a_resu
     values = [float(row["loss/policy"]) for row in rows]
     assert [each.value for each in logged] == pytest.approx(values)
     assert sorted(events.Tags()["histograms"]) == ["rollout/actions", "rollout/advantages"]
+
+
+def test_tensorboard_has_the_hyperparameters_and_the_names_of_their_metrics(here: Path) -> None:
+    settings = [*small(logger="tensorboard"), "best_metric=loss/value", "agent.gamma=0.9"]
+    run = train(settings).run_dir
+    train([f"resume={run}", "total_steps=128"])
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    content = {
+        tag: events.SummaryMetadata(f"_hparams_/{tag}").plugin_data.content
+        for tag in ("session_start_info", "experiment")
+    }
+    start = metadata.parse_session_start_info_plugin_data(content["session_start_info"])
+    assert start.hparams["agent.gamma"].number_value == 0.9
+    assert start.hparams["network.hidden_sizes"].string_value == "[64, 64]"
+    assert start.hparams["agent.normalize_obs"].string_value == "false"
+    assert start.hparams["env.id"].string_value == "CartPole-v1"
+    assert not any(name.startswith(("logger", "callbacks", "device")) for name in start.hparams)
+    experiment = metadata.parse_experiment_plugin_data(content["experiment"])
+    names = [info.name.tag for info in experiment.metric_infos]
+    assert names == ["rollout/episode_return_mean_100", "loss/value"]
+    for name in names:  # TensorBoard shows the last value of the scalar of this name
+        last = float(read_rows(run)[-1][name])
+        assert events.Scalars(name)[-1].value == pytest.approx(last)
+    assert [path.name for path in (run / "tensorboard").iterdir() if path.is_dir()] == []
 
 
 def test_trackio_stores_a_run_on_this_machine(
