@@ -31,7 +31,6 @@ from ml_pipeline.door.parts import (
     torch_threads,
 )
 from ml_pipeline.door.plan import RunPlan, make_plan
-from ml_pipeline.envs.factory import close_env
 from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Agent, Callback
@@ -92,7 +91,8 @@ def run(
             cfg = resumed_config(cfg, overrides)
         plan = make_plan(checked_config(cfg), callbacks=callbacks, folder=folder)
         device = plan.place.device
-        stack.callback(close_env, plan.first_env)
+        for callback in plan.callbacks.values():
+            stack.callback(callback.close)
         stack.enter_context(torch_threads(device))
         stack.enter_context(precision_of_products(plan.config.precision, device))
         signals = stack.enter_context(StopSignals(on_wait=say_stopping))

@@ -27,9 +27,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> None:
     import torch
 
-    from ml_pipeline.analysis.evaluate import MAX_EPISODE_STEPS, evaluate
+    from ml_pipeline.analysis.evaluate import evaluate
     from ml_pipeline.door.load import load_policy
     from ml_pipeline.door.parts import torch_threads
+    from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
     from ml_pipeline.envs.factory import close_env
 
     path = chosen_run(options.policy)

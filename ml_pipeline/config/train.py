@@ -41,6 +41,24 @@ class EnvConfig:
 
 
 @dataclass
+class EvalEnvConfig:
+    """What differs in the env of evaluations, videos and play: held-out data, unshaped rewards."""
+
+    id: Optional[str] = None  # with id or target, env.kwargs are not used
+    target: Optional[str] = None
+    kwargs: dict[str, Any] = field(default_factory=dict)  # replace those of env, key by key
+    wrappers: dict[str, Any] = field(default_factory=dict)  # as kwargs; null removes a wrapper
+
+    def applied_to(self, env: EnvConfig) -> EnvConfig:
+        """The env of evaluations, if ``env`` is that of training."""
+        wrappers = {**env.wrappers, **self.wrappers}
+        wrappers = {name: entry for name, entry in wrappers.items() if entry is not None}
+        if self.id or self.target:
+            return EnvConfig(self.id, self.target, self.kwargs, wrappers)
+        return EnvConfig(env.id, env.target, {**env.kwargs, **self.kwargs}, wrappers)
+
+
+@dataclass
 class VecEnvConfig:
     """Envs run in this process, in workers, or in both; see ``ParallelEnv`` for the keys."""
 
@@ -87,6 +105,7 @@ class TrainConfig:
     objective: str = MEAN_RETURN  # the metric that sweeps maximise
     best_metric: str = EVAL_RETURN  # the metric that decides which checkpoint is best
     env: EnvConfig = field(default_factory=EnvConfig)
+    eval_env: EvalEnvConfig = field(default_factory=EvalEnvConfig)
     agent: Any = field(default_factory=dict)  # an AgentConfig, of the class of its algorithm
     network: dict[str, Any] = field(default_factory=dict)  # a _target_ entry
     vec_env: VecEnvConfig = field(default_factory=VecEnvConfig)
@@ -123,6 +142,11 @@ class TrainConfig:
         fits = is_integer and 1 <= self.n_envs < 2**31
         check(fits, "n_envs", "auto, or at least 1", self.n_envs)
         return self.n_envs
+
+    @property
+    def evaluated_env(self) -> EnvConfig:
+        """The env of evaluations: ``env`` with the changes of ``eval_env``."""
+        return self.eval_env.applied_to(self.env)
 
     def suits(self, n_envs: int, *, recurrent: bool = False) -> bool:
         """Whether ``n_envs`` fits the minibatches and leaves the run at least ten iterations."""

@@ -45,7 +45,7 @@ class EpisodeStats:
         else:
             final = infos.get("final_info", {})
             episodes = [
-                Episode(float(self._return[i]), int(self._length[i]), 1, _row_numbers(final, i))
+                Episode(float(self._return[i]), int(self._length[i]), 1, row_numbers(final, i))
                 for i in ended
             ]
         self._return[ended] = 0.0
@@ -73,13 +73,13 @@ def _episodes_in(infos: Mapping[str, Any], ended: Sequence[int]) -> list[Episode
         return []
     episode, has_episode = final["episode"], final["_episode"]
     return [
-        Episode(float(episode["r"][i]), int(episode["l"][i]), 1, _row_numbers(final, i))
+        Episode(float(episode["r"][i]), int(episode["l"][i]), 1, row_numbers(final, i))
         for i in ended
         if has_episode[i]
     ]
 
 
-def _row_numbers(infos: Mapping[str, Any], row: int) -> dict[str, float]:
+def row_numbers(infos: Mapping[str, Any], row: int) -> dict[str, float]:
     """``final_numbers`` of one env in a vector env's infos: arrays, and masks named ``_key``."""
     return final_numbers(
         {

@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import optuna
@@ -20,7 +21,7 @@ from omegaconf import DictConfig
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from ml_pipeline.analysis.evaluate import Evaluation, evaluate
+from ml_pipeline.analysis.evaluate import Evaluation, evaluate_batch
 from ml_pipeline.build import RunResult
 from ml_pipeline.build import run as run_once
 from ml_pipeline.callbacks.pruning import Pruning
@@ -257,8 +258,9 @@ def evaluate_run(
     """
     trained = load_agent(path, checkpoint, trust=trust)
     try:
-        return evaluate(
-            trained.agent, trained.env, n_episodes=n_episodes, seed=seed, deterministic=True
-        )
+        with closing(trained.make_envs(n_envs=min(n_episodes, 8))) as envs:
+            return evaluate_batch(
+                trained.agent, envs, n_episodes=n_episodes, seed=seed, deterministic=True
+            )
     finally:
         close_env(trained.env)

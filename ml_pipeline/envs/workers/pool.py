@@ -11,14 +11,19 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker, util
 from typing import Any
 
 import cloudpickle
 
 from ml_pipeline.envs.workers.channel import CALL, DONE, NO_SPIN, RESULT, Spin, ready
-from ml_pipeline.envs.workers.errors import AnswerPendingError, WorkerStartError, env_names
+from ml_pipeline.envs.workers.errors import (
+    AnswerPendingError,
+    WorkerError,
+    WorkerStartError,
+    env_names,
+)
 from ml_pipeline.envs.workers.handle import (
     CHECK_SECONDS,
     CLOSE_SECONDS,
@@ -64,8 +69,10 @@ class WorkerPool:
                 new.append(self._start_one(rows, f"{len(new) + 1} of {len(rows_of_workers)}"))
             seconds = self.answer_seconds
             self._collect(new, None if seconds is None else max(seconds, _START_SECONDS))
-        except BaseException:
+        except BaseException as error:
             end_workers(new, 0.0)
+            if isinstance(error, WorkerError) and not isinstance(error, WorkerStartError):
+                raise WorkerStartError(f"{error}; it had not started yet") from error
             raise
         return new
 
@@ -199,6 +206,22 @@ class WorkerPool:
         """Let the workers close their envs, then kill those that need longer."""
         end_workers(self.workers, seconds)
         self._finalizer.cancel()
+
+
+def call_in_worker(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    *,
+    start_method: StartMethod,
+    seconds: float | None,
+) -> Any:
+    """The result of ``function`` in a new worker; a crash or a hang there is a ``WorkerError``."""
+    pool = WorkerPool(start_method, seconds)
+    try:
+        pool.workers += pool.start([[0]])
+        return pool.ask(pool.workers, "run", [(function, arguments)])[0]
+    finally:
+        pool.end()
 
 
 def _raise_first(workers: Sequence[WorkerHandle], raise_losses: bool) -> None:
