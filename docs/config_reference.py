@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the config dataclasses and the comments in conf/.
+"""Writes docs/config.md from the config dataclasses, the classes in conf/ and its comments.
 
 python docs/config_reference.py > docs/config.md     (a test checks that the page is up to date)
 """
@@ -11,16 +11,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from ml_pipeline.agents.image_networks import CNN
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.config.train import EnvConfig, EvalEnvConfig, TrainConfig, VecEnvConfig
 from ml_pipeline.protocols import Callback
+from ml_pipeline.targets import import_dotted
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
 HEAD = """# Config reference
 
-Every key with its type, default and comment. `python docs/config_reference.py` generates this
-page from `ml_pipeline/config/` and `conf/`. On the command line, use:
+Every key with its type, default and comment, every [hook](#hooks) of a callback and every
+[metric](#metrics). `python docs/config_reference.py` generates this page from
+`ml_pipeline/config/` and `conf/`. On the command line, use:
 
 | syntax | effect |
 |---|---|
@@ -41,13 +46,90 @@ GROUPS = (
     ("vec_env.", VecEnvConfig, "vec_env/auto.yaml", "How the envs run"),
 )
 
+# Parameters that the run passes; they are not keys.
+PASSED = (
+    *("observation_space", "run", "make_env", "vec_env", "seed", "device", "best_metric"),
+    *("run_config", "sweep", "env_steps"),
+)
+
+EACH, EVALUATION = "each iteration", "after an evaluation"
+# Name, meaning, and when it is logged.
+METRICS = (
+    ("env_steps", "env steps so far, over all envs: the x-axis", EACH),
+    ("iteration", "iterations so far", EACH),
+    ("n_envs", "number of envs", EACH),
+    ("n_completed_episodes", "episodes that ended in this iteration", EACH),
+    ("rollout/episode_return", "mean return of these episodes", "if an episode ended"),
+    ("rollout/episode_length", "mean length of these episodes", "if an episode ended"),
+    (
+        "rollout/episode_return_mean_100",
+        "mean return of the last 100 episodes",
+        "after the first episode",
+    ),
+    (
+        "rollout/episode_length_mean_100",
+        "mean length of the last 100 episodes",
+        "after the first episode",
+    ),
+    ("rollout/total_episodes", "episodes so far", EACH),
+    (
+        "rollout/info/NAME",
+        "mean over the last 100 episodes of a number or bool in the info of the last step, such as "
+        "`is_success`; at most 20 names",
+        "if the env reports it; not for tensor envs",
+    ),
+    ("loss/policy", "policy loss, mean over the gradient steps", EACH),
+    ("loss/value", "value loss, before `value_coef`, mean over the gradient steps", EACH),
+    ("loss/grad_norm", "norm of the gradient before clipping, mean", EACH),
+    (
+        "loss/skipped_updates",
+        "gradient steps that were skipped, because a value was not finite",
+        "if any; needs `agent.on_nonfinite=skip`",
+    ),
+    ("policy/entropy", "entropy of the policy, mean", EACH),
+    ("policy/approx_kl", "estimated KL divergence from the policy of the rollout, mean", EACH),
+    ("policy/clip_fraction", "share of samples whose ratio was outside `clip_range`", EACH),
+    ("policy/learning_rate", "learning rate of this iteration", EACH),
+    ("policy/n_epochs", "epochs that ran; fewer than `n_epochs` after `max_kl`", EACH),
+    (
+        "value/explained_variance",
+        "1 - variance of the value error / variance of the returns; 1 is perfect",
+        EACH,
+    ),
+    ("eval/episode_return", "mean return of the greedy episodes", EVALUATION),
+    ("eval/episode_return_std", "their standard deviation", EVALUATION),
+    ("eval/episode_length", "their mean length", EVALUATION),
+    ("eval/n_cut_episodes", "episodes that did not end and were cut", EVALUATION),
+    ("time/env_steps_per_second", "env steps of this iteration per second", EACH),
+    ("time/iteration_seconds", "duration of the iteration, without callbacks and logging", EACH),
+    ("time/collect_seconds", "the part of it that collects the rollout", EACH),
+    ("workers/busy", "share of the collection that workers spend in their envs", "with workers"),
+    ("workers/rss_mb", "resident memory of the largest worker", "with workers"),
+    ("gpu/memory_mb", "GPU memory that torch has reserved", "on a GPU, once a second"),
+    (
+        "gpu/utilization",
+        "share of the last second in which the GPU was busy",
+        "on a GPU, once a second; needs the extra `gpu`",
+    ),
+    ("rollout/actions", "histogram of the actions", "W&B and TensorBoard, `callbacks.media`"),
+    ("rollout/advantages", "histogram of the advantages", "W&B and TensorBoard, `callbacks.media`"),
+)
+
 CHOICES = ("env", "network", "vec_env", "logger", "callbacks", "experiment", "sweep")
 
 
 def comments(path: Path) -> dict[str, str]:
-    """The trailing comment of each key in a YAML file."""
-    found = re.findall(r"^(\w+):[^#\n]*#\s*(.+)$", path.read_text(), flags=re.MULTILINE)
-    return dict(found)
+    """The trailing comment of each key in a YAML file; nested keys are dotted."""
+    found: dict[str, str] = {}
+    parents: list[str] = []
+    for line in path.read_text().splitlines():
+        match = re.match(r"( *)(\w+):([^#]*)(?:#\s*(.+))?$", line)
+        if match is not None:
+            indent, name, _, comment = match.groups()
+            parents = [*parents[: len(indent) // 2], name]
+            if comment:
+                found[".".join(parents)] = comment
+    return found
 
 
 def shown(value: Any) -> str:
@@ -75,6 +157,63 @@ def section(prefix: str, kind: type[Any], file: str, title: str) -> str:
     return "\n".join(lines)
 
 
+def parts(group: str, title: str, *, named: bool) -> str:
+    """The keys of the classes in conf/<group>/; ``named``: a file holds several, each with a name.
+
+    A file that adds to default.yaml repeats none of its keys.
+    """
+    lines = [f"\n## {title}"]
+    for path in sorted((CONF / group).glob("*.yaml")):
+        content = yaml.safe_load(path.read_text()) or {}
+        content.pop("defaults", None)
+        entries = content if named else {"": content}
+        for name, entry in entries.items():
+            if entry.get("_target_", "???") == "???":
+                continue  # network=own, whose class the user names
+            target = import_dotted(entry["_target_"], key=group)
+            place = f"{group}.{name}" if named else group
+            prefix = f"{name}." if named else ""
+            notes = {key.removeprefix(prefix): text for key, text in comments(path).items()}
+            about = str(inspect.getdoc(target)).splitlines()[0]
+            lines.append(f"\n### `{group}={path.stem}`: {target.__name__}\n\n{about}\n")
+            lines += ["| key | type | default | comment |", "|---|---|---|---|"]
+            rows = part_rows(place, target, entry, notes)
+            lines += rows or [f"| `{place}` | | | no keys |"]
+    return "\n".join(lines)
+
+
+def part_rows(
+    prefix: str, target: Any, entry: dict[str, Any], notes: dict[str, str], inner: str = ""
+) -> list[str]:
+    """One row per parameter; the default is that of the file, if it has the key."""
+    rows: list[str] = []
+    for name, parameter in inspect.signature(target).parameters.items():
+        if name in PASSED or "Callable" in str(parameter.annotation):
+            continue
+        value, key = entry.get(name, parameter.default), f"{inner}{name}"
+        if isinstance(value, dict):
+            nested = import_dotted(value["_target_"], key=key) if "_target_" in value else CNN
+            rows.append(row(f"{prefix}.{name}", parameter.annotation, "below", notes.get(key)))
+            rows += part_rows(f"{prefix}.{name}", nested, value, notes, f"{key}.")
+        else:
+            rows.append(row(f"{prefix}.{name}", parameter.annotation, value, notes.get(key)))
+    return rows
+
+
+def row(key: str, annotation: Any, default: Any, comment: str | None) -> str:
+    kind = str(annotation).replace(" | None", " or null").replace("|", "\\|")
+    kind = kind.replace("Sequence[", "list[").replace("Mapping[", "dict[")
+    about = (comment or "").replace("|", "\\|")
+    return f"| `{key}` | {kind} | {shown(default)} | {about} |"
+
+
+def metrics() -> str:
+    lines = ["\n## Metrics\n", "The columns of `metrics.csv`, and the curves of every logger."]
+    lines += ["", "| metric | meaning | when |", "|---|---|---|"]
+    lines += [f"| `{name}` | {meaning} | {when} |" for name, meaning, when in METRICS]
+    return "\n".join(lines)
+
+
 def choices() -> str:
     lines = ["\n## Options by name\n", "| group | options |", "|---|---|"]
     for group in CHOICES:
@@ -96,7 +235,12 @@ def hooks() -> str:
 
 def page() -> str:
     keys = [section(*group) for group in GROUPS]
-    return "\n".join([HEAD.rstrip(), *keys, choices(), hooks()])
+    more = [
+        parts("network", "Networks", named=False),
+        parts("callbacks", "Callbacks", named=True),
+        parts("logger", "Loggers", named=True),
+    ]
+    return "\n".join([HEAD.rstrip(), *keys, *more, choices(), hooks(), metrics()])
 
 
 if __name__ == "__main__":

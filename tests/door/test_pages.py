@@ -12,6 +12,7 @@ import pytest
 from conftest import REPOSITORY, call, read_rows, small
 
 from ml_pipeline.build import train
+from ml_pipeline.door.compose import compose_config
 
 README = REPOSITORY / "README.md"
 DOCS = REPOSITORY / "docs"
@@ -69,6 +70,63 @@ def test_config_reference_matches_the_dataclasses() -> None:
     page = runpy.run_path(str(DOCS / "config_reference.py"))["page"]()
 
     assert (DOCS / "config.md").read_text() == page + "\n"
+
+
+GROUP_METRIC = re.compile(r'"((?:rollout|loss|policy|value|eval|time|workers|gpu)/\w+)"')
+
+
+def documented_metrics() -> set[str]:
+    table = (DOCS / "config.md").read_text().partition("\n## Metrics\n")[2]
+    return set(re.findall(r"^\| `([\w/]+)` \|", table, flags=re.MULTILINE))
+
+
+def test_every_metric_of_a_run_or_in_the_code_is_documented_and_no_other(here: Path) -> None:
+    in_code = {
+        name
+        for path in (REPOSITORY / "ml_pipeline").rglob("*.py")
+        for name in GROUP_METRIC.findall(path.read_text())
+    }
+    settings = [["env.target=tiny_envs.ScoringEnv", "vec_env=parallel"], ["env=torch_cartpole"]]
+    logged: set[str] = set()
+    for each in settings:
+        run = train([*small(), *each]).run_dir
+        header = (run / "metrics.csv").read_text().splitlines()[0]
+        logged |= {re.sub(r"^(\w+/info)/.+", r"\1/NAME", name) for name in header.split(",")}
+
+    assert "workers/busy" in logged
+    assert in_code | logged == documented_metrics()
+
+
+def test_config_page_has_the_keys_of_every_part_and_no_other() -> None:
+    page = (DOCS / "config.md").read_text()
+    documented = set(re.findall(r"^\| `((?:callbacks|logger)\.\w+\.\w+)` \|", page, re.MULTILINE))
+    composed = compose_config(
+        ["callbacks=[scaling,video,early_stopping]", "logger=[wandb,tensorboard,trackio]"]
+    )
+
+    keys = {
+        f"{group}.{name}.{key}"
+        for group in ("callbacks", "logger")
+        for name, entry in composed[group].items()
+        for key in entry
+        if key != "_target_"
+    }
+    assert documented == keys
+
+
+def test_quickstart_has_every_extra_and_its_command() -> None:
+    listed = (
+        (REPOSITORY / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")
+    )
+    extras = re.findall(r"^(\w+) = \[", listed[2].partition("\n[")[0], flags=re.MULTILINE)
+    table = (DOCS / "quickstart.md").read_text().partition("\n## Extras\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| `(.+?)`", table, flags=re.MULTILINE)
+
+    assert sorted(name for name, _ in rows) == sorted(extras)
+    for name, command in rows:
+        expected = "make box2d" if name == "box2d" else f'pip install -e ".[{name}]"'
+        assert command == expected
+    assert "\nbox2d: " in (REPOSITORY / "Makefile").read_text()
 
 
 def code_blocks(page: str) -> list[str]:
