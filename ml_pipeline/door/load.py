@@ -53,7 +53,9 @@ def load_agent(
     render_mode: str | None = None,
     trust: bool = False,
 ) -> TrainedAgent:
-    """The agent of a run folder, on the CPU; ``checkpoint`` None: the best if there is one.
+    """The agent of a run folder or checkpoint file, on the CPU.
+
+    ``checkpoint`` None: the file's, or the best if there is one.
 
     ``trust`` accepts a config of another user that names their own classes, which run code.
     """
@@ -88,7 +90,7 @@ def load_policy(
 
     ``trust`` accepts files of another user that can run code.
     """
-    if os.path.isdir(path):
+    if os.path.isdir(path) or named_checkpoint(path) is not None:
         trained = load_agent(path, render_mode=render, trust=trust)
         return trained.agent, trained.env, trained.env_name
     policy = ExportedPolicy.load(path, trust=trust)

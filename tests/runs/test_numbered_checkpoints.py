@@ -79,6 +79,8 @@ def test_evaluate_names_a_checkpoint_by_name_or_path(run: Path, capsys: Capture)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("CartPole-v1, checkpoint step_128 of env step 128")
     assert lines[:2] == lines[2:]
+    assert main(["play", by_path[1], "--episodes", "1"]) == 0
+    assert "CartPole-v1" in capsys.readouterr().out
     assert main(["evaluate", str(run), "--checkpoint", "step_32"]) == 1
     expected = f"{run} has no checkpoint step_32; it has best, latest, step_128, step_160, step_96"
     assert capsys.readouterr().err == f"{expected}\n"
