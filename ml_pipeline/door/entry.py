@@ -6,6 +6,7 @@ functions.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -59,12 +60,12 @@ def train(command_line: Sequence[str]) -> None:
         failure = failed.error
     except HydraException as error:
         raise ConfigError(explained(error)) from error
-    except UserError:
-        sys.exit(1)  # a job of a sweep failed; its error is already printed
     finally:
-        SweepReport.tell()
+        n_failed = SweepReport.tell()
     if failure is not None:
         raise failure
+    if n_failed:
+        sys.exit(1)  # the errors are already printed
 
 
 def _own_folder(command_line: Sequence[str]) -> list[str]:
@@ -98,7 +99,10 @@ def _run(cfg: DictConfig) -> float:
 
 
 def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
-    """One job of a sweep, recorded in the folder of the sweep, with its share of the cores."""
+    """One job of a sweep, recorded in the folder of the sweep, with its share of the cores.
+
+    Returns nan if the job failed.
+    """
     from ml_pipeline import build
     from ml_pipeline.door.plan import RUN_ROOT
     from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
@@ -119,8 +123,7 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     except Interrupted as stop:
         raise SystemExit(stop.exit_code) from None
     except UserError as error:
-        # Hydra reports a failed job after all others; report it now as well.
+        # Not raised: Hydra would print its own lines around it.
         print(f"job {job.job.num} failed: {error}", file=sys.stderr, flush=True)
-        # Launchers pickle the error, and not every subclass can be pickled.
-        raise UserError(str(error)) from error
+        return math.nan
     return result.objective

@@ -172,4 +172,4 @@ def _check_point(cfg: DictConfig, point: Mapping[str, Any]) -> None:
     try:
         checked_config(cfg)
     except ConfigError as error:
-        raise _space_error(first_line(error)) from error
+        raise _space_error(str(error)) from error

@@ -29,7 +29,7 @@ from ml_pipeline.door.compose import checked_config, compose_config, stored_conf
 from ml_pipeline.door.load import load_agent
 from ml_pipeline.door.plan import RUN_ROOT
 from ml_pipeline.envs.factory import close_env
-from ml_pipeline.errors import UserError, first_line
+from ml_pipeline.errors import UserError, one_line
 from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.protocols import Callback
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path, load_checkpoint
@@ -157,8 +157,10 @@ def _run(study: optuna.Study, settings: StudySettings, trial: Trial) -> None:
         trial.set_user_attr("stopped", True)
         raise
     except Exception as error:  # an env, a network or a disk failed; other trials may succeed
-        reason = first_line(error)
-        if not isinstance(error, UserError):
+        reason = one_line(error)
+        if isinstance(error, UserError):
+            say(str(error))  # to the log, with the traceback of an env
+        else:
             traceback.print_exc()
             reason = f"{type(error).__name__}: {reason}"
         trial.set_user_attr("error", reason)

@@ -331,6 +331,36 @@ def test_resumed_run_does_not_report_a_point_again(here: Path) -> None:
     assert study.trials[0].intermediate_values == {1: 7.0, 2: 60.0}
 
 
+LATE_ERROR = """
+from tiny_envs import CountingEnv
+
+class Fragile(CountingEnv):
+    left = 20
+
+    def step(self, action):
+        self.left -= 1
+        if not self.left:
+            raise ValueError("puck left the table\\nat x=3; lower env.kwargs.speed")
+        return super().step(action)
+"""
+
+
+def test_failed_trial_is_shown_with_its_whole_error(here: Path, space: str) -> None:
+    (here / "fragile.py").write_text(LATE_ERROR)
+    settings = [*small(), "env.target=fragile.Fragile", "vec_env=serial", space, "n_trials=1"]
+
+    process = begin(here, "start", "bad", *settings)
+    output, _ = process.communicate(timeout=110)
+
+    assert process.returncode == 1
+    error = r"env \d \(seed \d+\) raised: ValueError: puck left the table; at x=3; lower env.kwargs"
+    trial, end = output.splitlines()[-2:]
+    assert re.match(f"trial 0: failed, {error}", trial)
+    assert re.match(f"study bad: all 1 trials failed: {error}", end)
+    (log,) = StudyFolder("bad").logs.iterdir()
+    assert "fragile.py" in log.read_text()  # the traceback
+
+
 @pytest.mark.slow
 def test_study_whose_first_trials_all_fail_stops_with_the_reason(here: Path, space: str) -> None:
     settings = [*small(), "env.id=Nope-v0", space, "n_trials=50"]
