@@ -113,8 +113,9 @@ def read_jobs(folder: Path) -> list[Job]:
 def job_runs(folder: Path) -> list[Path]:
     """The run folders of a sweep's jobs; a job that failed early has none on disk."""
     runs = [Path(job.run_dir) for job in read_jobs(folder) if job.run_dir is not None]
-    started_in = Path(*folder.resolve().parts[:-3])  # folder is runs/sweeps/<date>_<time>
-    return [run if run.is_dir() else started_in / run for run in runs]
+    # From another folder: a run is <run_root>/<env>/<name>, the sweep <run_root>/sweeps/<name>.
+    root = folder.resolve().parents[1]
+    return [run if run.is_dir() else root.joinpath(*run.parts[-2:]) for run in runs]
 
 
 def jobs_table(jobs: Sequence[Job]) -> Table:

@@ -194,3 +194,15 @@ class Frameless(CountingEnv):
 
     def render(self) -> None:
         return None
+
+
+class Wanderer(CountingEnv):
+    """Changes the current folder at each reset."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        os.chdir(self.folder)
+        return super().reset(seed=seed, options=options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ml_pipeline.commands._arguments import RUN_HELP, add_trust, chosen_run, integer
+from ml_pipeline.commands._arguments import RUN_HELP, add_root, add_trust, chosen_run, integer
 from ml_pipeline.errors import UserError
 
 HELP = "play episodes with a trained agent and print its returns"
@@ -27,6 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--video", action="store_true", help="record each episode as mp4")
     parser.add_argument("--render", choices=("human",), help="show the episodes in a window")
+    add_root(parser)
     add_trust(parser)
 
 
@@ -40,7 +41,7 @@ def run(options: Namespace) -> None:
     if options.video and options.render:
         raise UserError("--video and --render: an env renders in one way; choose one of them")
     render_mode = "rgb_array" if options.video else options.render
-    run_dir = chosen_run(options.run)
+    run_dir = chosen_run(options.run, options.root)
     trained = load_agent(run_dir, options.checkpoint, render_mode=render_mode, trust=options.trust)
     seed = options.seed
     if seed is None:

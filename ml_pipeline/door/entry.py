@@ -32,7 +32,7 @@ from ml_pipeline.door.exits import exit_code
 from ml_pipeline.door.explain import explained
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.console import user_command
-from ml_pipeline.runs.run_folder import RunFolder, stamped_name
+from ml_pipeline.runs.run_folder import stamped_name
 from ml_pipeline.sweeps import SweepReport, check_launcher
 
 
@@ -74,7 +74,7 @@ def _own_folder(command_line: Sequence[str]) -> list[str]:
         return []
     if any(word.startswith("hydra.sweep.dir=") for word in command_line):
         return []
-    return [f"hydra.sweep.dir=runs/sweeps/{stamped_name()}"]
+    return [f"hydra.sweep.dir=${{run_root}}/sweeps/{stamped_name()}"]
 
 
 class _FailedError(BaseException):
@@ -104,7 +104,7 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     Returns nan if the job failed.
     """
     from ml_pipeline import build
-    from ml_pipeline.door.plan import RUN_ROOT
+    from ml_pipeline.door.plan import new_folder
     from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
     from ml_pipeline.signals import Interrupted
     from ml_pipeline.sweeps import end_with_parent, noted_job, share_of_cores
@@ -116,7 +116,7 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     try:
         with noted_job(folder, job.job.num, overrides) as note:
             find_modules_in_cwd()
-            run = RunFolder.unused(RUN_ROOT, checked_config(cfg).env.name)
+            run = new_folder(checked_config(cfg))
             note.started(cfg.resume or run.path)
             result = build.run(cfg, overrides, sweep=folder.name, folder=run)
             note.finished(result.objective)

@@ -62,6 +62,8 @@ def _choice(word: str, known: Sequence[str], prefix: str = "") -> str:
 def _wrong_type(message: str) -> str:
     if "is not a valid bool" in message:
         return "must be true or false"
+    if "is not a ListConfig" in message:
+        return "must be a list, as in [a,b]"
     wanted = re.search(r"could not be converted to (\w+)", message)
     if wanted and wanted[1] in _TYPES:
         return f"must be {_TYPES[wanted[1]]}"

@@ -53,10 +53,12 @@ class Record:
     ) -> None:
         """``env_steps`` is where the run resumes; ``loggers`` are added to CSV and console."""
         self.run = run
+        # Found now: an env may call os.chdir.
+        self._programs = {name: user_command(name) for name in ("evaluate", "train", "compare")}
         self._facts = dict(facts)
         self._total_steps = total_steps
         self._started = time.monotonic()
-        self._overrides = list(overrides)
+        self._command = typed_training() or f"train({list(overrides)})"
         before = run.read_summary()  # not empty if the run resumes
         try:
             self._seconds_before = float(before.get("seconds") or 0.0)
@@ -81,7 +83,7 @@ class Record:
     def begin(self, line: str) -> None:
         """Print the first lines and write a summary with the status running."""
         say(line)
-        say(f"run folder: {self.run.path}")
+        say(f"run folder: {self.run.shown}")
         self._say_logger_status()
         self.run.update_summary(
             {
@@ -89,7 +91,7 @@ class Record:
                 "status": "running",
                 "what_runs_where": line,
                 "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-                "commands": [*self._commands_before, self._command()],
+                "commands": [*self._commands_before, self._command],
                 "git_commit": self._note_code(),
                 "host": platform.node(),
                 "versions": {
@@ -135,7 +137,7 @@ class Record:
         saved = checkpoint_path(self.run, LATEST).is_file()
         if status == "finished":
             say(result)
-            say(f"run folder: {self.run.path}")
+            say(f"run folder: {self.run.shown}")
             for title, command in commands.items():
                 if saved or title == "compare":
                     say(f"{title + ':':<11} {command}")
@@ -145,7 +147,7 @@ class Record:
         elif saved:
             say(f"{result}; resume with: {commands['resume']}")
         else:
-            say(f"{result}; no checkpoint was saved in {self.run.path}")
+            say(f"{result}; no checkpoint was saved in {self.run.shown}")
 
     def close(self) -> None:
         """Close every logger and print each ``status``."""
@@ -166,15 +168,15 @@ class Record:
         return self._last.values.get(metric, math.nan)
 
     def _commands(self, *, complete: bool) -> dict[str, str]:
-        path = shlex.quote(str(self.run.path))
+        path = shlex.quote(str(self.run.shown))
         # Some characters have a meaning for Hydra unless they are quoted.
-        value = path if re.fullmatch(r"[\w./ '-]+", path) else shlex.quote(f'"{self.run.path}"')
+        value = path if re.fullmatch(r"[\w./ '-]+", path) else shlex.quote(f'"{self.run.shown}"')
         more = f" total_steps={2 * self._total_steps}" if complete else ""
-        siblings = shlex.quote(str(self.run.path.parent)) + "/*"
+        siblings = shlex.quote(str(self.run.shown.parent)) + "/*"
         return {
-            "evaluate": f"{user_command('evaluate')} {path} --deterministic",
-            "resume": f"{user_command('train')} resume={value}{more}",
-            "compare": f"{user_command('compare')} {siblings}",
+            "evaluate": f"{self._programs['evaluate']} {path} --deterministic",
+            "resume": f"{self._programs['train']} resume={value}{more}",
+            "compare": f"{self._programs['compare']} {siblings}",
         }
 
     def _note_code(self) -> str | None:
@@ -190,10 +192,6 @@ class Record:
             return commit
         write_text(self.run.changes, changes + "\n")
         return f"{commit}+"
-
-    def _command(self) -> str:
-        """The command line or Python call that started this process."""
-        return typed_training() or f"train({self._overrides})"
 
     def _say_logger_status(self) -> None:
         for logger in self._extra_loggers.values():

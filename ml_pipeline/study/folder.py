@@ -59,8 +59,9 @@ class StudyFolder:
         self.name = name
         self.path = STUDY_ROOT / name
         self.settings = self.path / "study.yaml"
-        self.journal = self.path / "journal.log"
-        self.trials = self.path / "trials"
+        # Absolute: used while envs run, which may call os.chdir.
+        self.journal = self.path.absolute() / "journal.log"
+        self.trials = self.path.absolute() / "trials"
         self.logs = self.path / "logs"
 
     @classmethod

@@ -27,7 +27,7 @@ from ml_pipeline.callbacks.pruning import Pruning
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.door.compose import checked_config, compose_config, stored_config
 from ml_pipeline.door.load import load_agent
-from ml_pipeline.door.plan import RUN_ROOT
+from ml_pipeline.door.plan import new_folder
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.errors import UserError, one_line
 from ml_pipeline.metrics import EVAL_RETURN
@@ -215,7 +215,7 @@ def _run_folder(trial: Trial, config: TrainConfig) -> RunFolder:
     path = trial.user_attrs.get("run_dir")
     if path is not None:
         return RunFolder(Path(path))
-    run = RunFolder.unused(RUN_ROOT, config.env.name)
+    run = new_folder(config)
     trial.set_user_attr("run_dir", str(run.path))
     return run
 

@@ -37,7 +37,7 @@ from conftest import (
 from ml_pipeline.door import entry
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
-from ml_pipeline.sweeps import SweepReport
+from ml_pipeline.sweeps import SweepReport, job_runs
 
 Command = Callable[..., int]
 
@@ -277,6 +277,22 @@ def test_failed_job_does_not_stop_the_sweep_and_makes_it_exit_with_1(
     assert len(output.err.splitlines()) == 1  # no lines of Hydra
     assert "1 of 2 jobs finished" in output.out
     assert len(list(here.glob("runs/CartPole-v1/*"))) == 1
+
+
+def test_sweep_is_written_below_run_root_even_if_the_env_changes_the_folder(
+    command: Command, here: Path
+) -> None:
+    (here / "elsewhere").mkdir()
+    env = ["env.target=own_parts.Wanderer", f"+env.kwargs.folder={here}/elsewhere"]
+
+    assert command("-m", "seed=1,2", "run_root=my/runs", *small(), *env, "vec_env=serial") == 0
+
+    (sweep,) = here.glob("my/runs/sweeps/*")
+    assert set(here.glob("my/runs/Wanderer/*")) == {run.resolve() for run in job_runs(sweep)}
+    assert len(job_runs(sweep)) == 2
+    assert not list((here / "elsewhere").iterdir())
+    os.chdir(here / "elsewhere")
+    assert [run.is_dir() for run in job_runs(sweep)] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -362,6 +362,23 @@ def test_failed_trial_is_shown_with_its_whole_error(here: Path, space: str) -> N
 
 
 @pytest.mark.slow
+def test_env_that_changes_the_folder_does_not_move_a_study(here: Path, space: str) -> None:
+    (here / "elsewhere").mkdir()
+    env = ["env.target=own_parts.Wanderer", f"+env.kwargs.folder={here}/elsewhere"]
+    evaluation = ["vec_env=serial", "callbacks.evaluation.eval_every_steps=32"]
+
+    complete(here, "moved", *small(), *env, *evaluation, space, "n_trials=2", "run_root=my/runs")
+
+    trials = trials_of("moved")
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 2
+    assert [len(trial.intermediate_values) for trial in trials] == [1, 1]
+    assert {Path(trial.user_attrs["run_dir"]) for trial in trials} == set(
+        Path().glob("my/runs/Wanderer/*")
+    )
+    assert not list((here / "elsewhere").iterdir())
+
+
+@pytest.mark.slow
 def test_study_whose_first_trials_all_fail_stops_with_the_reason(here: Path, space: str) -> None:
     settings = [*small(), "env.id=Nope-v0", space, "n_trials=50"]
 
