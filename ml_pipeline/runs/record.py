@@ -6,7 +6,6 @@ import math
 import platform
 import re
 import shlex
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,8 +20,7 @@ from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
 from ml_pipeline.runs.console import ConsoleLogger, say, typed_training, user_command
 from ml_pipeline.runs.loggers import CsvLogger, last_values
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
-
-_REPOSITORY = Path(__file__).resolve().parents[2]
+from ml_pipeline.runs.source_code import Code, package_code, user_code
 
 
 class LastValues:
@@ -54,6 +52,7 @@ class Record:
         """``env_steps`` is where the run resumes; ``loggers`` are added to CSV and console."""
         self.run = run
         # Found now: an env may call os.chdir.
+        self._started_in = Path.cwd()
         self._programs = {name: user_command(name) for name in ("evaluate", "train", "compare")}
         self._facts = dict(facts)
         self._total_steps = total_steps
@@ -92,7 +91,8 @@ class Record:
                 "what_runs_where": line,
                 "started": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "commands": [*self._commands_before, self._command],
-                "git_commit": self._note_code(),
+                "git_commit": _noted(package_code(), self.run.changes),
+                "user_git_commit": _noted(user_code(self._started_in), self.run.user_changes),
                 "host": platform.node(),
                 "versions": {
                     "python": platform.python_version(),
@@ -179,20 +179,6 @@ class Record:
             "compare": f"{self._programs['compare']} {siblings}",
         }
 
-    def _note_code(self) -> str | None:
-        """The commit of this code, or None outside git.
-
-        With uncommitted changes it ends with +, and changes.diff contains the changes.
-        """
-        commit = _git("rev-parse", "HEAD")
-        if commit is None:
-            return None
-        changes = _git("diff", "HEAD")
-        if not changes:
-            return commit
-        write_text(self.run.changes, changes + "\n")
-        return f"{commit}+"
-
     def _say_logger_status(self) -> None:
         for logger in self._extra_loggers.values():
             status = getattr(logger, "status", None)
@@ -201,21 +187,13 @@ class Record:
                 self._printed_status.add(status)
 
 
-def _git(*command: str) -> str | None:
-    """The output of a git command on this repository; None without git or a repository."""
-    if not (_REPOSITORY / "pyproject.toml").is_file():
-        return None  # installed from a wheel: any repository around it is another project
-    try:
-        result = subprocess.run(
-            ["git", "-C", str(_REPOSITORY), *command],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+def _noted(code: Code | None, diff: Path) -> str | None:
+    """Write the changes of ``code``, if any, to the file ``diff``; returns its commit."""
+    if code is None:
         return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    if code.changes:
+        write_text(diff, code.changes)
+    return code.commit
 
 
 def _finite(value: float) -> float | None:

@@ -42,7 +42,8 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
         self.videos = path / "videos"
-        self.changes = path / "changes.diff"  # uncommitted changes of the code, if any
+        self.changes = path / "changes.diff"  # uncommitted changes of this package, if any
+        self.user_changes = path / "user_changes.diff"  # of the user's own repository, if any
 
     @classmethod
     def unused(cls, root: Path, env_name: str, name: str | None = None) -> RunFolder:
