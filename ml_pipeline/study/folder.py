@@ -48,6 +48,7 @@ class StudySettings(NamedTuple):
     n_trials: int
     seed: int
     objective: str
+    config_dir: str | None = None  # a folder of the user's own YAML files
 
 
 class StudyFolder:

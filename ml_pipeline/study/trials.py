@@ -25,7 +25,7 @@ from ml_pipeline.build import RunResult
 from ml_pipeline.build import run as run_once
 from ml_pipeline.callbacks.pruning import Pruning
 from ml_pipeline.config.train import TrainConfig
-from ml_pipeline.door.compose import checked_config, compose_config, stored_config
+from ml_pipeline.door.compose import checked_config, compose_config, stored_config, with_config_dir
 from ml_pipeline.door.load import load_agent
 from ml_pipeline.door.plan import new_folder
 from ml_pipeline.envs.factory import close_env
@@ -174,6 +174,7 @@ def _trained_value(study: optuna.Study, settings: StudySettings, trial: Trial) -
         *param_overrides(settings.space, trial.params),
         f"seed={trial.user_attrs['seed']}",
         f"objective={settings.objective}",
+        *with_config_dir(settings.config_dir),
     ]
     cfg = compose_config(overrides)
     config = checked_config(cfg)
