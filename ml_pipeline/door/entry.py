@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ml_pipeline.door.compose import (
     CONF,
@@ -58,7 +59,7 @@ def train(command_line: Sequence[str]) -> None:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
     except _FailedError as failed:
         failure = failed.error
-    except HydraException as error:
+    except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explained(error)) from error
     finally:
         n_failed = SweepReport.tell()

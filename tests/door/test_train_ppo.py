@@ -150,6 +150,8 @@ def test_own_yaml_files_are_found_in_the_config_dir(
         (["cartpole"], "cartpole: expected key=value"),
         (["~speed"], "Could not delete from config. 'speed' does not exist"),
         (["--config-dir", "nowhere"], "--config-dir "),
+        (["run_root=${nope}"], "run_root: Interpolation key 'nope' not found"),
+        (["-m", "run_root=${nope}", "seed=1,2"], "hydra.sweep.dir: Interpolation key 'nope'"),
         (["-m", "seed=1,two"], "seed=two: must be an integer"),
         (["--help", "agent.gamme=0.9"], "agent.gamme=0.9: unknown key"),
         (["resume=nowhere"], "nowhere"),
