@@ -376,6 +376,7 @@ class Fragile(CountingEnv):
 """
 
 
+@pytest.mark.slow
 def test_failed_trial_is_shown_with_its_whole_error(here: Path, space: str) -> None:
     (here / "fragile.py").write_text(LATE_ERROR)
     settings = [*small(), "env.target=fragile.Fragile", "vec_env=serial", space, "n_trials=1"]
