@@ -27,7 +27,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.table import Table
 
-from ml_pipeline.errors import UserError, last_line
+from ml_pipeline.errors import UserError, one_line
 from ml_pipeline.extras import missing_extra
 from ml_pipeline.runs.console import user_command, wide_console
 from ml_pipeline.runs.run_folder import write_text
@@ -78,7 +78,7 @@ class JobNote:
 
     def failed(self, error: BaseException) -> None:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        self._update(status="failed", error=kind + last_line(error))
+        self._update(status="failed", error=kind + one_line(error))
 
     def _update(self, **facts: Any) -> None:
         self.job = self.job._replace(**facts)
@@ -115,8 +115,9 @@ def read_jobs(folder: Path) -> list[Job]:
 def job_runs(folder: Path) -> list[Path]:
     """The run folders of a sweep's jobs; a job that failed early has none on disk."""
     runs = [Path(job.run_dir) for job in read_jobs(folder) if job.run_dir is not None]
-    started_in = Path(*folder.resolve().parts[:-3])  # folder is runs/sweeps/<date>_<time>
-    return [run if run.is_dir() else started_in / run for run in runs]
+    # From another folder: a run is <run_root>/<env>/<name>, the sweep <run_root>/sweeps/<name>.
+    root = folder.resolve().parents[1]
+    return [run if run.is_dir() else root.joinpath(*run.parts[-2:]) for run in runs]
 
 
 def jobs_table(jobs: Sequence[Job]) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
-from ml_pipeline.commands._arguments import RUN_HELP, add_trust, chosen_run, integer
+from ml_pipeline.commands._arguments import RUN_HELP, add_root, add_trust, chosen_run, integer
 from ml_pipeline.errors import UserError
 
 _MOST_ENVS = 8  # played at the same time
@@ -32,6 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--video", action="store_true", help="record each episode as mp4")
     parser.add_argument("--render", choices=("human",), help="show the episodes in a window")
+    add_root(parser)
     add_trust(parser)
 
 
@@ -46,7 +47,7 @@ def run(options: Namespace) -> None:
     if options.video and options.render:
         raise UserError("--video and --render: an env renders in one way; choose one of them")
     render_mode = "rgb_array" if options.video else options.render
-    run_dir = chosen_run(options.run)
+    run_dir = chosen_run(options.run, options.root)
     trained = load_agent(run_dir, options.checkpoint, render_mode=render_mode, trust=options.trust)
     seed = options.seed
     if seed is None:

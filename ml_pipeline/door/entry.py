@@ -21,6 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ml_pipeline.door.compose import (
     CONF,
@@ -61,7 +62,7 @@ def train(command_line: Sequence[str]) -> None:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
     except _FailedError as failed:
         failure = failed.error
-    except HydraException as error:
+    except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explained(error)) from error
     except BrokenProcessPool:
         failure = UserError(
@@ -82,7 +83,7 @@ def _own_folder(command_line: Sequence[str]) -> list[str]:
         return []
     if any(word.startswith("hydra.sweep.dir=") for word in command_line):
         return []
-    return [f"hydra.sweep.dir=runs/sweeps/{stamped_name()}"]
+    return [f"hydra.sweep.dir=${{run_root}}/sweeps/{stamped_name()}"]
 
 
 class _FailedError(BaseException):
@@ -107,9 +108,12 @@ def _run(cfg: DictConfig) -> float:
 
 
 def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
-    """One job of a sweep, recorded in the folder of the sweep, with its share of the cores."""
+    """One job of a sweep, recorded in the folder of the sweep, with its share of the cores.
+
+    Returns nan if the job failed.
+    """
     from ml_pipeline import build
-    from ml_pipeline.door.plan import RUN_ROOT
+    from ml_pipeline.door.plan import new_folder
     from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
     from ml_pipeline.signals import Interrupted
     from ml_pipeline.sweeps import end_with_parent, noted_job, share_of_cores
@@ -123,7 +127,7 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
             say(" ".join(each for each in overrides if each not in sys.argv))  # the swept ones
             try:
                 find_modules_in_cwd()
-                run = RunFolder.unused(RUN_ROOT, checked_config(cfg).env.name)
+                run = new_folder(checked_config(cfg))
                 note.started(RunFolder.open(cfg.resume).path if cfg.resume else run.path)
                 objective = build.run(cfg, overrides, sweep=folder.name, folder=run).objective
             except Exception as error:

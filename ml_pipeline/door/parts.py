@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -162,6 +163,9 @@ def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> 
                 "agent": _agent_name(config),
                 "seed": config.seed,
                 "n_envs": config.n_envs,
+                "name": config.name,
+                "notes": config.notes,
+                "tags": config.tags,
             },
             overrides=overrides,
             total_steps=config.wanted_steps,
@@ -230,6 +234,16 @@ def build_callbacks(
             )
         check_plain(callbacks[name].state_dict(), f"the state of callbacks.{name}")
     return callbacks
+
+
+@contextmanager
+def kept_cwd() -> Iterator[None]:
+    """Return to the current folder at the end: an env may call os.chdir."""
+    before = os.getcwd()
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 @contextmanager

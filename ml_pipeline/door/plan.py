@@ -25,6 +25,7 @@ from ml_pipeline.door.parts import (
     build_agent,
     build_callbacks,
     build_env_factory,
+    kept_cwd,
     mask_key,
     torch_threads,
 )
@@ -52,8 +53,6 @@ from ml_pipeline.training.out_of_memory import (
     memory_explained,
     ran_out_of_memory,
 )
-
-RUN_ROOT = Path("runs")
 
 
 class RunPlan(NamedTuple):
@@ -86,6 +85,12 @@ class RunPlan(NamedTuple):
         return first_env_seed(self.config.seed, env_steps=self.first_step)
 
 
+def new_folder(config: TrainConfig) -> RunFolder:
+    """The folder of a new run; not yet on disk."""
+    return RunFolder.unused(Path(config.run_root), config.env.name, config.name)
+
+
+@kept_cwd()
 def make_plan(
     config: TrainConfig,
     *,
@@ -93,9 +98,11 @@ def make_plan(
     folder: RunFolder | None = None,
 ) -> RunPlan:
     """Find every mistake that can be found before a run folder or a worker exists."""
-    run_folder, state = folder or RunFolder.unused(RUN_ROOT, config.env.name), None
+    run_folder, state = folder or new_folder(config), None
     if config.resume is not None:
         run_folder, state = _resumed(config, config.resume)
+    # An env may call os.chdir, which must not move the files of the run.
+    run_folder = run_folder.absolute()
     place = _make_place(config)
     seed_global_generators(config.seed)
     make_env = build_env_factory(config.env)
@@ -115,7 +122,7 @@ def make_plan(
             check_fits(agent.state_dict(), state["agent"], "agent")
             agent.load_state_dict(state["agent"])
     elif config.init_from is not None:
-        config = started_from(config, agent, RUN_ROOT)
+        config = started_from(config, agent)
     if tensor_env is not None:
         _check_tensor_env(config, trial, agent)
     config, remark = _with_n_envs(config, trial, agent, place, is_tensor=tensor_env is not None)

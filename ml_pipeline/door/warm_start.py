@@ -26,11 +26,8 @@ from ml_pipeline.runs.run_folder import RunFolder
 _LATEST_RUN = "latest"
 
 
-def started_from(config: TrainConfig, agent: Agent, root: Path) -> TrainConfig:
-    """Load the weights that ``config.init_from`` names; returns the config with the file's path.
-
-    ``root`` is the folder of all runs, for ``latest``.
-    """
+def started_from(config: TrainConfig, agent: Agent) -> TrainConfig:
+    """Load the weights that ``config.init_from`` names; returns the config with the file's path."""
     given = str(config.init_from)
     start_from = find_algorithm(config).start_from
     if start_from is None:
@@ -39,7 +36,7 @@ def started_from(config: TrainConfig, agent: Agent, root: Path) -> TrainConfig:
             "give its Algorithm a start_from function"
         )
     try:
-        run = RunFolder.open(_newest(root) if _is_latest(given) else given)
+        run = RunFolder.open(_newest(Path(config.run_root)) if _is_latest(given) else given)
         name = named_checkpoint(given) or best_or_latest(run)
         state = load_checkpoint(run, name)
         start_from(agent, state["agent"])

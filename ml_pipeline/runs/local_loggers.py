@@ -18,7 +18,7 @@ from ml_pipeline.runs.run_folder import RunFolder
 # How a run is computed and recorded; the rest is a hyperparameter.
 _NOT_HYPERPARAMETERS = (
     *("callbacks", "logger", "vec_env", "resume", "trust", "objective", "best_metric"),
-    *("device", "compile", "env_name", "agent_name"),
+    *("device", "compile", "env_name", "agent_name", "name", "notes", "tags", "run_root"),
 )
 
 
@@ -30,12 +30,12 @@ class TensorBoardLogger:
         import_extra("tensorboard", needed_by="logger=tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = run.path / "tensorboard"
         purge = env_steps + 1 if env_steps else None
-        self._writer: Any = SummaryWriter(str(folder), purge_step=purge)
+        self._writer: Any = SummaryWriter(str(run.path / "tensorboard"), purge_step=purge)
         self._write_hyperparameters(run_config)
-        self.status = f"TensorBoard in {folder}"
-        self.hint = f"look with: {python_command()} -m tensorboard.main --logdir {folder}"
+        shown = run.shown / "tensorboard"
+        self.status = f"TensorBoard in {shown}"
+        self.hint = f"look with: {python_command()} -m tensorboard.main --logdir {shown}"
 
     def _write_hyperparameters(self, run_config: Mapping[str, Any]) -> None:
         """Declare them with two metrics; the HPARAMS tab shows the last scalar of each.
