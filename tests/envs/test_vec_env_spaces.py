@@ -68,6 +68,19 @@ def test_every_space_and_mode_equals_sync_vector_env(
         assert trajectory(make, env_fns, mode, 25) == expected
 
 
+def test_equal_spaces_may_have_their_keys_in_another_order() -> None:
+    parts = {name: SPACES[name] for name in ("text", "image", "box", "sequence", "discrete")}
+    orders = [dict(parts.items()), dict(reversed(parts.items()))]
+    env_fns = [
+        partial(SpaceEnv, spaces.Dict(order, sort_keys=False), spaces.Discrete(2))
+        for order in orders
+    ]
+    expected = trajectory(SyncVectorEnv, env_fns, AutoresetMode.SAME_STEP, 25)
+
+    for make in WAYS.values():
+        assert trajectory(make, env_fns, AutoresetMode.SAME_STEP, 25) == expected
+
+
 @each_way
 def test_observations_never_change_after_they_are_returned(make: Make) -> None:
     env = make([partial(SpaceEnv, SPACES["all"], spaces.Discrete(2))] * 2)

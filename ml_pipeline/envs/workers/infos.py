@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ml_pipeline.envs.workers.shared_arrays import EnvArrays, read_row
+from ml_pipeline.envs.workers.shared_arrays import EnvArrays
 from ml_pipeline.envs.workers.slice import StepInfo
+from ml_pipeline.envs.workers.trees import read_row
 
 Infos = dict[str, Any]
 AddInfo = Callable[[Infos, Infos, int], Infos]  # VectorEnv._add_info

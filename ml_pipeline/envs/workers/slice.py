@@ -19,14 +19,14 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot
+from ml_pipeline.envs.workers.actions import scalars_of
 from ml_pipeline.envs.workers.errors import WorkerError, error_from
-from ml_pipeline.envs.workers.shared_arrays import (
-    EnvArrays,
+from ml_pipeline.envs.workers.shared_arrays import EnvArrays
+from ml_pipeline.envs.workers.trees import (
     is_finite,
     objects_of,
     put_objects,
     read_row,
-    scalars_of,
     take_objects,
     view_of_row,
     write_value,

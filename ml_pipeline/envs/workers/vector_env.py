@@ -18,25 +18,14 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.workers.actions import choices_of, write_all
 from ml_pipeline.envs.workers.channel import STEP
 from ml_pipeline.envs.workers.errors import AnswerPendingError, WorkerError
 from ml_pipeline.envs.workers.handle import CLOSE_SECONDS, WorkerHandle
 from ml_pipeline.envs.workers.infos import merge_infos
 from ml_pipeline.envs.workers.pool import WorkerPool
 from ml_pipeline.envs.workers.seeds import EnvSeeds, Seeds
-from ml_pipeline.envs.workers.shared_arrays import (
-    EnvArrays,
-    Layout,
-    SharedBlock,
-    as_batch,
-    choices_of,
-    copy_rows,
-    is_finite,
-    objects_of,
-    put_objects,
-    take_objects,
-    write_all,
-)
+from ml_pipeline.envs.workers.shared_arrays import EnvArrays, Layout, SharedBlock
 from ml_pipeline.envs.workers.slice import (
     Description,
     EnvFn,
@@ -44,6 +33,14 @@ from ml_pipeline.envs.workers.slice import (
     SliceOptions,
     SliceReport,
     StepInfo,
+)
+from ml_pipeline.envs.workers.trees import (
+    as_batch,
+    copy_rows,
+    is_finite,
+    objects_of,
+    put_objects,
+    take_objects,
 )
 
 # Returned by VectorEnv.step: obs, reward, terminated, truncated, infos.

@@ -15,7 +15,7 @@ from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.envs.workers.errors import WorkerError, env_names
 from ml_pipeline.envs.workers.handle import WorkerHandle, end_workers
 from ml_pipeline.envs.workers.pool import WorkerPool
-from ml_pipeline.envs.workers.shared_arrays import Layout, SharedBlock, copy_rows, put_objects
+from ml_pipeline.envs.workers.shared_arrays import Layout, SharedBlock
 from ml_pipeline.envs.workers.slice import (
     Description,
     EnvFn,
@@ -24,6 +24,7 @@ from ml_pipeline.envs.workers.slice import (
     SliceReport,
     StepInfo,
 )
+from ml_pipeline.envs.workers.trees import copy_rows, put_objects
 from ml_pipeline.envs.workers.vector_env import SliceVectorEnv, picked
 
 # Where envs are built: in this process, in a worker, or (None) in a new worker.
