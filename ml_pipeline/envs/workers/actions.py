@@ -33,28 +33,36 @@ def choices_of(space: Space[Any]) -> Tree:
     return Choices(0, 1, space) if isinstance(space, spaces.MultiBinary) else None
 
 
-def write_all(tree: Tree, values: Any, choices: Tree) -> None:
-    """Store a batch of actions; a wrong shape, type or choice is an error."""
+def write_all(tree: Tree, values: Any, choices: Tree) -> bool:
+    """Store a batch of actions; a wrong shape, type or choice is an error.
+
+    Returns whether the envs can read their actions from the tree. If not, they must be given the
+    actions themselves: objects, lists, or arrays whose dtype the space cannot represent exactly.
+    """
     if type(tree) is np.ndarray:
         array = values if type(values) is np.ndarray else np.asarray(values)
+        if array.ndim == 0:
+            raise TypeError(f"actions must have shape {tree.shape}, got the single action {values}")
         if array.shape != tree.shape:
             raise ValueError(f"actions must have shape {tree.shape}, got {array.shape}")
         if choices is not None:
             _check_choices(array, choices)
-        if array.dtype != tree.dtype:
+        is_exact = array.dtype == tree.dtype
+        if not is_exact:
             check_cast(array, tree.dtype, "actions")
+            is_exact = np.can_cast(array.dtype, tree.dtype)
         tree[...] = array
-    elif isinstance(tree, dict):
-        for name, branch in tree.items():
-            write_all(branch, values[name], choices[name])
-    elif isinstance(tree, tuple):
-        for branch, value, choice in zip(tree, values, choices, strict=True):
-            write_all(branch, value, choice)
-    else:
-        values = list(values)
-        if len(values) != len(tree):
-            raise ValueError(f"expected actions for {len(tree)} envs, got {len(values)}")
-        tree[:] = values
+        return is_exact and not isinstance(values, (list, tuple))
+    if isinstance(tree, dict):
+        stored = [write_all(tree[name], values[name], choices[name]) for name in tree]
+        return all(stored)
+    if isinstance(tree, tuple):
+        stored = [write_all(*parts) for parts in zip(tree, values, choices, strict=True)]
+        return all(stored)
+    values = list(values)
+    if len(values) != len(tree):
+        raise ValueError(f"expected actions for {len(tree)} envs, got {len(values)}")
+    return False
 
 
 def _check_choices(actions: NDArray[Any], choices: Choices) -> None:

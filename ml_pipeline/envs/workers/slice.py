@@ -23,6 +23,7 @@ from ml_pipeline.envs.workers.actions import scalars_of
 from ml_pipeline.envs.workers.errors import WorkerError, error_from
 from ml_pipeline.envs.workers.shared_arrays import EnvArrays
 from ml_pipeline.envs.workers.trees import (
+    has_only_numbers,
     is_finite,
     objects_of,
     put_objects,
@@ -55,9 +56,10 @@ class Description(NamedTuple):
 
 
 # Plain tuples, because they are pickled during a step.
-# StepInfo: index of the env, last info of an episode that ended in this step (else empty), info
-# that belongs to the observation.
-StepInfo = tuple[int, "dict[str, Any]", "dict[str, Any]"]
+# StepInfo: index of the env, last observation and info of an episode that ended in this step, info
+# that belongs to the observation. The last observation is None if it is in the arrays as the env
+# returned it; a single number is not, because the arrays do not tell an int from a NumPy integer.
+StepInfo = tuple[int, Any, "dict[str, Any]", "dict[str, Any]"]
 # SliceReport: infos, objects of the observations, objects of the final observations (see
 # take_objects), and casts to warn about. A slice with nothing to report sends None.
 SliceReport = tuple[list[StepInfo], list[list[Any]], list[list[Any]], list[str]]
@@ -83,6 +85,7 @@ class EnvSlice:
         self._terminated: memoryview[Any]
         self._truncated: memoryview[Any]
         self._sends_objects = False
+        self._sends_final_obs = False
         self._scalar_actions: Any = None
         self._obs_views: list[Any] = []
         self._final_obs_views: list[Any] = []
@@ -129,6 +132,7 @@ class EnvSlice:
         self._obs_views = [view_of_row(arrays.obs, row) for row in self.rows]
         self._final_obs_views = [view_of_row(arrays.final_obs, row) for row in self.rows]
         self._sends_objects = any(objects_of(arrays.obs))
+        self._sends_final_obs = has_only_numbers(arrays.final_obs)
         self._scalar_actions = scalars_of(arrays.action, self.rows)
         # To read or write one number, a memoryview is faster than an array.
         self._reward = arrays.reward.data
@@ -153,18 +157,14 @@ class EnvSlice:
             self._raise_for_env(offset, error)
         return self._report(infos)
 
-    def put_actions(self, objects: list[list[Any]]) -> None:
-        """Store the actions that are objects; call this before ``step``."""
-        put_objects(self._arrays.action, self.rows, objects)
-
-    def step(self) -> SliceReport | None:
-        """Step every env with its row of the actions."""
+    def step(self, given: Sequence[Any] | None = None) -> SliceReport | None:
+        """Step every env with its row of the actions, or with its action in ``given``."""
         infos: list[StepInfo] = []
         rows, ended, obs_views, reward_of = self.rows, self._ended, self._obs_views, self._reward
         terminated_of, truncated_of = self._terminated, self._truncated
         offset = 0
         try:
-            for offset, action in enumerate(self._actions()):
+            for offset, action in enumerate(self._actions() if given is None else given):
                 if ended[offset]:
                     self._start_next_episode(offset, infos)
                     continue
@@ -174,7 +174,7 @@ class EnvSlice:
                 if terminated is False and truncated is False:
                     terminated_of[row] = truncated_of[row] = False
                     if info and self._all_infos:
-                        infos.append((row, {}, dict(info)))
+                        infos.append((row, None, {}, dict(info)))
                 else:
                     obs = self._handle_flags(offset, terminated, truncated, obs, info, infos)
                 write_value(obs_views[offset], obs, self._casts)
@@ -205,18 +205,19 @@ class EnvSlice:
         self._truncated[row] = _flag(truncated, "truncated")
         if not (self._terminated[row] or self._truncated[row]):
             if info and self._all_infos:
-                infos.append((row, {}, dict(info)))
+                infos.append((row, None, {}, dict(info)))
         elif self._same_step:
             # Copy before the reset: an env may reuse the buffers of observation and info.
             write_value(self._final_obs_views[offset], obs, self._casts)
             final_info = deepcopy(info) if info else {}
+            final_obs = deepcopy(obs) if self._sends_final_obs else None
             obs, info = self.envs[offset].reset()
-            if info or final_info:
-                infos.append((row, final_info, dict(info)))
+            if info or final_info or self._sends_final_obs:
+                infos.append((row, final_obs, final_info, dict(info)))
         else:
             self._ended[offset] = True
             if info:
-                infos.append((row, {}, dict(info)))
+                infos.append((row, None, {}, dict(info)))
         return obs
 
     def _start_next_episode(self, offset: int, infos: list[StepInfo]) -> None:
@@ -237,7 +238,7 @@ class EnvSlice:
         if self._check_finite:
             self._require_finite(offset)
         if info:
-            infos.append((row, {}, dict(info)))
+            infos.append((row, None, {}, dict(info)))
 
     def _require_finite(self, offset: int) -> None:
         row = self.rows[offset]

@@ -150,6 +150,15 @@ def copy_rows(source: Tree, target: Tree, rows: Sequence[int]) -> None:
         target[rows] = source[rows]
 
 
+def has_only_numbers(tree: Tree) -> bool:
+    """Whether each leaf is a single number per env."""
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    if isinstance(tree, tuple):
+        return all(has_only_numbers(branch) for branch in tree)
+    return isinstance(tree, np.ndarray) and tree.ndim == 1
+
+
 def is_finite(tree: Tree) -> bool:
     """Whether all numbers of a tree or of a view are finite; objects count as finite."""
     if isinstance(tree, dict):

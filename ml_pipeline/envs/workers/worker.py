@@ -112,9 +112,7 @@ class _SliceServer:
             result: Any = None
             if kind == STEP:
                 envs: Any = self._slice
-                if payload:
-                    envs.put_actions(cloudpickle.loads(payload))
-                result = envs.step()
+                result = envs.step(cloudpickle.loads(payload)) if payload else envs.step()
             elif kind == CLOSE:
                 if self._slice is not None:
                     self._slice.close()
@@ -145,7 +143,7 @@ class _SliceServer:
     ) -> None:
         if self._slice is None:
             raise RuntimeError("bind was called before build")
-        env = self._slice.envs[0]  # all envs have its spaces, which may be too large to send
+        env = self._slice.envs[0]  # its spaces give the same layout as those of any other
         layout = Layout(env.observation_space, env.action_space, n_envs, n_workers)
         memory = SharedBlock.receive(self._channel.sock, block, layout.n_bytes())
         arrays = layout.arrays_in(memory)

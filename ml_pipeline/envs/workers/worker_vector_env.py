@@ -12,10 +12,11 @@ from gymnasium.vector import AutoresetMode
 
 from ml_pipeline.envs.workers.channel import LONG_SPIN, NO_SPIN, SHORT_SPIN, Spin
 from ml_pipeline.envs.workers.cores import available_cores
+from ml_pipeline.envs.workers.env_spaces import ObservationMode
 from ml_pipeline.envs.workers.errors import WorkerError, env_names
 from ml_pipeline.envs.workers.handle import WorkerHandle, end_workers
 from ml_pipeline.envs.workers.pool import WorkerPool
-from ml_pipeline.envs.workers.shared_arrays import Layout, SharedBlock
+from ml_pipeline.envs.workers.shared_arrays import SharedBlock
 from ml_pipeline.envs.workers.slice import (
     Description,
     EnvFn,
@@ -41,11 +42,14 @@ class WorkerVectorEnv(SliceVectorEnv):
         options: SliceOptions,
         *,
         copy: bool,
+        observation_mode: ObservationMode,
         pool: WorkerPool,
         on_worker_death: Literal["raise", "restart"],
         max_restarts: int,
     ) -> None:
-        super().__init__(env_fns, seed, options, copy=copy, pool=pool)
+        super().__init__(
+            env_fns, seed, options, copy=copy, observation_mode=observation_mode, pool=pool
+        )
         self.on_worker_death = on_worker_death
         self.max_restarts = max_restarts
         self.n_restarts = 0
@@ -90,7 +94,7 @@ class WorkerVectorEnv(SliceVectorEnv):
 
     def _lay_out(self) -> None:
         """Make arrays for all envs and workers; envs that stay keep their observations."""
-        layout = Layout(*self._spaces(), self.num_envs, len(self._workers))
+        layout = self._layout_for(self.num_envs, len(self._workers))
         block = SharedBlock.create(layout.n_bytes())
         arrays = layout.arrays_in(block)
         if self._block is not None:
@@ -200,8 +204,8 @@ class WorkerVectorEnv(SliceVectorEnv):
             else:
                 copy_rows(self._last_obs, arrays.obs, rows)
                 self._pool.ask([worker], "end_episodes", [()])
-        known = {row: info for row, _, info in reset_infos}
+        known = {row: info for row, _, _, info in reset_infos}
         infos: list[StepInfo] = [
-            (row, {}, {**known.get(row, {}), "worker_restarted": True}) for row in rows
+            (row, None, {}, {**known.get(row, {}), "worker_restarted": True}) for row in rows
         ]
         return infos, [], [], casts
