@@ -36,8 +36,9 @@ _LATE_SECONDS = 1e-3  # less than a time slice of another program, more than a s
 _SHORTEST_REST, _LONGEST_REST = 0.01, 0.5  # seconds
 
 # Words in a worker's row of ``EnvArrays.hints``. A side writes 2 n to send plain message n, and
-# 2 n + 1 after it wrote message n to the socket.
-_PARENT_SENT, _WORKER_SENT, _PARENT_SLEEPS, _WORKER_SLEEPS, BUSY = range(5)
+# 2 n + 1 after it wrote message n to the socket. BUSY: nanoseconds that the worker has spent in its
+# envs. RUNNING: index + 1 of the env whose code runs now, else 0.
+_PARENT_SENT, _WORKER_SENT, _PARENT_SLEEPS, _WORKER_SLEEPS, BUSY, RUNNING = range(6)
 
 yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -78,6 +79,12 @@ class Channel:
     def has_hint(self) -> bool:
         """Whether the other side has sent a message that was not received yet."""
         return self._hints is not None and self._hints[self._they_sent] > 2 * self._received + 1
+
+    def running_env(self) -> int | None:
+        """Index of the env that the worker runs now, or ran when it died."""
+        return (
+            self._hints[RUNNING] - 1 if self._hints is not None and self._hints[RUNNING] else None
+        )
 
     def send(
         self, kind: bytes, number: int, payload: bytes = b"", seconds: float | None = None

@@ -10,7 +10,7 @@ import contextlib
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -81,6 +81,7 @@ class EnvSlice:
         self._casts: set[str] = set()
         self._reported_casts: set[str] = set()
         self._arrays: Any = None  # EnvArrays after the first bind
+        self._running = memoryview(bytearray(8)).cast("q")  # index + 1 of the env that runs now
         self._reward: memoryview[Any]
         self._terminated: memoryview[Any]
         self._truncated: memoryview[Any]
@@ -122,8 +123,12 @@ class EnvSlice:
         for each in (self.envs, self.rows, self.seeds, self._ended):
             del each[keep:]
 
-    def bind(self, arrays: EnvArrays) -> None:
-        """Use these arrays from now on; must be called again whenever the envs change."""
+    def bind(self, arrays: EnvArrays, running: memoryview[int] | None = None) -> None:
+        """Use these arrays from now on; must be called again whenever the envs change.
+
+        ``running``: a word in which another process can see which env runs.
+        """
+        self._running = self._running if running is None else running
         if self._arrays is not None:
             # The main process copies the arrays; objects are in lists of this process.
             kept = [row for row in self.rows if row < len(self._arrays.reward)]
@@ -151,6 +156,7 @@ class EnvSlice:
         try:
             for offset, seed in enumerate(seeds):
                 if mask[offset]:
+                    self._running[0] = self.rows[offset] + 1
                     self.seeds[offset] = self.seeds[offset] if seed is None else seed
                     self._reset_env(offset, infos, seed=seed, options=deepcopy(options))
         except BaseException as error:
@@ -161,15 +167,16 @@ class EnvSlice:
         """Step every env with its row of the actions, or with its action in ``given``."""
         infos: list[StepInfo] = []
         rows, ended, obs_views, reward_of = self.rows, self._ended, self._obs_views, self._reward
-        terminated_of, truncated_of = self._terminated, self._truncated
+        terminated_of, truncated_of, running = self._terminated, self._truncated, self._running
         offset = 0
         try:
             for offset, action in enumerate(self._actions() if given is None else given):
+                row = rows[offset]
+                running[0] = row + 1
                 if ended[offset]:
                     self._start_next_episode(offset, infos)
                     continue
                 obs, reward, terminated, truncated, info = self.envs[offset].step(action)
-                row = rows[offset]
                 reward_of[row] = reward if type(reward) is float else _number(reward)
                 if terminated is False and truncated is False:
                     terminated_of[row] = truncated_of[row] = False
@@ -209,7 +216,7 @@ class EnvSlice:
         elif self._same_step:
             # Copy before the reset: an env may reuse the buffers of observation and info.
             write_value(self._final_obs_views[offset], obs, self._casts)
-            final_info = deepcopy(info) if info else {}
+            final_info = _copied(info) if info else {}
             final_obs = deepcopy(obs) if self._sends_final_obs else None
             obs, info = self.envs[offset].reset()
             if info or final_info or self._sends_final_obs:
@@ -274,7 +281,7 @@ class EnvSlice:
     def snapshot(self) -> list[bytes]:
         """The state of each env between two steps."""
         taken = []
-        for offset, env in enumerate(self.envs):
+        for offset, env in self._each():
             try:
                 taken.append(take_snapshot(env, read_row(self._arrays.obs, self.rows[offset])))
             except BaseException as error:
@@ -283,9 +290,9 @@ class EnvSlice:
 
     def restore(self, snapshots: Sequence[bytes]) -> None:
         """Continue from snapshots of envs that were made by the same factories."""
-        for offset, snapshot in enumerate(snapshots):
+        for offset, env in self._each():
             try:
-                self.envs[offset], obs = restore_snapshot(self.envs[offset], snapshot)
+                self.envs[offset], obs = restore_snapshot(env, snapshots[offset])
                 write_value(self._obs_views[offset], obs, self._casts)
             except BaseException as error:
                 self._raise_for_env(offset, error)
@@ -294,7 +301,7 @@ class EnvSlice:
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The attribute ``name`` of each env, called if it is callable."""
         results = []
-        for offset, env in enumerate(self.envs):
+        for offset, env in self._each():
             try:
                 attribute = env.get_wrapper_attr(name)
                 results.append(attribute(*args, **kwargs) if callable(attribute) else attribute)
@@ -304,12 +311,18 @@ class EnvSlice:
 
     def set_attributes(self, values: Sequence[dict[str, Any]]) -> None:
         """Set the attributes of each env; ``values`` has one dict per env."""
-        for offset, (env, attributes) in enumerate(zip(self.envs, values, strict=True)):
+        for offset, env in self._each():
             try:
-                for name, value in attributes.items():
+                for name, value in values[offset].items():
                     env.set_wrapper_attr(name, value)
             except BaseException as error:
                 self._raise_for_env(offset, error)
+
+    def _each(self) -> Iterator[tuple[int, gym.Env[Any, Any]]]:
+        """The envs one after the other, each with its place in the slice."""
+        for offset, env in enumerate(self.envs):
+            self._running[0] = self.rows[offset] + 1
+            yield offset, env
 
     def close(self) -> None:
         """Close every env; an env that raises causes a warning and does not stop the others."""
@@ -332,8 +345,17 @@ class EnvSlice:
 
     def _error_of_env(self, offset: int, error: BaseException) -> WorkerError:
         trace = "".join(traceback.format_exception(error)).rstrip()
-        env = f"env {self.rows[offset]} (seed {self.seeds[offset]})"
-        return error_from(error, f"{env} raised:\n{trace}")
+        return error_from(error, f"{self.name_of(self.rows[offset])} raised:\n{trace}")
+
+    def name_of(self, row: int) -> str:
+        return f"env {row} (seed {self.seeds[self.rows.index(row)]})"
+
+
+def _copied(info: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return deepcopy(info)
+    except Exception:  # an object that cannot be copied; a worker reports it when it is pickled
+        return dict(info)
 
 
 def _flag(value: Any, name: str) -> bool:
