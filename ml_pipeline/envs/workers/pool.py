@@ -6,12 +6,13 @@ late reply, after an error or an interrupt, is never mistaken for another one.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker, util
 from typing import Any
 
@@ -41,6 +42,7 @@ class WorkerPool:
         self.workers: list[WorkerHandle] = []
         self.spin = Spin(NO_SPIN)
         self._owner = os.getpid()
+        self._folder = _current_folder()
         self._number = 0  # of the last request; workers that are asked together share it
         # Runs at garbage collection, or at exit before multiprocessing ends daemonic children.
         self._finalizer = util.Finalize(self, end_workers, (self.workers,), exitpriority=10)
@@ -71,7 +73,8 @@ class WorkerPool:
 
     def _start_one(self, rows: list[int], which: str) -> WorkerHandle:
         try:
-            return WorkerHandle(rows, self.start_method)
+            with _in_folder(self._folder):
+                return WorkerHandle(rows, self.start_method)
         except OSError as error:  # out of memory, processes or files
             raise WorkerStartError(
                 f"worker {which} cannot be started: {error}; lower n_workers, or use SerialEnv "
@@ -199,6 +202,28 @@ class WorkerPool:
         """Let the workers close their envs, then kill those that need longer."""
         end_workers(self.workers, seconds)
         self._finalizer.cancel()
+
+
+def _current_folder() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return None
+
+
+@contextlib.contextmanager
+def _in_folder(folder: str | None) -> Iterator[None]:
+    """All workers start where the first ones did, even if an env of this process has moved."""
+    here = _current_folder()
+    if folder is None or here == folder:
+        yield
+        return
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        if here is not None:
+            os.chdir(here)
 
 
 def _raise_first(workers: Sequence[WorkerHandle], raise_losses: bool) -> None:

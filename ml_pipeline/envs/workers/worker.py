@@ -68,6 +68,14 @@ def worker_main(
         _SliceServer(Channel(sock, "worker")).serve()
     except (EOFError, ConnectionError):
         os._exit(1)  # the parent has ended, so no process would read an error
+    others = [each for each in threading.enumerate() if each is not threading.main_thread()]
+    if not all(thread.daemon for thread in others):
+        # Python would wait for a thread that an env has left running.
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(0)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
