@@ -38,7 +38,7 @@ def _final_infos(
     mask = arrays.terminated | arrays.truncated
     final_obs = np.empty(len(mask), dtype=object)  # filled with None
     final_info: Infos = {}
-    for index in np.flatnonzero(mask).tolist():
+    for index in mask.nonzero()[0].tolist():
         obs, info = final.get(index, (None, {}))
         final_obs[index] = read_row(arrays.final_obs, index) if obs is None else obs
         if info:

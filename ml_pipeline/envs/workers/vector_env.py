@@ -19,7 +19,6 @@ from gymnasium.vector.utils import iterate
 from numpy.typing import NDArray
 
 from ml_pipeline.envs.workers.actions import choices_of, write_all
-from ml_pipeline.envs.workers.channel import STEP
 from ml_pipeline.envs.workers.env_spaces import EnvSpaces, ObservationMode
 from ml_pipeline.envs.workers.errors import AnswerPendingError, WorkerError
 from ml_pipeline.envs.workers.handle import CLOSE_SECONDS, WorkerHandle
@@ -166,13 +165,11 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
             raise ValueError(f"the actions are not finite: {actions}")
         given = None if is_stored else list(iterate(self.action_space, actions))
         if self._pool is not None:
-            payloads = [b""] * len(self._workers)
+            payloads = None
             if given is not None:
                 payloads = [cloudpickle.dumps(picked(given, each.rows)) for each in self._workers]
             self._is_interrupted = True  # if an interrupt comes before all workers are asked
-            number, seconds = self._pool.next_number(), self._pool.answer_seconds
-            for worker, payload in zip(self._workers, payloads, strict=True):
-                worker.send(STEP, number, payload, seconds)
+            self._pool.send_step(payloads)
             self._is_interrupted = False
         if self._main is not None:
             own = () if given is None else (deepcopy(picked(given, self._main.rows)),)
@@ -315,10 +312,12 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
     def _workers_results(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
         if self._pool is None:
             return []
-        results = self._pool.results(self._workers, timeout=timeout)
-        return [
-            (worker.rows, result) for worker, result in zip(self._workers, results, strict=True)
-        ]
+        return self._with_rows(self._pool.results(self._workers, timeout=timeout))
+
+    def _with_rows(self, results: list[Any]) -> list[tuple[list[int], Any]]:
+        """The results of the workers with the indices of their envs; empty if there are none."""
+        workers = self._workers if results else []
+        return [(worker.rows, each) for worker, each in zip(workers, results, strict=True)]
 
     def _per_env(self, results: list[tuple[list[int], Any]]) -> list[Any]:
         """One item per env, in the order of the envs."""

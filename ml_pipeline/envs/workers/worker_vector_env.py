@@ -10,7 +10,7 @@ from typing import Any, Literal
 import cloudpickle
 from gymnasium.vector import AutoresetMode
 
-from ml_pipeline.envs.workers.channel import LONG_SPIN, NO_SPIN, SHORT_SPIN, Spin
+from ml_pipeline.envs.workers.channel import LONG_SPIN, NO_SPIN, SHORT_SPIN, Board, Spin
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.envs.workers.env_spaces import ObservationMode
 from ml_pipeline.envs.workers.errors import WorkerError, env_names
@@ -102,6 +102,7 @@ class WorkerVectorEnv(SliceVectorEnv):
             copy_rows(self._arrays.obs, arrays.obs, kept)
             self._block.close()
         self._layout, self._block, self._arrays = layout, block, arrays
+        self._pool.board = Board(arrays.hints) if self._workers else None
         if self.on_worker_death == "restart":
             self._last_obs = layout.arrays().obs
             copy_rows(arrays.obs, self._last_obs, range(self.num_envs))
@@ -138,6 +139,8 @@ class WorkerVectorEnv(SliceVectorEnv):
         # A lost worker sets its attributes when the next reset or step restarts it.
         ignore_losses = self.on_worker_death == "restart" and pending != "call"
         results = self._pool.results(self._workers, timeout=timeout, raise_losses=not ignore_losses)
+        if not results:
+            return []
         if pending != "set_attr" and any(worker.lost for worker in self._workers):
             # Replace lost workers only after all restarts succeed; otherwise the next step retries.
             replacements: dict[int, WorkerHandle] = {}
@@ -153,7 +156,7 @@ class WorkerVectorEnv(SliceVectorEnv):
             for number, worker in replacements.items():
                 lost, self._workers[number] = self._workers[number], worker
                 end_workers([lost], 0.0)
-        return [(worker.rows, each) for worker, each in zip(self._workers, results, strict=True)]
+        return self._with_rows(results)
 
     def _restarted(
         self, number: int, lost: WorkerHandle, pending: str
