@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ml_pipeline.config.ppo import PPOConfig
-from ml_pipeline.config.train import EnvConfig, TrainConfig, VecEnvConfig
+from ml_pipeline.config.train import EnvConfig, EvalEnvConfig, TrainConfig, VecEnvConfig
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -34,6 +34,7 @@ or range is wrong, an error names the key before the run starts.
 GROUPS = (
     ("", TrainConfig, "train.yaml", "The run"),
     ("env.", EnvConfig, "env/cartpole.yaml", "The env"),
+    ("eval_env.", EvalEnvConfig, "env/cartpole.yaml", "What differs in the env of evaluations"),
     ("agent.", PPOConfig, "agent/ppo.yaml", "PPO"),
     ("vec_env.", VecEnvConfig, "vec_env/auto.yaml", "How the envs run"),
 )

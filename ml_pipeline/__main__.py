@@ -41,7 +41,9 @@ def _parser() -> _Parser:
         if name.startswith("_"):
             continue
         command = import_module(f"{commands.__name__}.{name}")
-        command_parser = choices.add_parser(name, help=command.HELP, description=command.HELP)
+        command_parser = choices.add_parser(
+            name.replace("_", "-"), help=command.HELP, description=command.HELP
+        )
         command.add_arguments(command_parser)
         command_parser.set_defaults(command=command.run)
     return parser

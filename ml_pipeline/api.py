@@ -16,6 +16,7 @@ from torch import Tensor
 from ml_pipeline import build
 from ml_pipeline.agents.observations import batched
 from ml_pipeline.build import RunResult
+from ml_pipeline.door.compose import with_config_dir
 from ml_pipeline.door.load import load_policy
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.protocols import Callback, Policy
@@ -25,15 +26,17 @@ from ml_pipeline.runs.console import quiet_console
 def train(
     *overrides: str | Sequence[str],
     callbacks: Mapping[str, Callback] | None = None,
+    config_dir: Path | str | None = None,
     quiet: bool = False,
     **settings: Any,
 ) -> RunResult:
     """Train as the command line does: ``train("env=acrobot", n_envs=16, agent={"gamma": 0.98})``.
 
-    ``callbacks`` are called after those of the config. ``quiet`` prints nothing.
+    ``callbacks`` are called after those of the config. ``config_dir`` is a folder with your own
+    YAML files, as for ``--config-dir``. ``quiet`` prints nothing.
     """
     words = [word for each in overrides for word in ([each] if isinstance(each, str) else each)]
-    words += as_overrides(settings)
+    words += [*as_overrides(settings), *with_config_dir(config_dir)]
     with quiet_console(quiet):
         return build.train(words, callbacks=callbacks)
 

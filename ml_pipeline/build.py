@@ -25,13 +25,13 @@ from ml_pipeline.door.load import load_agent, load_policy
 from ml_pipeline.door.parts import (
     build_loop,
     build_record,
+    kept_cwd,
     memory_advice,
     read_saved_episodes,
     resume,
     torch_threads,
 )
 from ml_pipeline.door.plan import RunPlan, make_plan
-from ml_pipeline.envs.factory import close_env
 from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Agent, Callback
@@ -67,6 +67,7 @@ def train(
     return run(compose_config(overrides), overrides, callbacks=callbacks)
 
 
+@kept_cwd()
 def run(
     cfg: DictConfig,
     overrides: Sequence[str],
@@ -77,7 +78,7 @@ def run(
 ) -> RunResult:
     """One run from a composed config; ``overrides`` are those of the command line.
 
-    ``folder`` is for a new run; None: a new one under runs/.
+    ``folder`` is for a new run; None: a new one under ``run_root``.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError(
@@ -92,7 +93,8 @@ def run(
             cfg = resumed_config(cfg, overrides)
         plan = make_plan(checked_config(cfg), callbacks=callbacks, folder=folder)
         device = plan.place.device
-        stack.callback(close_env, plan.first_env)
+        for callback in plan.callbacks.values():
+            stack.callback(callback.close)
         stack.enter_context(torch_threads(device))
         stack.enter_context(precision_of_products(plan.config.precision, device))
         signals = stack.enter_context(StopSignals(on_wait=say_stopping))
@@ -128,7 +130,7 @@ def run(
         objective = record.value(plan.config.objective)
         if math.isnan(objective):
             say(f"objective={plan.config.objective} was never measured; see {plan.run.metrics}")
-        return RunResult(plan.run.path, loop.env_steps, record.mean_reward, plan.agent, objective)
+        return RunResult(plan.run.shown, loop.env_steps, record.mean_reward, plan.agent, objective)
 
 
 def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> None:

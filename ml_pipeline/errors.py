@@ -33,6 +33,16 @@ def last_line(error: BaseException) -> str:
     return _lines(error)[-1]
 
 
+def one_line(error: BaseException) -> str:
+    """The whole message in one line, without the frames of a traceback in it."""
+    lines, is_frame = [], False
+    for line in str(error).splitlines():
+        is_frame = line.startswith("Traceback (") or (is_frame and line[:1] in ("", " "))
+        if line.strip() and not is_frame:
+            lines.append(line.strip())
+    return "; ".join(lines or [type(error).__name__]).replace(":; ", ": ")
+
+
 def _lines(error: BaseException) -> list[str]:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines or [type(error).__name__]

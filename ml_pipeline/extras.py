@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from pathlib import Path
 from types import ModuleType
 
 from ml_pipeline.errors import UserError
@@ -11,7 +12,7 @@ from ml_pipeline.errors import UserError
 # The packages of each extra in pyproject.toml, as they appear in import errors.
 _EXTRAS = {
     "mujoco": ("mujoco",),
-    "atari": ("ale", "ale_py", "atari", "opencv"),
+    "atari": ("ale", "ale_py", "atari", "cv2", "opencv"),
     "sweep": ("hydra_joblib_launcher", "hydra_submitit_launcher"),
     "study": ("optuna", "optuna_dashboard"),
     "plots": ("matplotlib", "plotly"),
@@ -20,11 +21,20 @@ _EXTRAS = {
     "serve": ("httptools", "uvicorn"),
 }
 
+# Targets of the Makefile, which only a clone has.
+_MAKE_TARGETS = ("box2d", "mujoco", "atari")
+_IS_CLONE = (Path(__file__).resolve().parents[1] / "Makefile").is_file()
+
+
+def _command(extra: str, pip: str) -> str:
+    return f"make {extra}, or {pip}" if _IS_CLONE and extra in _MAKE_TARGETS else pip
+
+
 # The first package whose name is a word of the import error wins.
 INSTALL_COMMANDS = {
-    "box2d": "pip install swig && pip install --no-build-isolation box2d-py",
+    "box2d": _command("box2d", "pip install swig && pip install --no-build-isolation box2d-py"),
     **{
-        name: f'pip install "ml_pipeline[{extra}]"'
+        name: _command(extra, f'pip install "ml_pipeline[{extra}]"')
         for extra, names in _EXTRAS.items()
         for name in names
     },

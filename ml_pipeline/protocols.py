@@ -250,8 +250,8 @@ class Callback:
     """Reacts to events of a run; override the hooks you need.
 
     A callback in the config gets its keys as arguments. Its constructor may also have the
-    parameters ``make_env`` (an ``EnvFactory``), ``run`` (a ``RunFolder``), ``seed``, ``device``
-    and ``best_metric``: the run passes them by name.
+    parameters ``make_env`` (an ``EnvFactory``), ``vec_env`` (a ``VecEnvConfig``), ``run`` (a
+    ``RunFolder``), ``seed``, ``device`` and ``best_metric``: the run passes them by name.
     """
 
     def on_train_start(self, loop: Loop) -> None:
@@ -265,6 +265,9 @@ class Callback:
 
     def on_train_end(self, loop: Loop) -> None:
         """After the last iteration; not after an error."""
+
+    def close(self) -> None:
+        """The run is over, also after an error."""
 
     def state_dict(self) -> StateDict:
         return {}

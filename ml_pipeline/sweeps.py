@@ -26,7 +26,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.table import Table
 
-from ml_pipeline.errors import UserError, last_line
+from ml_pipeline.errors import UserError, one_line
 from ml_pipeline.extras import missing_extra
 from ml_pipeline.runs.console import wide_console
 from ml_pipeline.runs.run_folder import write_text
@@ -76,7 +76,7 @@ class JobNote:
         self._update(status="interrupted")
 
     def failed(self, error: BaseException) -> None:
-        self._update(status="failed", error=last_line(error))
+        self._update(status="failed", error=one_line(error))
 
     def _update(self, **facts: Any) -> None:
         self.job = self.job._replace(**facts)
@@ -113,8 +113,9 @@ def read_jobs(folder: Path) -> list[Job]:
 def job_runs(folder: Path) -> list[Path]:
     """The run folders of a sweep's jobs; a job that failed early has none on disk."""
     runs = [Path(job.run_dir) for job in read_jobs(folder) if job.run_dir is not None]
-    started_in = Path(*folder.resolve().parts[:-3])  # folder is runs/sweeps/<date>_<time>
-    return [run if run.is_dir() else started_in / run for run in runs]
+    # From another folder: a run is <run_root>/<env>/<name>, the sweep <run_root>/sweeps/<name>.
+    root = folder.resolve().parents[1]
+    return [run if run.is_dir() else root.joinpath(*run.parts[-2:]) for run in runs]
 
 
 def jobs_table(jobs: Sequence[Job]) -> Table:
@@ -167,15 +168,17 @@ class SweepReport(Callback):
         raise Interrupted(number)
 
     @staticmethod
-    def tell() -> None:
+    def tell() -> int:
+        """Print the table, if there was a sweep; returns the number of failed jobs."""
         folder = SweepReport._folder
         jobs = read_jobs(folder) if folder is not None else []
         if not jobs:
-            return
+            return 0
         console = wide_console()
         n_finished = sum(job.status == "finished" for job in jobs)
         console.print(f"\nsweep {folder}: {n_finished} of {len(jobs)} jobs finished")
         console.print(jobs_table(jobs))
+        return sum(job.status == "failed" for job in jobs)
 
 
 def _running_jobs(folder: Path) -> list[Job]:

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ml_pipeline.errors import UserError
+from ml_pipeline.extras import INSTALL_COMMANDS, missing_extra
 
 # Modules and classes that moved. Older run folders and exported policies name the old paths.
 _MOVED = {
@@ -60,6 +61,8 @@ def import_module(name: str, *, key: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        if (error.name or "").lower() in INSTALL_COMMANDS:
+            raise missing_extra(f"{key}={path}", error) from error
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise TargetError(
                 f"{key}={path}: no module named {error.name!r}; "

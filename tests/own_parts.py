@@ -9,7 +9,7 @@ import random
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -181,3 +181,28 @@ class Unpicklable(CountingEnv):
     def __init__(self) -> None:
         super().__init__()
         self.stream = (i for i in ())
+
+
+class Frameless(CountingEnv):
+    """Claims to render, but returns no frame."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self) -> None:
+        return None
+
+
+class Wanderer(CountingEnv):
+    """Changes the current folder at each reset."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        os.chdir(self.folder)
+        return super().reset(seed=seed, options=options)

@@ -189,22 +189,25 @@ class GreedyPolicy(nn.Module):
             inputs[MEMORY] = torch.zeros(_EXAMPLE_ROWS, self.memory_size)
         return inputs
 
+    def features(self, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The output of the network, [batch, out_features], and the next recurrent state."""
+        leaves = {leaf: inputs[name] for name, leaf in self.leaf_names.items()}
+        obs = self.preprocess(leaves[""] if self.reader.is_single else leaves)
+        if not self.memory_size:
+            return self.trunk(obs), {}
+        memory = inputs[MEMORY]
+        start = torch.zeros(1, memory.shape[0], dtype=torch.bool)
+        obs = map_obs(lambda leaf: leaf.unsqueeze(0), obs)
+        features, next_memory = self.trunk(obs, memory, start)
+        return features[0], {NEXT_MEMORY: next_memory}
+
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """[batch, ...] each: ``action`` for the env, ``policy`` (logits or means), next state."""
         leaves = {leaf: inputs[name] for name, leaf in self.leaf_names.items()}
         mask = inputs[MASK] if self._takes_mask else None
         if self.mask_leaf is not None:
             mask = leaves[self.mask_leaf] != 0
-        obs = self.preprocess(leaves[""] if self.reader.is_single else leaves)
-        outputs = {}
-        if self.memory_size:
-            memory = inputs[MEMORY]
-            start = torch.zeros(1, memory.shape[0], dtype=torch.bool)
-            obs = map_obs(lambda leaf: leaf.unsqueeze(0), obs)
-            features, outputs[NEXT_MEMORY] = self.trunk(obs, memory, start)
-            features = features[0]
-        else:
-            features = self.trunk(obs)
+        features, outputs = self.features(inputs)
         policy = self.head(features)
         if mask is not None:
             policy = policy.masked_fill(~mask, FORBIDDEN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
@@ -68,11 +68,20 @@ def grouped(runs: Sequence[RunData], metric: str, by: Sequence[str] = ()) -> lis
     for run in runs:
         members.setdefault(str([run.config.get(key) for key in keys]), []).append(run)
     groups = []
+    named = {"name": "name"} if _are_named(members.values()) else {}
     for same in members.values():
-        settings = {names[key]: shown_value(same[0].config, key) for key in keys}
+        shown = named | names
+        settings = {title: shown_value(same[0].config, key) for key, title in shown.items()}
         groups.append(Group("", settings, *_independent(same)))
     ranked = sorted(groups, key=lambda group: _rank(group, metric))
     return [group._replace(name=_letters(index)) for index, group in enumerate(ranked)]
+
+
+def _are_named(groups: Iterable[Sequence[RunData]]) -> bool:
+    """Whether each group has one name of its own."""
+    names = [{run.config.get("name") for run in group} for group in groups]
+    own = set.union(*names)
+    return all(len(each) == 1 for each in names) and None not in own and len(own) == len(names) > 1
 
 
 def _independent(runs: Sequence[RunData]) -> tuple[list[list[RunData]], list[RunData]]:

@@ -1,19 +1,26 @@
-"""Evaluation: plays complete episodes of a policy in a single env."""
+"""Evaluation: plays complete episodes of a policy."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.vector import VectorEnv
 
-from ml_pipeline.agents.observations import batched
-from ml_pipeline.envs.episode_stats import counts_episodes
+from ml_pipeline.envs.evaluation import (
+    END,
+    EVALUATED,
+    MAX_EPISODE_STEPS,
+    MAX_STEPS,
+    STRIDE,
+    EvaluationEnv,
+)
+from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.protocols import Episode, Policy
-
-# An env without a time limit may never end an episode. This is longer than any usual limit:
-# Atari's is 27,000 steps of 4 frames.
-MAX_EPISODE_STEPS = 30_000
 
 
 class Evaluation(NamedTuple):
@@ -56,29 +63,60 @@ def evaluate(
     max_episode_steps: int = MAX_EPISODE_STEPS,
 ) -> Evaluation:
     """Play ``n_episodes``; episode k starts from seed + k, so each can be replayed alone."""
-    episodes, n_cut = [], 0
-    counts_own_episodes = counts_episodes(env)
-    for episode in range(n_episodes):
-        obs, info = env.reset(seed=seed + episode)
-        memory = policy.new_memory(1)
-        episode_return, length, done = 0.0, 0, False
-        while not done and length < max_episode_steps:
-            action = policy.act_batch(
-                batched(env.observation_space, [obs]),
-                deterministic,
-                action_mask=policy.mask_of({name: [value] for name, value in info.items()}),
-                memory=memory,
-            )[0]
-            obs, reward, terminated, truncated, info = env.step(action)
-            episode_return += float(reward)
-            length += 1
-            done = terminated or truncated
-            if done and counts_own_episodes and "episode" not in info:
-                # A wrapper ended the episode after a lost life, but the game continues.
-                obs, info = env.reset()
-                memory, done = policy.new_memory(1), False
-        if done and counts_own_episodes:
-            episode_return, length = float(info["episode"]["r"]), int(info["episode"]["l"])
-        n_cut += not done
-        episodes.append(Episode(episode_return, length))
-    return Evaluation(episodes, n_cut)
+    with closing(SerialEnv([partial(EvaluationEnv, lambda: env, is_borrowed=True)])) as envs:
+        return evaluate_batch(
+            policy,
+            envs,
+            n_episodes=n_episodes,
+            seed=seed,
+            deterministic=deterministic,
+            max_episode_steps=max_episode_steps,
+        )
+
+
+def evaluate_batch(
+    policy: Policy,
+    envs: VectorEnv[Any, Any, Any],
+    *,
+    n_episodes: int,
+    seed: int,
+    deterministic: bool,
+    max_episode_steps: int = MAX_EPISODE_STEPS,
+) -> Evaluation:
+    """As ``evaluate``, in the envs of ``make_evaluation_envs``; env i of n plays i, i + n, ..."""
+    n_envs = envs.num_envs
+    options = {STRIDE: n_envs, END: seed + n_episodes, MAX_STEPS: max_episode_steps}
+    obs, infos = envs.reset(seed=seed, options=options)  # env i gets seed + i
+    memory, first_memory = policy.new_memory(n_envs), policy.new_memory(n_envs)
+    episodes: dict[int, Episode] = {}
+    n_cut = 0
+    while len(episodes) < n_episodes:
+        mask = policy.mask_of(infos)
+        action = policy.act_batch(obs, deterministic, action_mask=mask, memory=memory)
+        obs, _, terminated, truncated, infos = envs.step(action)
+        done = np.flatnonzero(terminated | truncated).tolist()
+        if not done:
+            continue
+        if memory is not None and first_memory is not None:
+            memory[done] = first_memory[done]
+        for number, episode, is_cut in _evaluated(infos.get("final_info", {}), done):
+            if number < seed + n_episodes:  # else the number of envs exceeds that of episodes
+                episodes[number] = episode
+                n_cut += is_cut
+    return Evaluation([episodes[number] for number in sorted(episodes)], n_cut)
+
+
+def _evaluated(final_info: Mapping[str, Any], done: list[int]) -> list[tuple[int, Episode, bool]]:
+    """Seed, episode, and whether it was cut, for each episode that ended in this step."""
+    if EVALUATED not in final_info:
+        return []
+    result, has_result = final_info[EVALUATED], final_info[f"_{EVALUATED}"]
+    return [
+        (
+            int(result["seed"][i]),
+            Episode(float(result["return"][i]), int(result["length"][i])),
+            bool(result["is_cut"][i]),
+        )
+        for i in done
+        if has_result[i]
+    ]

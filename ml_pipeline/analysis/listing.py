@@ -12,11 +12,14 @@ import yaml
 from rich.table import Table
 
 from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, shorten
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml
 
 # The fast loader needs libyaml; a list of many runs takes seconds without it.
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_LABELS = ("name", "tags", "notes")  # config keys that describe a run
+_MOST_CHARACTERS = 60  # of a label
 
 
 class RunInfo(NamedTuple):
@@ -39,7 +42,10 @@ def newest_run(root: Path) -> RunFolder:
     """The run under ``root`` that was started or resumed last."""
     runs = find_runs(root) if root.is_dir() else []
     if not runs:
-        raise UserError(f"latest: {root}/ has no runs; train in this folder, or name a run folder")
+        raise UserError(
+            f"latest: {root}/ has no runs; train in this folder, or name a run folder"
+            ", or name its run_root with --root"
+        )
     return runs[-1].run
 
 
@@ -71,11 +77,12 @@ def _info(run: RunFolder) -> RunInfo:
 def runs_table(runs: Sequence[RunInfo], width: int) -> tuple[Table, list[str]]:
     """A row per run with the config keys that differ, and the columns that did not fit."""
     configs = [_config(info.run) for info in runs]
-    # The path shows the env. A key that older runs lack does not differ for that reason alone.
+    # The path shows the env and the root; labels have columns of their own. A key that older runs
+    # lack does not differ for that reason alone.
     keys = [
         key
         for key in differing_keys(configs)
-        if key not in ("env.id", "env.target")
+        if key not in ("env.id", "env.target", "run_root", *_LABELS)
         and len({str(config[key]) for config in configs if key in config}) > 1
     ]
     names = short_names(list(dict.fromkeys(["seed", *keys])))
@@ -94,8 +101,19 @@ def runs_table(runs: Sequence[RunInfo], width: int) -> tuple[Table, list[str]]:
         "env steps": [f"{each:,}" if isinstance(each, int) else "-" for each in steps],
         "return": [f"{each:.1f}" if isinstance(each, float) else "-" for each in means],
     }
-    extra = {"seed": settings.pop("seed"), **figures, **settings, "started": times}
+    labels = {
+        key: [_shown_label(config.get(key)) for config in configs]
+        for key in _LABELS
+        if any(config.get(key) for config in configs)
+    }
+    extra = {"seed": settings.pop("seed"), **figures, **labels, **settings, "started": times}
     return fitted(needed, extra, width)
+
+
+def _shown_label(value: Any) -> str:
+    words = value if isinstance(value, list) else str(value or "").split()
+    text = (", " if isinstance(value, list) else " ").join(map(str, words))
+    return shorten(text, _MOST_CHARACTERS) or "-"
 
 
 def _config(run: RunFolder) -> dict[str, Any]:

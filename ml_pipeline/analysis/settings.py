@@ -12,6 +12,7 @@ from rich.table import Table
 _NOT_COMPARED = (
     *("seed", "device", "resume", "trust"),
     *("objective", "best_metric", "vec_env.", "logger."),
+    *("name", "notes", "tags", "run_root"),
 )
 _TARGET = "._target_"
 _MOST_CHARACTERS = 30  # of a value

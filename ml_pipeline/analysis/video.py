@@ -9,11 +9,36 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 
 from ml_pipeline.analysis.evaluate import Evaluation, evaluate
+from ml_pipeline.envs.factory import close_env
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import import_extra, missing_extra
 from ml_pipeline.protocols import Policy
+
+
+def check_video(make_env: Callable[[], gym.Env[Any, Any]]) -> None:
+    """Render one frame, to find a missing package or render mode before training starts."""
+    import_extra("moviepy", needed_by="a video")
+    env = make_env()
+    try:
+        _check_render_mode(env)
+        env.reset(seed=0)
+        frame = env.render()
+    except gym.error.DependencyNotInstalled as error:
+        raise missing_extra("a video", error) from error
+    finally:
+        close_env(env)
+    if np.ndim(frame) != 3:  # type: ignore[arg-type]
+        raise UserError(f"a video needs frames [height, width, 3], but the env rendered {frame!r}")
+
+
+def _check_render_mode(env: gym.Env[Any, Any]) -> None:
+    if env.render_mode != "rgb_array":
+        raise UserError(
+            f"render_mode={env.render_mode}: a video needs an env with render_mode=rgb_array"
+        )
 
 
 def record_video(
@@ -29,10 +54,7 @@ def record_video(
     """Write ``<name>-episode-<k>.mp4`` per episode; the env must render to arrays."""
     import_extra("moviepy", needed_by="a video")
     env = make_env()
-    if env.render_mode != "rgb_array":
-        raise UserError(
-            f"render_mode={env.render_mode}: a video needs an env with render_mode=rgb_array"
-        )
+    _check_render_mode(env)
     before = {path: path.stat().st_mtime_ns for path in folder.glob(f"{name}-episode-*.mp4")}
     try:
         with warnings.catch_warnings():

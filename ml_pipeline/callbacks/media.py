@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ml_pipeline.analysis.video import record_video
+from ml_pipeline.analysis.video import check_video, record_video
 from ml_pipeline.callbacks.every_steps import EverySteps
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.runs.checkpoint import best_or_latest, checkpoint_path
@@ -46,6 +46,7 @@ class PolicyVideo(EverySteps):
         super().__init__("every_steps", every_steps)
         self.run = run
         self._make_env = make_env.rendering("rgb_array")
+        check_video(self._make_env)
         self._seed = stream_seed(seed, "video")
 
     def on_iteration_logged(self, loop: Loop, metrics: Mapping[str, float]) -> None:

@@ -6,8 +6,10 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
+from ml_pipeline.config.train import RUN_ROOT
+
 LATEST_RUN = "latest"
-RUN_HELP = f"run folder, or {LATEST_RUN}: the run in runs/ that was started or resumed last"
+RUN_HELP = f"run folder, or {LATEST_RUN}: the run that was started or resumed last"
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -31,13 +33,23 @@ def add_trust(parser: ArgumentParser) -> None:
     )
 
 
-def chosen_run(given: str) -> str:
+def add_root(parser: ArgumentParser) -> None:
+    """For commands that find runs."""
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=Path(RUN_ROOT),
+        metavar="DIR",
+        help=f"find runs in this folder, the run_root of a config; default: {RUN_ROOT}",
+    )
+
+
+def chosen_run(given: str, root: Path) -> str:
     """The path of a run; prints it for ``latest``, unless a file or folder has that name."""
     from ml_pipeline.analysis.listing import newest_run
-    from ml_pipeline.door.plan import RUN_ROOT
 
     if given != LATEST_RUN or Path(given).exists():
         return given
-    path = str(newest_run(RUN_ROOT).path)
+    path = str(newest_run(root).path)
     print(f"{LATEST_RUN}: {path}")
     return path

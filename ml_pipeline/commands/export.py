@@ -6,7 +6,7 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from ml_pipeline.commands._arguments import RUN_HELP, add_trust, chosen_run
+from ml_pipeline.commands._arguments import RUN_HELP, add_root, add_trust, chosen_run
 
 HELP = "write the policy of a run to one file"
 
@@ -20,6 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", choices=("best", "latest"), help="default: best if saved, else latest"
     )
+    add_root(parser)
     add_trust(parser)
 
 
@@ -28,7 +29,7 @@ def run(options: Namespace) -> None:
     from ml_pipeline.runs.console import user_command
 
     trained, path, policy, agreement = export_run(
-        chosen_run(options.run),
+        chosen_run(options.run, options.root),
         options.out,
         file_format=options.format,
         checkpoint=options.checkpoint,

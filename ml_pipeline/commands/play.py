@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ml_pipeline.commands._arguments import RUN_HELP, add_trust, chosen_run, integer
+from ml_pipeline.commands._arguments import RUN_HELP, add_root, add_trust, chosen_run, integer
 
 HELP = "play greedy episodes with a run or an exported policy"
 
@@ -21,18 +21,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="seed of the first episode; default: 0",
     )
     parser.add_argument("--render", choices=("human",), help="show the episodes in a window")
+    add_root(parser)
     add_trust(parser)
 
 
 def run(options: Namespace) -> None:
     import torch
 
-    from ml_pipeline.analysis.evaluate import MAX_EPISODE_STEPS, evaluate
+    from ml_pipeline.analysis.evaluate import evaluate
     from ml_pipeline.door.load import load_policy
     from ml_pipeline.door.parts import torch_threads
+    from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
     from ml_pipeline.envs.factory import close_env
 
-    path = chosen_run(options.policy)
+    path = chosen_run(options.policy, options.root)
     policy, env, name = load_policy(path, render=options.render, trust=options.trust)
     print(f"{name}, greedy actions")
     returns = []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
+from ml_pipeline.commands._arguments import add_root
 from ml_pipeline.errors import UserError
 
 HELP = "list runs, or remove some with: runs prune"
@@ -14,7 +14,7 @@ _STATUSES = ("running", "finished", "interrupted", "failed", "died", "unknown")
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
-    parser.add_argument("--root", type=Path, default=Path("runs"), help="default: runs")
+    add_root(parser)
     parser.add_argument("--env", help="only runs of this env")
     parser.add_argument(
         "--status", action="append", choices=_STATUSES, help="only runs of this status; repeatable"

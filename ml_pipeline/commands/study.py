@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import REMAINDER, ArgumentParser, Namespace
 from pathlib import Path
 
 from ml_pipeline.commands._arguments import add_trust, integer
@@ -20,8 +20,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     start.add_argument("name", metavar="NAME", help="the study is kept in studies/NAME/")
     start.add_argument(
         "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
+        nargs=REMAINDER,
+        metavar="[--config-dir DIR] [KEY=VALUE ...]",
         help="settings of every trial, as for train; n_trials=, n_jobs= and space= set the study",
     )
     start.set_defaults(study=_start)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from ml_pipeline.config.checks import check, integer_steps
+from ml_pipeline.errors import shorten
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 
 VEC_ENV_MODES = ("auto", "serial", "parallel", "shared")
@@ -19,6 +20,10 @@ START_METHODS = ("spawn", "fork", "forkserver")
 COLLECTORS = ("sync", "double")
 COMPILE_MODES = ("auto", "off", "graph")
 PRECISIONS = ("float32", "tf32", "bf16")
+RUN_ROOT = "runs"
+
+_LONGEST_NAME = 50  # characters of up to 4 bytes; a file name has at most 255 bytes
+_LONGEST_TAG = 64  # W&B accepts no longer one
 
 
 @dataclass
@@ -38,6 +43,24 @@ class EnvConfig:
     def name(self) -> str:
         """The id, or the class name of the target."""
         return (self.target or "").rpartition(".")[2] or str(self.id).rpartition(":")[2]
+
+
+@dataclass
+class EvalEnvConfig:
+    """What differs in the env of evaluations, videos and play: held-out data, unshaped rewards."""
+
+    id: Optional[str] = None  # with id or target, env.kwargs are not used
+    target: Optional[str] = None
+    kwargs: dict[str, Any] = field(default_factory=dict)  # replace those of env, key by key
+    wrappers: dict[str, Any] = field(default_factory=dict)  # as kwargs; null removes a wrapper
+
+    def applied_to(self, env: EnvConfig) -> EnvConfig:
+        """The env of evaluations, if ``env`` is that of training."""
+        wrappers = {**env.wrappers, **self.wrappers}
+        wrappers = {name: entry for name, entry in wrappers.items() if entry is not None}
+        if self.id or self.target:
+            return EnvConfig(self.id, self.target, self.kwargs, wrappers)
+        return EnvConfig(env.id, env.target, {**env.kwargs, **self.kwargs}, wrappers)
 
 
 @dataclass
@@ -85,7 +108,12 @@ class TrainConfig:
     trust: bool = False  # resume a folder of another user, which can run any code
     objective: str = MEAN_RETURN  # the metric that sweeps maximise
     best_metric: str = EVAL_RETURN  # the metric that decides which checkpoint is best
+    name: Optional[str] = None  # ends the name of the run folder; W&B's name of the run
+    notes: Optional[str] = None  # any text about the run
+    tags: list[str] = field(default_factory=list)  # words to find the run by
+    run_root: str = RUN_ROOT  # the run folder is <run_root>/<env>/<date>_<time>_<hex>[_<name>]
     env: EnvConfig = field(default_factory=EnvConfig)
+    eval_env: EvalEnvConfig = field(default_factory=EvalEnvConfig)
     agent: Any = field(default_factory=dict)  # an AgentConfig, of the class of its algorithm
     network: dict[str, Any] = field(default_factory=dict)  # a _target_ entry
     vec_env: VecEnvConfig = field(default_factory=VecEnvConfig)
@@ -107,6 +135,7 @@ class TrainConfig:
         known = self.precision in PRECISIONS
         check(known, "precision", " | ".join(PRECISIONS), self.precision)
         check(self.collector in COLLECTORS, "collector", " | ".join(COLLECTORS), self.collector)
+        self._check_labels()
         if self.collector == "double":
             even = self.n_envs != "auto" and self.n_envs % 2 == 0
             check(even, "n_envs", "even with collector=double", self.n_envs)
@@ -115,6 +144,18 @@ class TrainConfig:
             if reason is not None:
                 raise ValueError(reason)
 
+    def _check_labels(self) -> None:
+        if self.name is not None:  # it becomes part of a file name
+            rule = f"1 to {_LONGEST_NAME} letters, digits, and . _ -"
+            fits = re.fullmatch(rf"[\w.-]{{1,{_LONGEST_NAME}}}", self.name) is not None
+            check(fits, "name", rule, shorten(self.name))
+        for tag in self.tags:
+            fits = 1 <= len(tag) <= _LONGEST_TAG and tag.isprintable()
+            check(fits, "tags", f"a list of texts of 1 to {_LONGEST_TAG} characters", self.tags)
+        # A shell replaces ~; otherwise a folder of that name would appear here.
+        fits = bool(self.run_root.strip()) and not self.run_root.startswith("~")
+        check(fits, "run_root", "the path of a folder, without ~", self.run_root)
+
     def _checked_n_envs(self) -> Any:
         if self.n_envs == "auto":
             return self.n_envs
@@ -122,6 +163,11 @@ class TrainConfig:
         fits = is_integer and 1 <= self.n_envs < 2**31
         check(fits, "n_envs", "auto, or at least 1", self.n_envs)
         return self.n_envs
+
+    @property
+    def evaluated_env(self) -> EnvConfig:
+        """The env of evaluations: ``env`` with the changes of ``eval_env``."""
+        return self.eval_env.applied_to(self.env)
 
     def suits(self, n_envs: int, *, recurrent: bool = False) -> bool:
         """Whether ``n_envs`` fits the minibatches and leaves the run at least ten iterations."""

@@ -61,12 +61,30 @@ def store_schema() -> None:
 
 def own_conf(arguments: Sequence[str]) -> list[str]:
     """The override that lets Hydra also search conf/ of the current folder, if there is one."""
-    folder = Path.cwd() / "conf"
-    if not folder.is_dir() or folder.samefile(CONF):
-        return []
     if any(each.startswith("hydra.searchpath") for each in arguments):
         return []
-    return [f"hydra.searchpath=['file://{folder}']"]
+    return _searching(own_folders(None))
+
+
+def with_config_dir(config_dir: Path | str | None) -> list[str]:
+    """The override that lets Hydra also search ``config_dir``; none for None."""
+    if config_dir is None:
+        return []
+    if not Path(config_dir).is_dir():
+        raise ConfigError(f"config_dir={config_dir}: no such folder")
+    return _searching(own_folders(config_dir))
+
+
+def own_folders(config_dir: Path | str | None) -> list[Path]:
+    """The user's config folders, the first one first: ``config_dir`` and conf/ in this folder."""
+    folders = {Path(each).resolve(): None for each in (config_dir, "conf") if each is not None}
+    return [each for each in folders if each.is_dir() and not each.samefile(CONF)]
+
+
+def _searching(folders: Sequence[Path]) -> list[str]:
+    # Quoted for Hydra, whose strings escape only the quote.
+    quoted = ("'file://{}'".format(str(folder).replace("'", "\\'")) for folder in folders)
+    return [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
 
 
 def checked_config(cfg: DictConfig) -> TrainConfig:

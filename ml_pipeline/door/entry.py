@@ -6,6 +6,7 @@ functions.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ml_pipeline.door.compose import (
     CONF,
@@ -31,7 +33,7 @@ from ml_pipeline.door.exits import exit_code
 from ml_pipeline.door.explain import explained
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.console import user_command
-from ml_pipeline.runs.run_folder import RunFolder, stamped_name
+from ml_pipeline.runs.run_folder import stamped_name
 from ml_pipeline.sweeps import SweepReport, check_launcher
 
 
@@ -57,14 +59,14 @@ def train(command_line: Sequence[str]) -> None:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
     except _FailedError as failed:
         failure = failed.error
-    except HydraException as error:
+    except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explained(error)) from error
-    except UserError:
-        sys.exit(1)  # a job of a sweep failed; its error is already printed
     finally:
-        SweepReport.tell()
+        n_failed = SweepReport.tell()
     if failure is not None:
         raise failure
+    if n_failed:
+        sys.exit(1)  # the errors are already printed
 
 
 def _own_folder(command_line: Sequence[str]) -> list[str]:
@@ -73,7 +75,7 @@ def _own_folder(command_line: Sequence[str]) -> list[str]:
         return []
     if any(word.startswith("hydra.sweep.dir=") for word in command_line):
         return []
-    return [f"hydra.sweep.dir=runs/sweeps/{stamped_name()}"]
+    return [f"hydra.sweep.dir=${{run_root}}/sweeps/{stamped_name()}"]
 
 
 class _FailedError(BaseException):
@@ -98,9 +100,12 @@ def _run(cfg: DictConfig) -> float:
 
 
 def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
-    """One job of a sweep, recorded in the folder of the sweep, with its share of the cores."""
+    """One job of a sweep, recorded in the folder of the sweep, with its share of the cores.
+
+    Returns nan if the job failed.
+    """
     from ml_pipeline import build
-    from ml_pipeline.door.plan import RUN_ROOT
+    from ml_pipeline.door.plan import new_folder
     from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
     from ml_pipeline.signals import Interrupted
     from ml_pipeline.sweeps import end_with_parent, noted_job, share_of_cores
@@ -112,15 +117,14 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     try:
         with noted_job(folder, job.job.num, overrides) as note:
             find_modules_in_cwd()
-            run = RunFolder.unused(RUN_ROOT, checked_config(cfg).env.name)
+            run = new_folder(checked_config(cfg))
             note.started(cfg.resume or run.path)
             result = build.run(cfg, overrides, sweep=folder.name, folder=run)
             note.finished(result.objective)
     except Interrupted as stop:
         raise SystemExit(stop.exit_code) from None
     except UserError as error:
-        # Hydra reports a failed job after all others; report it now as well.
+        # Not raised: Hydra would print its own lines around it.
         print(f"job {job.job.num} failed: {error}", file=sys.stderr, flush=True)
-        # Launchers pickle the error, and not every subclass can be pickled.
-        raise UserError(str(error)) from error
+        return math.nan
     return result.objective

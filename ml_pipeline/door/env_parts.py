@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.door.compose import ConfigError
-from ml_pipeline.door.parts import act_greedily, mask_key
+from ml_pipeline.door.parts import act_greedily
 from ml_pipeline.envs.choice import choose_mode
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
@@ -67,11 +67,10 @@ def _build_process_envs(plan: RunPlan) -> tuple[list[ParallelEnv | SerialEnv], s
     if mode == "auto":
         mode, why = choose_mode(
             partial(_make_vec_env, plan),
-            plan.first_env,
+            plan.trial,
             partial(act_greedily, plan.agent),
             n_envs=config.n_envs,
             n_slices=n_slices,
-            mask_key=mask_key(config),
         )
         reason = f"{reason}; {why}" if reason else why
     envs: list[ParallelEnv | SerialEnv] = []

@@ -10,6 +10,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    InterpolationKeyError,
     OmegaConfBaseException,
     ValidationError,
 )
@@ -30,6 +31,8 @@ def explained(error: Exception) -> str:
         return _unknown_key(str(error), cause)
     if isinstance(cause, ValidationError):
         return f"{cause.full_key}={cause.value}: {_wrong_type(str(cause))}"
+    if isinstance(cause, InterpolationKeyError):
+        return f"{cause.full_key}: {first_line(cause)}"
     folder = re.match(r"Additional config directory '(.*)' not found", str(error))
     if folder:
         return f"--config-dir {folder[1]}: no such folder"
@@ -62,6 +65,8 @@ def _choice(word: str, known: Sequence[str], prefix: str = "") -> str:
 def _wrong_type(message: str) -> str:
     if "is not a valid bool" in message:
         return "must be true or false"
+    if "is not a ListConfig" in message:
+        return "must be a list, as in [a,b]"
     wanted = re.search(r"could not be converted to (\w+)", message)
     if wanted and wanted[1] in _TYPES:
         return f"must be {_TYPES[wanted[1]]}"

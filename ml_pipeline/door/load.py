@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,9 @@ from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.door.compose import ConfigError, find_modules_in_cwd, stored_config
 from ml_pipeline.door.parts import build_agent, build_env_factory, cpu_place, torch_threads
 from ml_pipeline.door.trust import check_names
+from ml_pipeline.envs.evaluation import make_evaluation_envs
 from ml_pipeline.envs.factory import EnvFactory, close_env
+from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.errors import first_line
 from ml_pipeline.protocols import Agent, Policy
 from ml_pipeline.runs.checkpoint import (
@@ -30,10 +34,11 @@ from ml_pipeline.runs.run_folder import RunFolder
 
 
 class TrainedAgent(NamedTuple):
-    """An agent from a checkpoint, and a single env of the kind it was trained in."""
+    """An agent from a checkpoint, and a single env of the kind that evaluates it."""
 
     agent: Agent
     env: gym.Env[Any, Any]
+    make_envs: Callable[..., SerialEnv]  # n_envs=: a vector env for evaluate_batch
     env_name: str
     seed: int  # of the run
     checkpoint: str
@@ -61,7 +66,7 @@ def _load_agent(
 ) -> TrainedAgent:
     checkpoint = checkpoint or best_or_latest(run_folder)
     state = load_checkpoint(run_folder, checkpoint)
-    make_env = build_env_factory(config)
+    make_env = build_env_factory(config.evaluated_env)
     if render_mode is not None:
         make_env = make_env.rendering(render_mode)
     env = make_env()
@@ -70,7 +75,9 @@ def _load_agent(
         check_fits(agent.state_dict(), state["agent"], "agent")
         agent.load_state_dict(state["agent"])
         env_steps = int(state["env_steps"])
-    return TrainedAgent(agent, env, config.env.name, config.seed, checkpoint, env_steps)
+    make_envs = partial(make_evaluation_envs, make_env, config.vec_env)
+    name = config.evaluated_env.name
+    return TrainedAgent(agent, env, make_envs, name, config.seed, checkpoint, env_steps)
 
 
 def load_policy(
@@ -128,7 +135,7 @@ def export_run(
     out = out or run.path / f"policy.{file_format}"
     facts = {
         "env_name": trained.env_name,
-        "env": dataclasses.asdict(config.env),
+        "env": dataclasses.asdict(config.evaluated_env),
         "run": run.name,
         "checkpoint": trained.checkpoint,
         "env_steps": trained.env_steps,

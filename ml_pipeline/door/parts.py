@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -12,10 +13,9 @@ import gymnasium as gym
 import torch
 from threadpoolctl import threadpool_limits
 
-from ml_pipeline.config.train import TrainConfig
+from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.distributed import World
 from ml_pipeline.door.compose import ConfigError, find_algorithm, stored_text
-from ml_pipeline.envs.episode_stats import counts_episodes
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.protocols import Agent, Callback, Envs, Logger, Place, Policy, Spaces
 from ml_pipeline.runs.checkpoint import (
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from ml_pipeline.door.plan import RunPlan
 
 
-def build_env_factory(config: TrainConfig) -> EnvFactory:
-    env = config.env
+def build_env_factory(env: EnvConfig) -> EnvFactory:
     return EnvFactory(env.id, env.target, env.kwargs, env.wrappers)
 
 
@@ -103,7 +102,7 @@ def build_loop(
 ) -> Loop:
     """The loop and its trainer, in the state of the checkpoint if the run is resumed."""
     config = plan.config
-    all_envs = Envs(envs, plan.env_seed, counts_episodes(plan.first_env))
+    all_envs = Envs(envs, plan.env_seed, plan.trial.counts_episodes)
     trainer = find_algorithm(config).make_trainer(plan.agent, all_envs, config.agent, plan.place)
     loop = Loop(
         trainer,
@@ -164,6 +163,9 @@ def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> 
                 "agent": _agent_name(config),
                 "seed": config.seed,
                 "n_envs": config.n_envs,
+                "name": config.name,
+                "notes": config.notes,
+                "tags": config.tags,
             },
             overrides=overrides,
             total_steps=config.wanted_steps,
@@ -212,11 +214,12 @@ def build_loggers(
 
 
 def build_callbacks(
-    config: TrainConfig, run_folder: RunFolder, make_env: EnvFactory, device: torch.device
+    config: TrainConfig, run_folder: RunFolder, device: torch.device
 ) -> dict[str, Callback]:
     offers = {
         "run": run_folder,
-        "make_env": make_env,
+        "make_env": build_env_factory(config.evaluated_env),
+        "vec_env": config.vec_env,
         "seed": config.seed,
         "device": device,
         "best_metric": config.best_metric,
@@ -231,6 +234,16 @@ def build_callbacks(
             )
         check_plain(callbacks[name].state_dict(), f"the state of callbacks.{name}")
     return callbacks
+
+
+@contextmanager
+def kept_cwd() -> Iterator[None]:
+    """Return to the current folder at the end: an env may call os.chdir."""
+    before = os.getcwd()
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 @contextmanager

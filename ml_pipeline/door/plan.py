@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gymnasium as gym
 import torch
 from gymnasium import spaces
 
+from ml_pipeline.agents.networks import out_features
 from ml_pipeline.agents.observations import ObservationReader, batched
-from ml_pipeline.config.train import TrainConfig
+from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.device import program_mode, resolve_device
 from ml_pipeline.distributed import World
 from ml_pipeline.door.compose import ConfigError
@@ -23,13 +25,14 @@ from ml_pipeline.door.parts import (
     build_agent,
     build_callbacks,
     build_env_factory,
+    kept_cwd,
     mask_key,
     torch_threads,
 )
 from ml_pipeline.envs.choice import choose_n_envs
-from ml_pipeline.envs.factory import EnvFactory, try_env
-from ml_pipeline.envs.snapshots import why_no_snapshot
+from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.trial import EnvTrial, try_env, try_env_in_worker
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Agent, Callback, Place, StateDict
@@ -44,8 +47,6 @@ from ml_pipeline.training.out_of_memory import (
     ran_out_of_memory,
 )
 
-RUN_ROOT = Path("runs")
-
 
 class RunPlan(NamedTuple):
     """A checked config and everything built from it before a file or a process exists."""
@@ -54,13 +55,12 @@ class RunPlan(NamedTuple):
     place: Place
     make_env: EnvFactory
     tensor_env: type[TorchVectorEnv] | None  # None: the envs run in processes
-    first_env: gym.Env[Any, Any]  # proves that the env can be made; vec_env=auto times it
+    trial: EnvTrial  # of one env
     agent: Agent
     run: RunFolder  # of a new run: not yet on disk
     callbacks: dict[str, Callback]
     state: StateDict | None  # of the checkpoint to resume from
     remark: str  # on choices made while planning, or empty
-    no_snapshot: str | None  # why a resumed run cannot continue its episodes; None: it can
 
     @property
     def first_step(self) -> int:
@@ -68,11 +68,22 @@ class RunPlan(NamedTuple):
         return int(self.state["env_steps"]) if self.state is not None else 0
 
     @property
+    def no_snapshot(self) -> str | None:
+        """Why a resumed run cannot continue its episodes; None: it can."""
+        return None if self.tensor_env is not None else self.trial.no_snapshot
+
+    @property
     def env_seed(self) -> int:
         """Seed of env 0; env i has this + i."""
         return first_env_seed(self.config.seed, env_steps=self.first_step)
 
 
+def new_folder(config: TrainConfig) -> RunFolder:
+    """The folder of a new run; not yet on disk."""
+    return RunFolder.unused(Path(config.run_root), config.env.name, config.name)
+
+
+@kept_cwd()
 def make_plan(
     config: TrainConfig,
     *,
@@ -80,49 +91,46 @@ def make_plan(
     folder: RunFolder | None = None,
 ) -> RunPlan:
     """Find every mistake that can be found before a run folder or a worker exists."""
-    run_folder, state = folder or RunFolder.unused(RUN_ROOT, config.env.name), None
+    run_folder, state = folder or new_folder(config), None
     if config.resume is not None:
         run_folder, state = _resumed(config, config.resume)
+    # An env may call os.chdir, which must not move the files of the run.
+    run_folder = run_folder.absolute()
     place = _make_place(config)
     seed_global_generators(config.seed)
-    make_env = build_env_factory(config)
+    make_env = build_env_factory(config.env)
     tensor_env = find_tensor_env(config)
-    all_callbacks = build_callbacks(config, run_folder, make_env, place.device)
+    trial = _try_envs(config)
+    config = with_mask_source(config, trial)
+    all_callbacks = build_callbacks(config, run_folder, place.device)
     for name, callback in (callbacks or {}).items():
         if name in all_callbacks:
             raise ConfigError(f"callbacks.{name}: the config has one of that name; rename one")
         all_callbacks[name] = callback
-    first_env = make_env()
-    obs, info, step_info = try_env(first_env, config.env.name, mask_key=mask_key(config))
-    config = with_mask_source(config, first_env, info, step_info)
     with memory_explained(place.device, lambda: NETWORK_ADVICE):
-        agent = build_agent(config, first_env, place)
-        _try_agent(agent, first_env, obs, info)
+        agent = build_agent(config, trial, place)
+        _try_agent(agent, trial)
     if state is not None:
         with misfit_explained(run_folder):
             check_fits(agent.state_dict(), state["agent"], "agent")
             agent.load_state_dict(state["agent"])
     if tensor_env is not None:
-        _check_tensor_env(config, first_env, agent)
-    config, remark = _with_n_envs(config, first_env, agent, place, is_tensor=tensor_env is not None)
+        _check_tensor_env(config, trial, agent)
+    config, remark = _with_n_envs(config, trial, agent, place, is_tensor=tensor_env is not None)
     reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
     if reason is not None:
         raise ConfigError(reason)
-    no_snapshot = None
-    if tensor_env is None:
-        no_snapshot = why_no_snapshot(first_env, make_env, mask_key=mask_key(config))
     return RunPlan(
         config,
         place,
         make_env,
         tensor_env,
-        first_env,
+        trial,
         agent,
         run_folder,
         all_callbacks,
         state,
         remark,
-        no_snapshot,
     )
 
 
@@ -155,9 +163,39 @@ def _is_recurrent(agent: Agent) -> bool:
     return agent.new_memory(1) is not None
 
 
-def _check_tensor_env(config: TrainConfig, env: gym.Env[Any, Any], agent: Agent) -> None:
+def _try_envs(config: TrainConfig) -> EnvTrial:
+    """Play the env for a moment, and that of evaluations if it is another.
+
+    A broken env is refused before a run folder exists.
+    """
+    options: dict[str, Any] = {}
+    if config.n_envs == "auto" or config.vec_env.mode == "auto":
+        options = {"seconds": 0.1, "least_steps": 20}  # long enough to time a step
+    trial = _try_env(config, config.env, **options)
+    if config.evaluated_env != config.env:
+        evaluated = _try_env(config, config.evaluated_env)
+        for name in ("observation_space", "action_space"):
+            theirs, ours = getattr(evaluated, name), getattr(trial, name)
+            if theirs != ours:
+                raise ConfigError(f"eval_env has the {name} {theirs}, but env has {ours}")
+    return trial
+
+
+def _try_env(config: TrainConfig, env: EnvConfig, **options: Any) -> EnvTrial:
+    make_env, options["mask_key"] = build_env_factory(env), mask_key(config)
+    if config.vec_env.mode == "parallel":
+        trial = try_env_in_worker(make_env, env.name, config.vec_env, **options)
+    else:
+        trial = try_env(make_env, env.name, **options)
+    for remark in trial.remarks:
+        say(f"env {env.name}: {remark}")
+        warnings.filterwarnings("ignore", re.escape(remark))  # a vector env would repeat it
+    return trial
+
+
+def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> None:
     """Refuse settings that need envs in processes."""
-    is_nested = isinstance(env.observation_space, (spaces.Dict, spaces.Tuple))
+    is_nested = isinstance(trial.observation_space, (spaces.Dict, spaces.Tuple))
     for is_wrong, key, fix in (
         (bool(config.env.wrappers), "env.wrappers", "put their work into the env class"),
         (config.vec_env.mode != "auto", "vec_env", "leave vec_env=auto"),
@@ -173,7 +211,7 @@ def _check_tensor_env(config: TrainConfig, env: gym.Env[Any, Any], agent: Agent)
 
 
 def _with_n_envs(
-    config: TrainConfig, env: gym.Env[Any, Any], agent: Agent, place: Place, *, is_tensor: bool
+    config: TrainConfig, trial: EnvTrial, agent: Agent, place: Place, *, is_tensor: bool
 ) -> tuple[TrainConfig, str]:
     """The config with n_envs=auto replaced by a number, and the reason for this number."""
     if config.n_envs != "auto":
@@ -187,11 +225,10 @@ def _with_n_envs(
         n_slices = config.vec_env.n_workers or available_cores()
         with torch_threads(place.device):
             n_envs, reason = choose_n_envs(
-                env,
+                trial,
                 partial(act_greedily, agent),
                 n_slices=1 if config.vec_env.mode == "serial" else n_slices,
                 allowed=partial(config.suits, recurrent=_is_recurrent(agent)),
-                mask_key=mask_key(config),
             )
     try:
         return dataclasses.replace(config, n_envs=n_envs), reason
@@ -199,23 +236,18 @@ def _with_n_envs(
         raise ConfigError(f"n_envs=auto chose {n_envs}, but {error}") from error
 
 
-def with_mask_source(
-    config: TrainConfig,
-    env: gym.Env[Any, Any],
-    info: dict[str, Any],
-    step_info: dict[str, Any],
-) -> TrainConfig:
+def with_mask_source(config: TrainConfig, trial: EnvTrial) -> TrainConfig:
     """The config with agent.action_mask=auto replaced by the source of this env's masks, or none.
 
     Masks in infos are needed at every step, so all infos must be sent.
     """
     source = config.agent.action_mask
     if source == "auto":
-        space = env.observation_space
+        space = trial.observation_space
         in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.spaces
-        can_be_masked = not isinstance(env.action_space, spaces.Box)
-        in_info = "action_mask" in info and can_be_masked
-        if can_be_masked and not in_obs and "action_mask" in step_info and not in_info:
+        can_be_masked = not isinstance(trial.action_space, spaces.Box)
+        in_info = "action_mask" in trial.info and can_be_masked
+        if can_be_masked and not in_obs and "action_mask" in trial.step_info and not in_info:
             raise ConfigError(
                 f"env {config.env.name} returns an action_mask from step, but not from reset; "
                 "return one from reset too, or set agent.action_mask=none"
@@ -229,11 +261,11 @@ def with_mask_source(
     )
 
 
-def _try_agent(agent: Agent, env: gym.Env[Any, Any], obs: Any, info: dict[str, Any]) -> None:
+def _try_agent(agent: Agent, trial: EnvTrial) -> None:
     """One forward pass, to find a network of the wrong shape."""
     # A batch of two, since BatchNorm refuses one.
-    mask = agent.mask_of({name: [value, value] for name, value in info.items()})
-    batch = batched(env.observation_space, [obs, obs])
+    mask = agent.mask_of({name: [value, value] for name, value in trial.info.items()})
+    batch = batched(trial.observation_space, [trial.obs, trial.obs])
     try:
         agent.act_batch(batch, True, action_mask=mask, memory=agent.new_memory(2))
     except UserError:
@@ -241,9 +273,26 @@ def _try_agent(agent: Agent, env: gym.Env[Any, Any], obs: Any, info: dict[str, A
     except Exception as error:  # a user's network may raise anything
         if ran_out_of_memory(error):
             raise
+        _check_out_features(agent)
         reason = f"{type(error).__name__}: {error}"
-        shapes = dict(ObservationReader(env.observation_space).shapes)
+        shapes = dict(ObservationReader(trial.observation_space).shapes)
         shape = shapes[""] if list(shapes) == [""] else shapes
         raise ConfigError(
             f"network cannot process an observation of shape {shape}: {reason}"
         ) from error
+
+
+def _check_out_features(agent: Agent) -> None:
+    """Refuse a network whose output does not have the size that it declares."""
+    policy = agent.greedy()
+    try:
+        features, _ = policy.features(policy.example_inputs())
+        actual = features.shape[-1]
+    except Exception:  # the network does not even accept the observation
+        return
+    declared = out_features(policy.trunk)
+    if actual != declared:
+        raise ConfigError(
+            f"network {type(policy.trunk).__name__} has out_features={declared}, but its forward "
+            f"returns {actual} features; make them equal"
+        )

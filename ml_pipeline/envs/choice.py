@@ -1,7 +1,7 @@
 """choose_mode and choose_n_envs: resolve ``vec_env=auto`` and ``n_envs=auto``.
 
-Both time the env and the policy for a moment. A turn is one step of a rollout: the policy acts for
-all envs, then all envs step.
+Both time the policy for a moment; the time of an env's step comes from its trial. A turn is one
+step of a rollout: the policy acts for all envs, then all envs step.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import gymnasium as gym
 import numpy as np
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from ml_pipeline.envs.factory import allowed_action
+from ml_pipeline.envs.trial import EnvTrial
 from ml_pipeline.envs.vec_env import WorkerStartError
 
 Mode = Literal["serial", "parallel", "shared"]
@@ -44,14 +43,13 @@ class NEnvsChoice(NamedTuple):
 
 def choose_mode(
     make: Callable[[Mode], VectorEnv[Any, Any, Any]],
-    env: gym.Env[Any, Any],
+    trial: EnvTrial,
     act: Act,
     *,
     n_envs: int,
     n_slices: int,
-    mask_key: str = "action_mask",
 ) -> VecEnvChoice:
-    """The fastest way to run ``n_envs`` envs like ``env`` in ``n_slices`` processes.
+    """The fastest way to run ``n_envs`` of the tried envs in ``n_slices`` processes.
 
     ``make`` returns the vector env of a mode, which is timed for a moment and closed. It is not
     called if workers could not be faster even with the cheapest messages.
@@ -60,7 +58,7 @@ def choose_mode(
         return VecEnvChoice("serial", "one env needs no worker")
     if n_slices == 1:
         return VecEnvChoice("serial", "one process leaves no core for a worker")
-    step, acting = _step_seconds(env, mask_key), _act_seconds(env, act, n_envs)
+    step, acting = trial.step_seconds, _act_seconds(trial, act, n_envs)
     seconds: dict[Mode, float] = {"serial": n_envs * step + acting}
     at_best = -(-n_envs // n_slices) * step + acting + _EXCHANGE_SECONDS
     if seconds["serial"] < _WORKER_GAIN * at_best:
@@ -85,12 +83,7 @@ def _fastest(seconds: dict[Mode, float]) -> VecEnvChoice:
 
 
 def choose_n_envs(
-    env: gym.Env[Any, Any],
-    act: Act,
-    *,
-    n_slices: int,
-    allowed: Callable[[int], bool],
-    mask_key: str = "action_mask",
+    trial: EnvTrial, act: Act, *, n_slices: int, allowed: Callable[[int], bool]
 ) -> NEnvsChoice:
     """The smallest number of envs whose throughput is close to the best, up to 32 per process.
 
@@ -99,11 +92,11 @@ def choose_n_envs(
     numbers = [n for n in (n_slices * 2**k for k in range(6)) if allowed(n)]
     if not numbers:
         return NEnvsChoice(8, "n_envs=auto: the run is too short to measure")
-    step = _step_seconds(env, mask_key)
+    step = trial.step_seconds
     rates = {}
     for n in numbers:
         work = min(n * step, -(-n // n_slices) * step + _EXCHANGE_SECONDS)
-        rates[n] = n / (work + _act_seconds(env, act, n))
+        rates[n] = n / (work + _act_seconds(trial, act, n))
     best = max(rates.values())
     n_envs = min(n for n in numbers if rates[n] >= _ENOUGH * best)
     reason = (
@@ -113,32 +106,11 @@ def choose_n_envs(
     return NEnvsChoice(n_envs, reason)
 
 
-def _step_seconds(
-    env: gym.Env[Any, Any], mask_key: str, *, n_steps: int = 500, seconds: float = 0.1
-) -> float:
-    """Mean seconds of a step with random actions, resets included, after two warm-up steps."""
-    env.action_space.seed(0)
-    obs, info = env.reset(seed=0)
-    durations: list[float] = []
-    deadline = time.perf_counter() + seconds
-    while len(durations) < 20 or (len(durations) < n_steps and time.perf_counter() < deadline):
-        action = allowed_action(env, obs, info, mask_key)
-        start = time.perf_counter()
-        obs, _, terminated, truncated, info = env.step(action)
-        if terminated or truncated:
-            obs, info = env.reset()
-        durations.append(time.perf_counter() - start)
-        if len(durations) >= 5 and time.perf_counter() > deadline + 10 * seconds:
-            break  # 20 steps of a very slow env would take too long
-    return float(np.mean(durations[2:]))
-
-
-def _act_seconds(env: gym.Env[Any, Any], act: Act, n_envs: int) -> float:
-    obs, info = env.reset(seed=0)
-    space, same = env.observation_space, [obs] * n_envs
+def _act_seconds(trial: EnvTrial, act: Act, n_envs: int) -> float:
+    space = trial.observation_space
     empty: Any = create_empty_array(space, n_envs)
-    batch = concatenate(space, same, empty)
-    infos = {name: [value] * n_envs for name, value in info.items()}
+    batch = concatenate(space, [trial.obs] * n_envs, empty)
+    infos = {name: [value] * n_envs for name, value in trial.info.items()}
     return _median_seconds(lambda: act(batch, infos), 20)
 
 

@@ -10,7 +10,6 @@ import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,23 +89,6 @@ def _named(what: str) -> Iterator[None]:
         raise missing_extra(what.removesuffix(" cannot be made"), error) from error
     except (Exception, SystemExit) as error:  # envs may raise anything
         raise EnvError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-def try_env(
-    env: gym.Env[Any, Any], name: str, *, mask_key: str = "action_mask"
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Do one reset and one step, to detect an env with another API before training starts.
-
-    Returns the observation and info of the reset, and the info of the step.
-    """
-    with _named(f"env {name} cannot be reset with a seed and stepped as in Gymnasium 1.x"):
-        obs, info = deepcopy(env.reset(seed=0))
-        env.action_space.seed(0)
-        _, _, _, _, step_info = env.step(allowed_action(env, obs, info, mask_key))
-        for each in (info, step_info):
-            if not isinstance(each, dict):
-                raise TypeError(f"info must be a dict, got {each!r}")
-    return obs, info, step_info
 
 
 def allowed_action(

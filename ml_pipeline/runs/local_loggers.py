@@ -24,10 +24,10 @@ class TensorBoardLogger:
         import_extra("tensorboard", needed_by="logger=tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = run.path / "tensorboard"
         purge = env_steps + 1 if env_steps else None
-        self._writer: Any = SummaryWriter(str(folder), purge_step=purge)
-        self.status = f"TensorBoard: {python_command()} -m tensorboard.main --logdir {folder}"
+        self._writer: Any = SummaryWriter(str(run.path / "tensorboard"), purge_step=purge)
+        shown = run.shown / "tensorboard"
+        self.status = f"TensorBoard: {python_command()} -m tensorboard.main --logdir {shown}"
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
         for name, value in metrics.items():

@@ -135,15 +135,16 @@ class WandbLogger:
         import wandb  # takes half a second
 
         self._timeout_seconds = timeout_seconds
-        self._sync = f"{python_command()} -m wandb sync {shlex.quote(str(run.path / 'wandb'))}"
+        self._sync = f"{python_command()} -m wandb sync {shlex.quote(str(run.shown / 'wandb'))}"
         env_name, agent = str(run_config["env_name"]), str(run_config["agent_name"])
         arguments: dict[str, Any] = {
             "project": project,
             "entity": entity,
             "group": group or sweep or f"{env_name}-{agent}",
-            "tags": [env_name, agent, *(tags or [])],
+            "tags": [env_name, agent, *run_config.get("tags", ()), *(tags or ())],
+            "notes": run_config.get("notes"),
             "job_type": "train",
-            "name": run.name,
+            "name": run_config.get("name") or run.name,
             "id": run.name,  # a resumed run keeps its id
             "resume": "allow",
             "reinit": "create_new",  # jobs of a sweep must not share a run

@@ -6,7 +6,6 @@ import math
 import platform
 import re
 import shlex
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,8 +20,7 @@ from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
 from ml_pipeline.runs.console import ConsoleLogger, say, typed_training, user_command
 from ml_pipeline.runs.loggers import CsvLogger, last_values
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
-
-_REPOSITORY = Path(__file__).resolve().parents[2]
+from ml_pipeline.runs.source_code import Code, package_code, user_code
 
 
 class LastValues:
@@ -53,10 +51,13 @@ class Record:
     ) -> None:
         """``env_steps`` is where the run resumes; ``loggers`` are added to CSV and console."""
         self.run = run
+        # Found now: an env may call os.chdir.
+        self._started_in = Path.cwd()
+        self._programs = {name: user_command(name) for name in ("evaluate", "train", "compare")}
         self._facts = dict(facts)
         self._total_steps = total_steps
         self._started = time.monotonic()
-        self._overrides = list(overrides)
+        self._command = typed_training() or f"train({list(overrides)})"
         before = run.read_summary()  # not empty if the run resumes
         try:
             self._seconds_before = float(before.get("seconds") or 0.0)
@@ -81,7 +82,7 @@ class Record:
     def begin(self, line: str) -> None:
         """Print the first lines and write a summary with the status running."""
         say(line)
-        say(f"run folder: {self.run.path}")
+        say(f"run folder: {self.run.shown}")
         self._say_logger_status()
         self.run.update_summary(
             {
@@ -89,8 +90,9 @@ class Record:
                 "status": "running",
                 "what_runs_where": line,
                 "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-                "commands": [*self._commands_before, self._command()],
-                "git_commit": self._note_code(),
+                "commands": [*self._commands_before, self._command],
+                "git_commit": _noted(package_code(), self.run.changes),
+                "user_git_commit": _noted(user_code(self._started_in), self.run.user_changes),
                 "host": platform.node(),
                 "versions": {
                     "python": platform.python_version(),
@@ -135,7 +137,7 @@ class Record:
         saved = checkpoint_path(self.run, LATEST).is_file()
         if status == "finished":
             say(result)
-            say(f"run folder: {self.run.path}")
+            say(f"run folder: {self.run.shown}")
             for title, command in commands.items():
                 if saved or title == "compare":
                     say(f"{title + ':':<11} {command}")
@@ -145,7 +147,7 @@ class Record:
         elif saved:
             say(f"{result}; resume with: {commands['resume']}")
         else:
-            say(f"{result}; no checkpoint was saved in {self.run.path}")
+            say(f"{result}; no checkpoint was saved in {self.run.shown}")
 
     def close(self) -> None:
         """Close every logger and print each ``status``."""
@@ -166,34 +168,16 @@ class Record:
         return self._last.values.get(metric, math.nan)
 
     def _commands(self, *, complete: bool) -> dict[str, str]:
-        path = shlex.quote(str(self.run.path))
+        path = shlex.quote(str(self.run.shown))
         # Some characters have a meaning for Hydra unless they are quoted.
-        value = path if re.fullmatch(r"[\w./ '-]+", path) else shlex.quote(f'"{self.run.path}"')
+        value = path if re.fullmatch(r"[\w./ '-]+", path) else shlex.quote(f'"{self.run.shown}"')
         more = f" total_steps={2 * self._total_steps}" if complete else ""
-        siblings = shlex.quote(str(self.run.path.parent)) + "/*"
+        siblings = shlex.quote(str(self.run.shown.parent)) + "/*"
         return {
-            "evaluate": f"{user_command('evaluate')} {path} --deterministic",
-            "resume": f"{user_command('train')} resume={value}{more}",
-            "compare": f"{user_command('compare')} {siblings}",
+            "evaluate": f"{self._programs['evaluate']} {path} --deterministic",
+            "resume": f"{self._programs['train']} resume={value}{more}",
+            "compare": f"{self._programs['compare']} {siblings}",
         }
-
-    def _note_code(self) -> str | None:
-        """The commit of this code, or None outside git.
-
-        With uncommitted changes it ends with +, and changes.diff contains the changes.
-        """
-        commit = _git("rev-parse", "HEAD")
-        if commit is None:
-            return None
-        changes = _git("diff", "HEAD")
-        if not changes:
-            return commit
-        write_text(self.run.changes, changes + "\n")
-        return f"{commit}+"
-
-    def _command(self) -> str:
-        """The command line or Python call that started this process."""
-        return typed_training() or f"train({self._overrides})"
 
     def _say_logger_status(self) -> None:
         for logger in self._extra_loggers.values():
@@ -203,21 +187,13 @@ class Record:
                 self._printed_status.add(status)
 
 
-def _git(*command: str) -> str | None:
-    """The output of a git command on this repository; None without git or a repository."""
-    if not (_REPOSITORY / "pyproject.toml").is_file():
-        return None  # installed from a wheel: any repository around it is another project
-    try:
-        result = subprocess.run(
-            ["git", "-C", str(_REPOSITORY), *command],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+def _noted(code: Code | None, diff: Path) -> str | None:
+    """Write the changes of ``code``, if any, to the file ``diff``; returns its commit."""
+    if code is None:
         return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    if code.changes:
+        write_text(diff, code.changes)
+    return code.commit
 
 
 def _finite(value: float) -> float | None:

@@ -1,6 +1,7 @@
 """RunFolder: the files of a run, which are written completely or not at all.
 
-runs/<env>/<date>_<time>_<4 hex>/ holds config.yaml, metrics.csv, summary.json and checkpoints/.
+<run_root>/<env>/<date>_<time>_<4 hex>[_<name>]/ holds config.yaml, metrics.csv, summary.json and
+checkpoints/.
 """
 
 from __future__ import annotations
@@ -32,21 +33,24 @@ class RunFolderError(UserError):
 class RunFolder:
     """The files of one run, by name."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shown: Path | None = None) -> None:
+        """``shown`` is how output names the folder, if not by ``path``."""
         self.path = path
+        self.shown = path if shown is None else shown
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.csv"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
         self.videos = path / "videos"
-        self.changes = path / "changes.diff"  # uncommitted changes of the code, if any
+        self.changes = path / "changes.diff"  # uncommitted changes of this package, if any
+        self.user_changes = path / "user_changes.diff"  # of the user's own repository, if any
 
     @classmethod
-    def unused(cls, root: Path, env_name: str) -> RunFolder:
-        """A new name; two runs may start in the same second, so random digits follow the time."""
+    def unused(cls, root: Path, env_name: str, name: str | None = None) -> RunFolder:
+        """A new folder; two runs may start in the same second, so random digits follow the time."""
         parent = root / re.sub(r"[^\w.-]+", "-", env_name)
         while True:
-            run = cls(parent / stamped_name())
+            run = cls(parent / "_".join(filter(None, (stamped_name(), name))))
             if not run.path.exists():
                 return run
 
@@ -67,6 +71,10 @@ class RunFolder:
             shown = shorten(str(path))
             raise RunFolderError(f"{shown} is not a run folder: {error.strerror}") from error
         return run
+
+    def absolute(self) -> RunFolder:
+        """The same folder for a process that may change its current folder."""
+        return RunFolder(Path(os.path.abspath(self.path)), shown=self.path)
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 from optuna.trial import FrozenTrial
 
-from ml_pipeline.door.compose import CONF, REPOSITORY, compose_config, plain_config
+from ml_pipeline.door.compose import compose_config, plain_config, with_config_dir
 from ml_pipeline.door.load import export_run
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import BEST, best_or_latest, checkpoint_path
@@ -33,7 +33,8 @@ from ml_pipeline.study.trials import evaluate_run
 
 DEPLOYED = "deployed.json"
 
-_NOT_WRITTEN = ("device", "logger", "vec_env")  # they belong to the machine, not to the result
+# They belong to the machine or to the run, not to the result.
+_NOT_WRITTEN = ("device", "logger", "vec_env", "name", "notes", "tags", "run_root")
 
 
 def write_best(
@@ -62,7 +63,7 @@ def write_best(
 def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> tuple[Path, str]:
     """Write the YAML file; return its path and the arguments that train with it."""
     overrides = [*settings.overrides, *param_overrides(settings.space, best.params)]
-    cfg = compose_config(overrides)
+    cfg = compose_config([*overrides, *with_config_dir(settings.config_dir)])
     defaults: list[str] = []
     values: dict[str, Any] = {}
     removed = []  # a YAML file cannot remove a key
@@ -78,7 +79,8 @@ def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> 
             defaults.append(f"  - override /{key}: {value}")
         else:
             _put(values, key.lstrip("+"), OmegaConf.select(cfg, key.lstrip("+")))
-    arguments = shlex.join([f"experiment=best_{name}", *removed])
+    options = ["--config-dir", settings.config_dir] if settings.config_dir is not None else []
+    arguments = shlex.join([*options, f"experiment=best_{name}", *removed])
     command = user_command("train", python="python")
     lines = [
         "# @package _global_",
@@ -87,10 +89,12 @@ def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> 
         *(["defaults:", *defaults, ""] if defaults else []),
         yaml.safe_dump(values, sort_keys=False, width=1000),
     ]
-    # Do not write into an installed package; Hydra also searches conf/ of the current folder.
-    conf = CONF if CONF.parent == REPOSITORY else Path("conf")
-    path = conf / "experiment" / f"best_{name}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    # The user's own folder, not that of the package; Hydra also searches conf/ in this folder.
+    path = Path(settings.config_dir or "conf") / "experiment" / f"best_{name}.yaml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StudyError(f"cannot create {path.parent}: {error.strerror}") from error
     write_text(path, "\n".join(lines))
     return path, arguments
 

@@ -48,6 +48,7 @@ class StudySettings(NamedTuple):
     n_trials: int
     seed: int
     objective: str
+    config_dir: str | None = None  # a folder of the user's own YAML files
 
 
 class StudyFolder:
@@ -59,8 +60,9 @@ class StudyFolder:
         self.name = name
         self.path = STUDY_ROOT / name
         self.settings = self.path / "study.yaml"
-        self.journal = self.path / "journal.log"
-        self.trials = self.path / "trials"
+        # Absolute: used while envs run, which may call os.chdir.
+        self.journal = self.path.absolute() / "journal.log"
+        self.trials = self.path.absolute() / "trials"
         self.logs = self.path / "logs"
 
     @classmethod

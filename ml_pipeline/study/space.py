@@ -25,7 +25,7 @@ from optuna.distributions import (
 from yaml import YAMLError
 
 from ml_pipeline.config.train import TrainConfig
-from ml_pipeline.door.compose import CONF, ConfigError, checked_config, compose_config
+from ml_pipeline.door.compose import CONF, ConfigError, checked_config, compose_config, own_folders
 from ml_pipeline.errors import first_line
 
 Space = dict[str, dict[str, Any]]
@@ -38,13 +38,17 @@ def default_space(config: TrainConfig) -> str:
     return type(config.agent).__name__.removesuffix("Config").lower()
 
 
-def read_space(name: str) -> Space:
-    """Read a space; ``name`` is a file of conf/study/, or the path of a YAML file."""
+def read_space(name: str, config_dir: str | None = None) -> Space:
+    """Read a space; ``name`` is the path of a YAML file, or a file of study/ in a config folder."""
     is_path = name.endswith((".yaml", ".yml")) or "/" in name
-    path = Path(name) if is_path else CONF / "study" / f"{name}.yaml"
+    folders = [each / "study" for each in (CONF, *own_folders(config_dir))]  # as Hydra searches
+    paths = [Path(name)] if is_path else [each / f"{name}.yaml" for each in folders]
+    path = next((each for each in paths if each.is_file()), paths[0])
     if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in path.parent.glob("*.yaml"))) or "none"
-        raise ConfigError(f"space={name}: {path} does not exist; existing: {known}")
+        beside = [path.parent] if is_path else folders
+        known = sorted({each.stem for folder in beside for each in folder.glob("*.yaml")})
+        shown = ", ".join(known) or "none"
+        raise ConfigError(f"space={name}: {path} does not exist; existing: {shown}")
     try:
         space = OmegaConf.to_container(OmegaConf.load(path))  # PyYAML would read 1e-5 as a string
     except (OmegaConfBaseException, YAMLError, OSError) as error:
@@ -172,4 +176,4 @@ def _check_point(cfg: DictConfig, point: Mapping[str, Any]) -> None:
     try:
         checked_config(cfg)
     except ConfigError as error:
-        raise _space_error(first_line(error)) from error
+        raise _space_error(str(error)) from error

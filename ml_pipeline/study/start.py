@@ -35,6 +35,7 @@ from ml_pipeline.sweeps import share_of_cores
 
 _LOOK_SECONDS = 0.5
 _OWN_KEYS = ("n_trials", "n_jobs", "space")
+_CONFIG_DIR = "--config-dir"
 
 
 class Request(NamedTuple):
@@ -44,13 +45,15 @@ class Request(NamedTuple):
     space: str | None
     n_trials: int | None
     n_jobs: int
+    config_dir: str | None
 
 
 def read_request(arguments: Sequence[str]) -> Request:
     """Separate the keys of the study from the overrides of its trials."""
     own: dict[str, str] = {}
     overrides = []
-    for argument in arguments:
+    config_dir, rest = _read_config_dir(arguments)
+    for argument in rest:
         key, equals, value = argument.partition("=")
         if key in _OWN_KEYS:
             own[key] = value
@@ -61,7 +64,24 @@ def read_request(arguments: Sequence[str]) -> Request:
         else:
             overrides.append(argument)
     numbers = {key: _count(key, own[key]) for key in ("n_trials", "n_jobs") if key in own}
-    return Request(overrides, own.get("space"), numbers.get("n_trials"), numbers.get("n_jobs", 1))
+    n_trials, n_jobs = numbers.get("n_trials"), numbers.get("n_jobs", 1)
+    return Request(overrides, own.get("space"), n_trials, n_jobs, config_dir)
+
+
+def _read_config_dir(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of --config-dir, and the other arguments."""
+    words = [word for each in arguments for word in _split_option(each)]
+    if _CONFIG_DIR not in words:
+        return None, words
+    index = words.index(_CONFIG_DIR)
+    if index + 1 == len(words):
+        raise StudyError(f"{_CONFIG_DIR}: name a folder after it")
+    return os.path.normpath(words[index + 1]), words[:index] + words[index + 2 :]
+
+
+def _split_option(argument: str) -> list[str]:
+    option, equals, value = argument.partition("=")
+    return [option, value] if option == _CONFIG_DIR and equals else [argument]
 
 
 def _count(key: str, text: str) -> int:
@@ -90,24 +110,27 @@ def start(name: str, arguments: Sequence[str]) -> None:
 def _new_settings(name: str, request: Request) -> StudySettings:
     """Settings of a new study; refuses settings with which trials would fail."""
     # Importing torch takes seconds; joining a study does not need it.
-    from ml_pipeline.door.compose import checked_config, compose_config
+    from ml_pipeline.door.compose import checked_config, compose_config, with_config_dir
     from ml_pipeline.study.space import check_space, default_space, read_space
 
     if request.n_trials is None:
         raise StudyError(f"study {name} is new; say how many trials it gets: n_trials=100")
-    cfg = compose_config([f"objective={EVAL_RETURN}", *request.overrides])
+    searched = with_config_dir(request.config_dir)
+    cfg = compose_config([f"objective={EVAL_RETURN}", *request.overrides, *searched])
     config = checked_config(cfg)
-    space = read_space(request.space or default_space(config))
+    space = read_space(request.space or default_space(config), request.config_dir)
     fixed = [key for key in space if key.lstrip("+") in _by_key(request.overrides)]
     for key in fixed:
         del space[key]
     if not space:
         raise StudyError("overrides fix every key of the space; leave one out to search it")
-    check_space(space, cfg, request.overrides)
+    check_space(space, cfg, [*request.overrides, *searched])
     if fixed:
         say(f"fixed by overrides, not searched: {', '.join(fixed)}")
     overrides = [each for each in request.overrides if _key(each) not in ("seed", "objective")]
-    return StudySettings(overrides, space, request.n_trials, config.seed, config.objective)
+    return StudySettings(
+        overrides, space, request.n_trials, config.seed, config.objective, request.config_dir
+    )
 
 
 def _joined_settings(folder: StudyFolder, request: Request) -> StudySettings:
@@ -120,10 +143,14 @@ def _joined_settings(folder: StudyFolder, request: Request) -> StudySettings:
         if stored.get(key) != override:
             had = f"with {stored[key]}, not" if key in stored else "without"
             raise StudyError(f"study {folder.name} was started {had} {override}; {way_out}")
+    if request.config_dir not in (None, settings.config_dir):
+        had = "without" if settings.config_dir is None else f"with {settings.config_dir} as"
+        raise StudyError(f"study {folder.name} was started {had} {_CONFIG_DIR}; {way_out}")
     if request.space is not None:
         from ml_pipeline.study.space import read_space
 
-        space = {k: v for k, v in read_space(request.space).items() if _key(k) not in stored}
+        read = read_space(request.space, settings.config_dir)
+        space = {k: v for k, v in read.items() if _key(k) not in stored}
         for key in [*settings.space, *space]:
             old, new = settings.space.get(key), space.get(key)
             if old != new:

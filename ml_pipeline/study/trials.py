@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import optuna
@@ -20,16 +21,16 @@ from omegaconf import DictConfig
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from ml_pipeline.analysis.evaluate import Evaluation, evaluate
+from ml_pipeline.analysis.evaluate import Evaluation, evaluate_batch
 from ml_pipeline.build import RunResult
 from ml_pipeline.build import run as run_once
 from ml_pipeline.callbacks.pruning import Pruning
 from ml_pipeline.config.train import TrainConfig
-from ml_pipeline.door.compose import checked_config, compose_config, stored_config
+from ml_pipeline.door.compose import checked_config, compose_config, stored_config, with_config_dir
 from ml_pipeline.door.load import load_agent
-from ml_pipeline.door.plan import RUN_ROOT
+from ml_pipeline.door.plan import new_folder
 from ml_pipeline.envs.factory import close_env
-from ml_pipeline.errors import UserError, first_line
+from ml_pipeline.errors import UserError, one_line
 from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.protocols import Callback
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path, load_checkpoint
@@ -157,8 +158,10 @@ def _run(study: optuna.Study, settings: StudySettings, trial: Trial) -> None:
         trial.set_user_attr("stopped", True)
         raise
     except Exception as error:  # an env, a network or a disk failed; other trials may succeed
-        reason = first_line(error)
-        if not isinstance(error, UserError):
+        reason = one_line(error)
+        if isinstance(error, UserError):
+            say(str(error))  # to the log, with the traceback of an env
+        else:
             traceback.print_exc()
             reason = f"{type(error).__name__}: {reason}"
         trial.set_user_attr("error", reason)
@@ -172,6 +175,7 @@ def _trained_value(study: optuna.Study, settings: StudySettings, trial: Trial) -
         *param_overrides(settings.space, trial.params),
         f"seed={trial.user_attrs['seed']}",
         f"objective={settings.objective}",
+        *with_config_dir(settings.config_dir),
     ]
     cfg = compose_config(overrides)
     config = checked_config(cfg)
@@ -213,7 +217,7 @@ def _run_folder(trial: Trial, config: TrainConfig) -> RunFolder:
     path = trial.user_attrs.get("run_dir")
     if path is not None:
         return RunFolder(Path(path))
-    run = RunFolder.unused(RUN_ROOT, config.env.name)
+    run = new_folder(config)
     trial.set_user_attr("run_dir", str(run.path))
     return run
 
@@ -257,8 +261,9 @@ def evaluate_run(
     """
     trained = load_agent(path, checkpoint, trust=trust)
     try:
-        return evaluate(
-            trained.agent, trained.env, n_episodes=n_episodes, seed=seed, deterministic=True
-        )
+        with closing(trained.make_envs(n_envs=min(n_episodes, 8))) as envs:
+            return evaluate_batch(
+                trained.agent, envs, n_episodes=n_episodes, seed=seed, deterministic=True
+            )
     finally:
         close_env(trained.env)

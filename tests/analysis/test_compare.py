@@ -73,6 +73,21 @@ def test_runs_that_differ_only_by_seed_form_a_group_and_the_best_group_is_a() ->
     assert [g.label for g in grouped(runs[:2], EVAL_RETURN)] == ["all runs"]
 
 
+def test_groups_with_names_of_their_own_are_labelled_by_them() -> None:
+    runs = [
+        run_data({"seed": seed, "agent.gamma": gamma, "name": f"g{gamma}"}, [gamma])
+        for gamma in (0.9, 0.99)
+        for seed in (1, 2)
+    ]
+    unnamed = run_data({"seed": 3, "agent.gamma": 0.9}, [0.9])
+
+    labels = [group.label for group in grouped(runs, EVAL_RETURN)]
+    assert labels == ["name=g0.99, gamma=0.99", "name=g0.9, gamma=0.9"]
+    labels = [group.label for group in grouped([*runs, unnamed], EVAL_RETURN)]
+    assert labels == ["gamma=0.99", "gamma=0.9"]
+    assert [group.label for group in grouped(runs[:2], EVAL_RETURN)] == ["all runs"]
+
+
 def test_groups_beyond_z_have_two_letters() -> None:
     runs = [run_data({"agent.gamma": -rank, "seed": 1}, [-rank]) for rank in range(28)]
 

@@ -21,6 +21,7 @@ from ml_pipeline.callbacks.checkpoints import Checkpoints
 from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
 from ml_pipeline.callbacks.gpu import GpuReport
 from ml_pipeline.callbacks.workers import WorkerReport
+from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.runs.checkpoint import load_checkpoint
@@ -56,13 +57,14 @@ def test_resumed_run_repeats_an_interrupted_evaluation() -> None:
         raise Interrupted(signal.SIGINT)
 
     make_env: Any = interrupt
-    loop: Any = SimpleNamespace(env_steps=50, is_last_iteration=lambda: False)
-    stopped = PeriodicEvaluation(make_env, seed=1, eval_every_steps=100)
+    envs = [SimpleNamespace(num_envs=1)]
+    loop: Any = SimpleNamespace(env_steps=50, is_last_iteration=lambda: False, envs=envs)
+    stopped = PeriodicEvaluation(make_env, VecEnvConfig(), seed=1, eval_every_steps=100)
     stopped.on_train_start(loop)
     loop.env_steps = 100
     with pytest.raises(Interrupted):
         stopped.on_iteration_end(loop, {})
-    resumed = PeriodicEvaluation(make_env, seed=1, eval_every_steps=100)
+    resumed = PeriodicEvaluation(make_env, VecEnvConfig(), seed=1, eval_every_steps=100)
     resumed.load_state_dict(stopped.state_dict())
     resumed.on_train_start(loop)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from wandb.proto import wandb_internal_pb2
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.build import train
+from ml_pipeline.errors import UserError
+from ml_pipeline.extras import MissingExtraError
 
 
 def test_evaluate_records_each_episode(finished_run: Path, capsys: Capture) -> None:
@@ -40,6 +43,46 @@ def test_run_records_videos_of_itself(here: Path) -> None:
 
     videos = sorted(path.name for path in (run / "videos").glob("*.mp4"))
     assert videos == ["step-32-episode-0.mp4", "step-64-episode-0.mp4"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "words"),
+    [
+        ("moviepy", ["callbacks=video"], "a video needs moviepy, .*ml_pipeline.look"),
+        ("pygame", ["callbacks=video"], "a video needs pygame, .*classic-control"),
+        ("tensorboard", ["logger=tensorboard"], "needs tensorboard, .*ml_pipeline.look"),
+        ("trackio", ["logger=trackio"], "logger=trackio needs trackio, .*ml_pipeline.look"),
+    ],
+)
+def test_missing_package_of_a_callback_or_logger_is_found_before_the_run_starts(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: str,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+
+    with pytest.raises(MissingExtraError, match=words):
+        train([*small(total_steps=10**9), *arguments])
+
+    assert not list(here.glob("runs/*/*"))
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ("tiny_envs.CountingEnv", "env.kwargs.render_mode"),
+        ("own_parts.Frameless", "but the env rendered None"),
+    ],
+)
+def test_env_that_cannot_be_filmed_is_found_before_the_run_starts(
+    here: Path, env: str, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        train([*small(total_steps=10**9), "callbacks=video", f"env.target={env}"])
+
+    assert not list(here.glob("runs/*/*"))
 
 
 def test_tensorboard_has_the_rows_of_metrics_csv_without_duplicates_after_a_resume(

@@ -45,6 +45,23 @@ def test_values_are_written_as_hydra_reads_them(value: Any, text: str) -> None:
     assert list(as_overrides({"key": value})) == [f"key={text}"]
 
 
+def test_own_yaml_files_are_found_in_the_config_dir_and_in_conf(here: Path) -> None:
+    for path, text in (
+        ("it's mine/env/mine.yaml", "{id: null, target: tiny_envs.CountingEnv}"),
+        ("conf/network/wide.yaml", "{_target_: own_parts.Wide, width: 5}"),
+    ):
+        (here / path).parent.mkdir(parents=True)
+        (here / path).write_text(text)
+
+    run = train(small(), env="mine", network="wide", config_dir="it's mine", quiet=True).run_dir
+
+    config = plain_config(run)
+    assert config["env"]["target"] == "tiny_envs.CountingEnv"
+    assert config["network"]["width"] == 5
+    with pytest.raises(ConfigError, match=r"^config_dir=nowhere: no such folder$"):
+        train(config_dir="nowhere")
+
+
 def test_unknown_setting_is_one_line_that_names_a_similar_key(here: Path) -> None:
     with pytest.raises(ConfigError, match=r"agent\.gamme.*did you mean agent\.gamma"):
         train(agent={"gamme": 0.9})

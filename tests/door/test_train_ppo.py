@@ -37,7 +37,7 @@ from conftest import (
 from ml_pipeline.door import entry
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
-from ml_pipeline.sweeps import SweepReport
+from ml_pipeline.sweeps import SweepReport, job_runs
 
 Command = Callable[..., int]
 
@@ -150,6 +150,8 @@ def test_own_yaml_files_are_found_in_the_config_dir(
         (["cartpole"], "cartpole: expected key=value"),
         (["~speed"], "Could not delete from config. 'speed' does not exist"),
         (["--config-dir", "nowhere"], "--config-dir "),
+        (["run_root=${nope}"], "run_root: Interpolation key 'nope' not found"),
+        (["-m", "run_root=${nope}", "seed=1,2"], "hydra.sweep.dir: Interpolation key 'nope'"),
         (["-m", "seed=1,two"], "seed=two: must be an integer"),
         (["--help", "agent.gamme=0.9"], "agent.gamme=0.9: unknown key"),
         (["resume=nowhere"], "nowhere"),
@@ -180,6 +182,20 @@ def test_script_reports_a_mistake_on_stderr(door: Door) -> None:
 
     assert result.returncode == 1
     assert result.stderr == "agent.gamme=0.9: unknown key; did you mean agent.gamma?\n"
+
+
+def test_missing_atari_is_reported_with_the_commands_that_install_it(here: Path) -> None:
+    code = "import sys; sys.modules['ale_py'] = None; from ml_pipeline.door.entry import main; "
+    code += "sys.argv = ['train_ppo.py', 'env=pong']; sys.exit(main())"
+
+    result = call(sys.executable, "-c", code, cwd=here, PYTHONPATH=str(REPOSITORY))
+
+    assert result.returncode == 1
+    assert result.stderr == (
+        "env.id=ale_py:PongNoFrameskip-v4 needs ale_py, which is not installed: "
+        'make atari, or pip install "ml_pipeline[atari]"\n'
+    )
+    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -260,9 +276,25 @@ def test_failed_job_does_not_stop_the_sweep_and_makes_it_exit_with_1(
 
     output = capsys.readouterr()
     assert "job 0 failed: env.id=NoSuchEnv-v0" in output.err
-    assert "Traceback" not in output.err
+    assert len(output.err.splitlines()) == 1  # no lines of Hydra
     assert "1 of 2 jobs finished" in output.out
     assert len(list(here.glob("runs/CartPole-v1/*"))) == 1
+
+
+def test_sweep_is_written_below_run_root_even_if_the_env_changes_the_folder(
+    command: Command, here: Path
+) -> None:
+    (here / "elsewhere").mkdir()
+    env = ["env.target=own_parts.Wanderer", f"+env.kwargs.folder={here}/elsewhere"]
+
+    assert command("-m", "seed=1,2", "run_root=my/runs", *small(), *env, "vec_env=serial") == 0
+
+    (sweep,) = here.glob("my/runs/sweeps/*")
+    assert set(here.glob("my/runs/Wanderer/*")) == {run.resolve() for run in job_runs(sweep)}
+    assert len(job_runs(sweep)) == 2
+    assert not list((here / "elsewhere").iterdir())
+    os.chdir(here / "elsewhere")
+    assert [run.is_dir() for run in job_runs(sweep)] == [True, True]
 
 
 @pytest.mark.parametrize(

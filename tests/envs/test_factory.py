@@ -116,14 +116,14 @@ def test_a_wrong_wrapper_is_named_by_its_key(wrapper: dict[str, Any], words: str
     [
         (
             "Box2D is not installed, you can install it by run `pip install swig`",
-            "pip install swig",
+            "make box2d, or pip install swig",
         ),
         (
             'MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`',
-            r'pip install "ml_pipeline\[mujoco\]"',
+            r'make mujoco, or pip install "ml_pipeline\[mujoco\]"',
         ),
-        ("Namespace ALE not found.", r'pip install "ml_pipeline\[atari\]"'),
-        ("No module named 'ale_py'", r'pip install "ml_pipeline\[atari\]"'),
+        ("Namespace ALE not found.", r'make atari, or pip install "ml_pipeline\[atari\]"'),
+        ("No module named 'ale_py'", r'make atari, or pip install "ml_pipeline\[atari\]"'),
         ("No module named 'matplotlib'", r'pip install "ml_pipeline\[plots\]"'),
         ("pygame is not installed", r'pip install "gymnasium\[classic-control\]"'),
     ],

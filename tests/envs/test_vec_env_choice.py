@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from functools import partial
+from multiprocessing import spawn
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import only_run, small
+from conftest import Capture, only_run, small
 from tiny_envs import CountingEnv
 
 from ml_pipeline.build import train
 from ml_pipeline.door.compose import plain_config
-from ml_pipeline.envs import choice
+from ml_pipeline.envs import choice, trial
 from ml_pipeline.envs.choice import choose_mode, choose_n_envs
+from ml_pipeline.envs.trial import EnvTrial, try_env
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerStartError
 from ml_pipeline.envs.workers.cores import available_cores, cgroup_cores
 
@@ -24,7 +28,8 @@ from ml_pipeline.envs.workers.cores import available_cores, cgroup_cores
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that only tests advance, so that a busy machine has no effect."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    for module in (choice, trial):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
@@ -41,6 +46,10 @@ class TimedEnv(CountingEnv):
         return super().step(action)
 
 
+def tried(clock: Any, seconds: float) -> EnvTrial:
+    return try_env(partial(TimedEnv, clock, seconds), "timed", least_steps=20)
+
+
 FAST, SLOW = 1e-6, 2e-3  # seconds of a step
 
 
@@ -52,7 +61,7 @@ def test_fast_envs_run_in_this_process_and_no_worker_is_started(clock: Any) -> N
     def start_nothing(mode: str) -> ParallelEnv:
         raise AssertionError(f"{mode} was started")
 
-    fast, slow = TimedEnv(clock, FAST), TimedEnv(clock, SLOW)
+    fast, slow = tried(clock, FAST), tried(clock, SLOW)
     chosen = choose_mode(start_nothing, fast, act, n_envs=8, n_slices=2)
 
     assert chosen == ("serial", "a turn takes 0.01 ms here, at best 0.03 ms with workers")
@@ -72,7 +81,7 @@ def test_the_fastest_mode_is_chosen_and_parallel_wins_a_tie_with_shared(
     def start(mode: str) -> SerialEnv:
         return SerialEnv([partial(TimedEnv, clock, seconds[mode])])
 
-    chosen = choose_mode(start, TimedEnv(clock, SLOW), act, n_envs=32, n_slices=4)
+    chosen = choose_mode(start, tried(clock, SLOW), act, n_envs=32, n_slices=4)
 
     assert chosen.mode == mode
     assert "a turn took: serial" in chosen.reason
@@ -83,9 +92,21 @@ def test_serial_is_chosen_with_the_reason_if_no_worker_can_start(clock: Any) -> 
     def refuse(mode: str) -> ParallelEnv:
         raise WorkerStartError("no process left")
 
-    chosen = choose_mode(refuse, TimedEnv(clock, SLOW), act, n_envs=8, n_slices=2)
+    chosen = choose_mode(refuse, tried(clock, SLOW), act, n_envs=8, n_slices=2)
 
     assert chosen == ("serial", "no process left")
+
+
+def test_the_envs_run_in_this_process_if_workers_die_as_they_start(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spawn, "_python_exe", os.fsencode(shutil.which("false") or ""))
+    slow = ["env.target=tiny_envs.SlowEnv", "+env.kwargs.seconds=0.002"]
+
+    assert train([*small(), *slow, "vec_env=auto", "vec_env.n_workers=2"]).env_steps == 64
+
+    printed = capsys.readouterr().out
+    assert "2 envs in this process (the worker of env 0 ended with exit code 1" in printed
 
 
 def test_a_slow_policy_gets_more_envs(clock: Any) -> None:
@@ -93,7 +114,7 @@ def test_a_slow_policy_gets_more_envs(clock: Any) -> None:
         clock.now += 2e-3
         return act(obs, infos)
 
-    fast, slow = TimedEnv(clock, FAST), TimedEnv(clock, SLOW)
+    fast, slow = tried(clock, FAST), tried(clock, SLOW)
     few = choose_n_envs(slow, act, n_slices=2, allowed=lambda n: True)
     many = choose_n_envs(fast, slow_act, n_slices=2, allowed=lambda n: True)
 

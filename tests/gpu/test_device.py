@@ -28,6 +28,7 @@ from ml_pipeline.device import (
 from ml_pipeline.door.compose import checked_config, compose_config
 from ml_pipeline.door.parts import build_env_factory, build_network
 from ml_pipeline.door.plan import with_mask_source
+from ml_pipeline.envs.trial import try_env
 from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.training.collector import Collector
 from ml_pipeline.training.loop import Loop
@@ -68,11 +69,11 @@ class Watch(TorchDispatchMode):
 def watched(overrides: list[str]) -> Watch:
     """Two iterations in plain torch on the CPU, as other devices run them."""
     config = checked_config(compose_config([*overrides, *small(n_envs=4)]))
-    make_env = build_env_factory(config)
-    first = make_env()
-    config = with_mask_source(config, first, first.reset(seed=1)[1], {})
+    make_env = build_env_factory(config.env)
+    trial = try_env(make_env, "test")
+    config = with_mask_source(config, trial)
     network = partial(build_network, config)
-    spaces, device = (first.observation_space, first.action_space), torch.device("cpu")
+    spaces, device = (trial.observation_space, trial.action_space), torch.device("cpu")
     plain = dataclasses.replace(config.agent, fast="off")
     agent = PPOAgent(*spaces, network, plain, device=device, seed=1)
     env = SerialEnv([make_env] * 4, seed=1)

@@ -242,6 +242,16 @@ def test_wandb_run_has_the_fields_that_comparisons_need_also_after_a_resume(run:
         assert described.config["agent"] == {"gamma": 0.9}
 
 
+def test_wandb_gets_the_name_notes_and_tags_of_the_run(run: RunFolder) -> None:
+    labels = {"name": "base", "notes": "first try", "tags": ["a"]}
+    logger = WandbLogger(run, {**CONFIG, **labels}, None, mode="offline", tags=["b"])
+    described = logger.wandb_run
+    logger.close()
+
+    assert (described.name, described.notes, described.id) == ("base", "first try", run.name)
+    assert described.tags == ("CartPole-v1", "ppo", "a", "b")
+
+
 def test_wandb_mode_of_the_environment_is_respected(
     monkeypatch: pytest.MonkeyPatch, run: RunFolder
 ) -> None:

@@ -95,6 +95,9 @@ def trials_of(name: str) -> list[FrozenTrial]:
         (["start", "a", "n_trials=1", "space=nope"], "space=nope: .*not exist; existing: ppo"),
         (["start", "a", "n_trials=1", "env=nope"], "env=nope: no such option"),
         (["start", "a", "n_trials=1", "agent.gama=1"], "agent.gama"),
+        (["start", "a", "n_trials=1", "--config-dir", "no"], "config_dir=no: no such folder"),
+        (["start", "a", "n_trials=1", "--config-dir"], "--config-dir: name a folder after it"),
+        (["start", "a", "--multirun", "n_trials=1"], "--multirun: not possible in a study"),
         (["status", "a"], "study a does not exist in studies/; existing: none"),
         (["best", "a"], "study a does not exist"),
     ],
@@ -172,6 +175,7 @@ def test_status_shows_states_pace_and_the_best_trial(mine: Path, capsys: Capture
         ("total_steps=128", "was started with total_steps=64, not total_steps=128; leave it out"),
         ("agent.clip_range=0.1", "was started without agent.clip_range=0.1; leave it out"),
         ("seed=8", "was started with seed=7, not seed=8"),
+        ("--config-dir=.", "was started without --config-dir; leave it out"),
         ("space=ppo", "was started with another space, agent.learning_rate: {'low': 0.0001"),
     ],
 )
@@ -194,12 +198,11 @@ def test_complete_study_starts_no_trial(mine: Path, capsys: Capture) -> None:
 
 
 def test_best_trial_becomes_an_experiment(
-    door: Door, here: Path, mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    door: Door, here: Path, mine: Path, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(best, "REPOSITORY", here)  # as if the package were installed
-
     assert main(["study", "best", "mine"]) == 0
 
+    assert not (REPOSITORY / "conf" / "experiment" / "best_mine.yaml").exists()
     assert "train experiment=best_mine" in capsys.readouterr().out
     first, second, *_ = Path("conf/experiment/best_mine.yaml").read_text().splitlines()
     assert first == "# @package _global_"
@@ -329,6 +332,82 @@ def test_resumed_run_does_not_report_a_point_again(here: Path) -> None:
     train_trial(trial, 96, reported={1})
 
     assert study.trials[0].intermediate_values == {1: 7.0, 2: 60.0}
+
+
+@pytest.mark.slow
+def test_study_uses_the_config_dir_in_its_trials_and_for_its_best_trial(
+    door: Door, here: Path, capsys: Capture
+) -> None:
+    for group, text in (
+        ("env/mine", "{id: null, target: tiny_envs.CountingEnv, kwargs: {length: 4}}"),
+        ("study/rate", "agent.learning_rate: {low: 1e-4, high: 1e-2}"),
+    ):
+        (here / f"my_conf/{group}.yaml").parent.mkdir(parents=True)
+        (here / f"my_conf/{group}.yaml").write_text(text)
+    settings = [*small(), "env=mine", "space=rate", "n_trials=1", "name=tried"]
+
+    complete(here, "own", "--config-dir", "my_conf/", *settings)
+    assert main(["study", "start", "own", "--config-dir", "my_conf"]) == 0
+    assert main(["study", "best", "own"]) == 0
+
+    assert "train --config-dir my_conf experiment=best_own" in capsys.readouterr().out
+    result = door("--config-dir", "my_conf", "experiment=best_own", PYTHONPATH=str(TESTS))
+    assert result.returncode == 0, result.stderr
+    trial, again = sorted(here.glob("runs/CountingEnv/*"))
+    assert trial.name.endswith("_tried")
+    (rate,) = trials_of("own")[0].params.values()
+    for run in (trial, again):
+        config = plain_config(run)
+        assert config["env"]["kwargs"] == {"length": 4}
+        assert config["agent"]["learning_rate"] == rate
+
+
+LATE_ERROR = """
+from tiny_envs import CountingEnv
+
+class Fragile(CountingEnv):
+    left = 20
+
+    def step(self, action):
+        self.left -= 1
+        if not self.left:
+            raise ValueError("puck left the table\\nat x=3; lower env.kwargs.speed")
+        return super().step(action)
+"""
+
+
+@pytest.mark.slow
+def test_failed_trial_is_shown_with_its_whole_error(here: Path, space: str) -> None:
+    (here / "fragile.py").write_text(LATE_ERROR)
+    settings = [*small(), "env.target=fragile.Fragile", "vec_env=serial", space, "n_trials=1"]
+
+    process = begin(here, "start", "bad", *settings)
+    output, _ = process.communicate(timeout=110)
+
+    assert process.returncode == 1
+    error = r"env \d \(seed \d+\) raised: ValueError: puck left the table; at x=3; lower env.kwargs"
+    trial, end = output.splitlines()[-2:]
+    assert re.match(f"trial 0: failed, {error}", trial)
+    assert re.match(f"study bad: all 1 trials failed: {error}", end)
+    (log,) = StudyFolder("bad").logs.iterdir()
+    assert "fragile.py" in log.read_text()  # the traceback
+
+
+@pytest.mark.slow
+def test_env_that_changes_the_folder_does_not_move_a_study(here: Path, space: str) -> None:
+    (here / "elsewhere").mkdir()
+    env = ["env.target=own_parts.Wanderer", f"+env.kwargs.folder={here}/elsewhere"]
+    evaluation = ["vec_env=serial", "callbacks.evaluation.eval_every_steps=32"]
+
+    complete(here, "moved", *small(), *env, *evaluation, space, "n_trials=2", "run_root=my/runs")
+
+    trials = trials_of("moved")
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 2
+    assert [len(trial.intermediate_values) for trial in trials] == [1, 1]
+    assert {Path(trial.user_attrs["run_dir"]) for trial in trials} == set(
+        Path().glob("my/runs/Wanderer/*")
+    )
+    assert not list((here / "elsewhere").iterdir())
 
 
 @pytest.mark.slow

@@ -13,14 +13,19 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker, util
 from typing import Any
 
 import cloudpickle
 
 from ml_pipeline.envs.workers.channel import CALL, DONE, NO_SPIN, RESULT, STEP, Board, Spin, ready
-from ml_pipeline.envs.workers.errors import AnswerPendingError, WorkerStartError, env_names
+from ml_pipeline.envs.workers.errors import (
+    AnswerPendingError,
+    WorkerError,
+    WorkerStartError,
+    env_names,
+)
 from ml_pipeline.envs.workers.handle import (
     CHECK_SECONDS,
     CLOSE_SECONDS,
@@ -69,8 +74,10 @@ class WorkerPool:
                 new.append(self._start_one(rows, f"{len(new) + 1} of {len(rows_of_workers)}"))
             seconds = self.answer_seconds
             self._collect(new, None if seconds is None else max(seconds, _START_SECONDS))
-        except BaseException:
+        except BaseException as error:
             end_workers(new, 0.0)
+            if isinstance(error, WorkerError) and not isinstance(error, WorkerStartError):
+                raise WorkerStartError(f"{error}; it had not started yet") from error
             raise
         return new
 
@@ -254,6 +261,22 @@ def _in_folder(folder: str | None) -> Iterator[None]:
     finally:
         if here is not None:
             os.chdir(here)
+
+
+def call_in_worker(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    *,
+    start_method: StartMethod,
+    seconds: float | None,
+) -> Any:
+    """The result of ``function`` in a new worker; a crash or a hang there is a ``WorkerError``."""
+    pool = WorkerPool(start_method, seconds)
+    try:
+        pool.workers += pool.start([[0]])
+        return pool.ask(pool.workers, "run", [(function, arguments)])[0]
+    finally:
+        pool.end()
 
 
 def _raise_first(workers: Sequence[WorkerHandle], raise_losses: bool) -> None:

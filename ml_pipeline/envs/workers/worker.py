@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import connection, parent_process
 from types import FrameType
 from typing import Any
@@ -125,7 +125,7 @@ class _SliceServer:
                     self._slice.close()
             else:
                 method, arguments = cloudpickle.loads(payload)
-                owner = self if method in ("build", "bind") else self._slice
+                owner = self if method in ("build", "bind", "run") else self._slice
                 result = getattr(owner, method)(*arguments)
             # A plain reply is possible only if all workers got the request, as in a step.
             is_plain = kind == STEP and result is None
@@ -144,6 +144,10 @@ class _SliceServer:
             self._slice = EnvSlice(options, in_worker=True)
             _seed_global_generators(seeds[0])
         return self._slice.build(cloudpickle.loads(payload), rows, seeds)
+
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Call a function that needs no slice: see ``call_in_worker``."""
+        return function(*arguments)
 
     def bind(
         self, n_envs: int, n_workers: int, worker: int, block: str | None, spin_seconds: float

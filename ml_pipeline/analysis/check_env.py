@@ -1,0 +1,81 @@
+"""check_env: everything that can be found out about an env without training in it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+from gymnasium.utils.env_checker import check_env as gymnasium_check
+
+from ml_pipeline.config.train import VecEnvConfig
+from ml_pipeline.envs.factory import close_env
+from ml_pipeline.envs.trial import try_env_in_worker
+from ml_pipeline.envs.workers.pool import call_in_worker
+from ml_pipeline.errors import UserError, first_line, type_and_line
+
+MakeEnv = Callable[[], gym.Env[Any, Any]]
+
+# Gymnasium recommends these, but they make no difference to training.
+_MATTERS_OF_TASTE = ("symmetric and normalized", "Box observation space", "not having been made")
+
+
+class Findings(NamedTuple):
+    """Lines to print; nothing can be trained in an env with faults."""
+
+    facts: list[str]
+    remarks: list[str]
+    faults: list[str]
+
+
+def check_env(
+    make_env: MakeEnv, name: str, settings: VecEnvConfig, *, mask_key: str, seconds: float
+) -> Findings:
+    """Try the env in a worker, under the deadline of ``settings``; then Gymnasium's own checks."""
+    try:
+        trial = try_env_in_worker(
+            make_env, name, settings, mask_key=mask_key, seconds=seconds, most_steps=10_000
+        )
+    except UserError as error:
+        return Findings([], [], [str(error)])
+    facts = [
+        f"observation space: {trial.observation_space}",
+        f"action space:      {trial.action_space}",
+        f"played:            {trial.n_steps:,} steps, {1 / trial.step_seconds:,.0f} per second",
+    ]
+    remarks = list(trial.remarks)
+    if not trial.has_ended and not trial.has_time_limit:
+        remarks.append(
+            f"no episode ended within {trial.n_steps:,} steps; if it never ends, give it a limit: "
+            "+env.wrappers.limit._target_=gymnasium.wrappers.TimeLimit "
+            "+env.wrappers.limit.max_episode_steps=1000"
+        )
+    if trial.no_snapshot is not None:
+        remarks.append(f"a resumed run starts new episodes: {trial.no_snapshot}")
+    remarks += call_in_worker(
+        _gymnasium_remarks,
+        (make_env,),
+        start_method=settings.start_method or "spawn",  # type: ignore[arg-type]  # VecEnvConfig
+        seconds=settings.step_timeout_seconds,
+    )
+    return Findings(facts, remarks, [])
+
+
+def _gymnasium_remarks(make_env: MakeEnv) -> list[str]:
+    """The warnings and the first error of Gymnasium's checker, which is stricter than training."""
+    env = make_env()
+    errors = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            gymnasium_check(env.unwrapped, skip_render_check=True)
+        except Exception as error:  # assertions, and anything that the env raises
+            errors.append(type_and_line(error))
+        finally:
+            close_env(env)
+    texts = [first_line(each.message) for each in caught]  # type: ignore[arg-type]
+    plain = [re.sub(r"\x1b\[\d+m|WARN: ", "", text) for text in texts]
+    kept = [each for each in plain if not any(taste in each for taste in _MATTERS_OF_TASTE)]
+    return [f"Gymnasium's check_env: {each}" for each in dict.fromkeys([*kept, *errors])]

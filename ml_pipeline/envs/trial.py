@@ -1,0 +1,213 @@
+"""try_env: plays one env for a moment before training and reports what it found.
+
+With ``vec_env=parallel`` this happens in a worker, so that an env that crashes or hangs cannot take
+the main process with it. Workers import this module: keep torch out of it.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from ml_pipeline.config.train import VecEnvConfig
+from ml_pipeline.envs.episode_stats import counts_episodes
+from ml_pipeline.envs.factory import EnvError, allowed_action, close_env
+from ml_pipeline.envs.snapshots import why_no_snapshot
+from ml_pipeline.envs.vec_env import WorkerError
+from ml_pipeline.envs.workers.pool import call_in_worker
+from ml_pipeline.envs.workers.shared_arrays import Layout
+from ml_pipeline.envs.workers.trees import view_of_row, write_value
+from ml_pipeline.errors import UserError, first_line
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+class EnvTrial(NamedTuple):
+    """What a few steps of one env showed."""
+
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    obs: Any  # of the first reset
+    info: dict[str, Any]  # of the first reset; only the action mask
+    step_info: dict[str, Any]  # of the first step; only the action mask
+    counts_episodes: bool  # see episode_stats.counts_episodes
+    no_snapshot: str | None  # why an episode cannot continue in another process; None: it can
+    n_steps: int  # how long the trial was
+    step_seconds: float  # mean time of a step, resets included
+    has_ended: bool  # at least one episode ended
+    has_time_limit: bool  # the env declares one to Gymnasium
+    remarks: list[str]  # observations that do not fit their space
+
+
+def try_env(
+    make_env: Callable[[], gym.Env[Any, Any]],
+    name: str,
+    *,
+    mask_key: str = "action_mask",
+    seconds: float = 0.02,
+    least_steps: int = 1,
+    most_steps: int = 500,
+) -> EnvTrial:
+    """Play with random actions for about ``seconds``; the errors of the env become ``EnvError``."""
+    env = make_env()
+    try:
+        with _errors_of(env, name):
+            env.action_space.seed(0)
+            obs, info = deepcopy(env.reset(seed=0))
+            check = _ObservationCheck(env)
+            check(obs)
+            step_info, durations, has_ended = _play(
+                env,
+                obs,
+                info,
+                check,
+                mask_key=mask_key,
+                seconds=seconds,
+                n_steps=(least_steps, most_steps),
+            )
+        spec = env.spec
+        return EnvTrial(
+            env.observation_space,
+            env.action_space,
+            obs,
+            {mask_key: info[mask_key]} if mask_key in info else {},
+            {mask_key: step_info[mask_key]} if mask_key in step_info else {},
+            counts_episodes(env),
+            why_no_snapshot(env, make_env, mask_key=mask_key),
+            len(durations),
+            float(np.mean(durations[2:] or durations)),  # the first steps are slow
+            has_ended,
+            spec is not None and spec.max_episode_steps is not None,
+            check.remarks(),
+        )
+    finally:
+        close_env(env)
+
+
+def try_env_in_worker(
+    make_env: Callable[[], gym.Env[Any, Any]], name: str, settings: VecEnvConfig, **options: Any
+) -> EnvTrial:
+    """``try_env`` in a worker, under the deadline of ``settings``."""
+    try:
+        trial: EnvTrial = call_in_worker(
+            _try_in_worker,
+            (make_env, name, options),
+            start_method=settings.start_method or "spawn",  # type: ignore[arg-type]  # VecEnvConfig
+            seconds=settings.step_timeout_seconds,
+        )
+    except WorkerError as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from error
+        raise EnvError(f"env {name} failed in its trial before training: {error}") from error
+    return trial
+
+
+def _try_in_worker(
+    make_env: Callable[[], gym.Env[Any, Any]], name: str, options: dict[str, Any]
+) -> EnvTrial:
+    return try_env(make_env, name, **options)
+
+
+def _play(
+    env: gym.Env[Any, Any],
+    obs: Any,
+    info: dict[str, Any],
+    check: Callable[[Any], None],
+    *,
+    mask_key: str,
+    seconds: float,
+    n_steps: tuple[int, int],
+) -> tuple[dict[str, Any], list[float], bool]:
+    """The info of the first step, the time of each step, and whether an episode ended.
+
+    ``n_steps``: the least and the most.
+    """
+    first_info: dict[str, Any] | None = None
+    durations: list[float] = []
+    has_ended = False
+    deadline = time.perf_counter() + seconds
+    while True:
+        now, played = time.perf_counter(), len(durations)
+        is_enough = played >= n_steps[0] and (played >= n_steps[1] or now >= deadline)
+        # The least steps of a very slow env would take too long.
+        if is_enough or (played >= 5 and now > deadline + 10 * seconds):
+            return first_info or {}, durations, has_ended
+        action = allowed_action(env, obs, info, mask_key)
+        start = time.perf_counter()
+        obs, _, terminated, truncated, info = env.step(action)
+        stepped = time.perf_counter() - start
+        check(obs)
+        if not isinstance(info, dict):
+            raise TypeError(f"info must be a dict, got {info!r}")
+        first_info = deepcopy(info) if first_info is None else first_info
+        start = time.perf_counter()
+        if terminated or truncated:
+            has_ended = True
+            obs, info = env.reset()
+        durations.append(stepped + time.perf_counter() - start)
+
+
+@contextmanager
+def _errors_of(env: gym.Env[Any, Any], name: str) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # envs may raise anything
+        raise EnvError(
+            f"env {name} failed in its trial before training: {type(error).__name__}: "
+            f"{first_line(error)}{_place_of(error)}; it must work as in Gymnasium 1.x"
+        ) from error
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost line of code outside of installed packages, or an empty text."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if "site-packages" not in path.parts and not path.is_relative_to(_PACKAGE):
+            return f" ({path.name}:{frame.lineno} in {frame.name})"
+    return ""
+
+
+class _ObservationCheck:
+    """Compares observations with their space; a wrong shape or kind is an error."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        self._space = env.observation_space
+        arrays = Layout(env.observation_space, env.action_space, 1, 0).arrays()
+        self._view = view_of_row(arrays.obs, 0)
+        self._casts: set[str] = set()
+        self._bounds: dict[str, str] = {}  # leaf -> remark
+
+    def __call__(self, obs: Any) -> None:
+        write_value(self._view, obs, self._casts)
+        self._check_bounds(self._space, obs, "")
+
+    def _check_bounds(self, space: gym.Space[Any], obs: Any, leaf: str) -> None:
+        if isinstance(space, spaces.Dict):
+            for key, part in space.spaces.items():
+                self._check_bounds(part, obs[key], f"{leaf}[{key!r}]")
+        elif isinstance(space, spaces.Tuple):
+            for index, part in enumerate(space.spaces):
+                self._check_bounds(part, obs[index], f"{leaf}[{index}]")
+        elif isinstance(space, spaces.Box):
+            array = np.asarray(obs)
+            outside = (array < space.low) | (array > space.high)
+            if leaf not in self._bounds and outside.any():
+                where = tuple(np.argwhere(outside)[0]) if array.ndim else ()
+                self._bounds[leaf] = (
+                    f"observation{leaf} has the value {array[where]:g}, but its space has the "
+                    f"bounds {space.low[where]:g} to {space.high[where]:g}; correct one of them"
+                )
+        elif not space.contains(obs):
+            raise ValueError(f"observation{leaf} is {obs!r}, which is not in {space}")
+
+    def remarks(self) -> list[str]:
+        return [*sorted(self._casts), *self._bounds.values()]

@@ -1,0 +1,146 @@
+"""Evaluation: seeds, batches of envs, lost lives, and evaluation during training."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Capture, read_rows, small, summary_of
+from tiny_envs import CountingEnv, LivesEnv, NoisyEnv
+
+from ml_pipeline.analysis.evaluate import evaluate, evaluate_batch
+from ml_pipeline.build import load_agent, train
+from ml_pipeline.config.train import VecEnvConfig
+from ml_pipeline.envs.evaluation import make_evaluation_envs, make_evaluation_workers
+from ml_pipeline.envs.vec_env import WorkerError
+from ml_pipeline.metrics import EVAL_RETURN
+from ml_pipeline.seeding import stream_seed
+
+
+class Still:
+    """A policy that always does the same."""
+
+    def __init__(self, action: Any) -> None:
+        self.action = action
+
+    def act_batch(self, obs: Any, *_: Any, **__: Any) -> Any:
+        n_envs = len(obs["vector"] if isinstance(obs, dict) else obs)
+        return np.stack([np.asarray(self.action)] * n_envs)
+
+    def new_memory(self, n_envs: int) -> None: ...
+
+    def mask_of(self, infos: Any) -> None: ...
+
+
+def test_a_batch_of_envs_plays_the_same_episodes_as_one_env() -> None:
+    policy: Any = Still(np.zeros(2, np.float32))
+    how: Any = {"n_episodes": 7, "seed": 5, "deterministic": True}
+    alone = evaluate(policy, NoisyEnv(), **how)
+
+    for n_envs in (1, 3, 7, 9):
+        with closing(make_evaluation_envs(NoisyEnv, VecEnvConfig(), n_envs=n_envs)) as envs:
+            assert evaluate_batch(policy, envs, **how) == alone
+            assert evaluate_batch(policy, envs, **how) == alone  # with new envs, same seeds
+    assert len({episode.episode_return for episode in alone.episodes}) == 7
+
+
+def test_workers_play_the_same_episodes_as_this_process() -> None:
+    policy: Any = Still(np.zeros(2, np.float32))
+    how: Any = {"n_episodes": 5, "seed": 5, "deterministic": True}
+    settings = VecEnvConfig(n_workers=2, start_method="fork")
+
+    with closing(make_evaluation_workers(NoisyEnv, settings, n_envs=4)) as envs:
+        assert evaluate_batch(policy, envs, **how) == evaluate(policy, NoisyEnv(), **how)
+
+
+def test_an_env_that_is_done_is_not_stepped_while_the_others_play() -> None:
+    steps: list[int] = []
+
+    class Long(CountingEnv):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            self.length = 2 if seed == 0 else 20
+            return super().reset(seed=seed)
+
+        def step(self, action: Any) -> Any:
+            steps.append(self.length)
+            return super().step(action)
+
+    policy: Any = Still(0)
+    with closing(make_evaluation_envs(Long, VecEnvConfig(), n_envs=2)) as envs:
+        result = evaluate_batch(policy, envs, n_episodes=2, seed=0, deterministic=True)
+
+    assert [episode.length for episode in result.episodes] == [2, 20]
+    assert (steps.count(2), steps.count(20)) == (2, 20)
+
+
+def test_an_episode_lasts_until_the_last_life() -> None:
+    policy: Any = Still(0)
+    make_env = partial(LivesEnv.wrapped, 3)
+
+    with closing(make_evaluation_envs(make_env, VecEnvConfig(), n_envs=2)) as envs:
+        result = evaluate_batch(policy, envs, n_episodes=3, seed=0, deterministic=True)
+
+    assert result.episodes == [(6.0, 6, 1)] * 3  # 3 lives of 2 steps, rewards before the wrapper
+
+
+def faulty(fault: str, *more: str) -> list[str]:
+    """An env that fails in evaluations only: no training env has their seed."""
+    culprit = stream_seed(1, "evaluation")
+    kwargs = [f"+env.kwargs.fault={fault}", f"+env.kwargs.culprit={culprit}"]
+    workers = ["vec_env=parallel", "vec_env.n_workers=1", "vec_env.step_timeout_seconds=5"]
+    target = "env.target=tiny_envs.FaultyEnv"
+    return [*small(), "seed=1", target, *kwargs, *workers, *more]
+
+
+@pytest.mark.usefixtures("leaves_no_child")
+def test_a_crash_in_an_evaluation_ends_the_run_with_a_complete_record(here: Path) -> None:
+    with pytest.raises(WorkerError, match=r"evaluation: the worker of envs? 0.* exit code 7"):
+        train(faulty("exit"))
+
+    (run,) = (path.parent for path in here.glob("runs/*/*/summary.json"))
+    assert summary_of(run)["status"] == "failed"
+    assert (run / "checkpoints" / "latest.pt").is_file()
+
+
+@pytest.mark.usefixtures("leaves_no_child")
+def test_a_crash_in_an_evaluation_leaves_it_out_if_workers_are_restarted(
+    here: Path, capsys: Capture
+) -> None:
+    result = train(faulty("exit", "vec_env.on_worker_death=restart"))
+
+    printed = capsys.readouterr().out
+    assert "starting its workers again" in printed
+    assert "evaluation at env step 64 left out: " in printed
+    assert (result.env_steps, summary_of(result.run_dir)["status"]) == (64, "finished")
+    assert not any(row.get(EVAL_RETURN) for row in read_rows(result.run_dir))
+
+
+def test_episodes_that_never_end_are_cut_early_and_reported_once(
+    here: Path, capsys: Capture
+) -> None:
+    every = "callbacks.evaluation.eval_every_steps=32"
+    run = train([*small(), "env.target=tiny_envs.EndlessEnv", every]).run_dir
+
+    assert [row["eval/episode_length"] for row in read_rows(run)] == ["1000.0", "1000.0"]
+    assert capsys.readouterr().out.count("episodes did not end and were cut at 1,000 steps") == 1
+
+
+def test_eval_env_is_used_by_evaluations_and_by_evaluate(here: Path) -> None:
+    longer = ["env.target=tiny_envs.CountingEnv", "+eval_env.kwargs.length=7"]
+    limit = "{_target_: gymnasium.wrappers.TimeLimit, max_episode_steps: 2}"
+    wrapped = [f"+env.wrappers.limit={limit}", "+eval_env.wrappers.limit=null"]
+    run = train([*small(), *longer, *wrapped]).run_dir
+
+    (row,) = (row for row in read_rows(run) if row[EVAL_RETURN])
+    assert (row["rollout/episode_length"], row["eval/episode_length"]) == ("2.0", "7.0")
+    assert load_agent(run).env.unwrapped.length == 7  # type: ignore[attr-defined]
+
+
+def test_eval_env_with_other_spaces_is_refused(here: Path) -> None:
+    with pytest.raises(Exception, match=r"eval_env has the observation_space .* but env has"):
+        train([*small(), "eval_env.id=Acrobot-v1"])
+    assert list(here.iterdir()) == []

@@ -1,0 +1,117 @@
+"""The trial of an env before training: what it reports, refuses and survives."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Capture, small
+from faulty_envs import GivenEnv
+from gymnasium import spaces
+from tiny_envs import CountingEnv, EndlessEnv, FaultyEnv, ForbiddingEnv, NoisyEnv
+
+from ml_pipeline.__main__ import main
+from ml_pipeline.build import train
+from ml_pipeline.config.train import VecEnvConfig
+from ml_pipeline.envs.factory import EnvError
+from ml_pipeline.envs.trial import try_env, try_env_in_worker
+
+BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+
+def test_a_trial_reports_the_spaces_the_masks_and_the_ends() -> None:
+    counting = try_env(CountingEnv, "counting", least_steps=5)
+    masked = try_env(ForbiddingEnv, "masked", mask_key="action_mask")
+
+    assert counting.observation_space == CountingEnv().observation_space
+    assert counting.has_ended
+    assert counting.n_steps >= 5
+    assert counting.remarks == []
+    assert counting.no_snapshot is None
+    assert (list(counting.info), list(masked.info)) == ([], ["action_mask"])
+    assert not try_env(EndlessEnv, "endless", least_steps=50).has_ended
+
+
+@pytest.mark.parametrize(
+    ("space", "obs", "remark"),
+    [
+        (BOX, np.array([0.0, 3.0], np.float32), "the value 3, but its space has the bounds -1 to"),
+        (BOX, np.array([0.0, 0.5]), "dtype float64, but its space has dtype float32"),
+        (
+            spaces.Dict({"a": spaces.Tuple([BOX, spaces.Box(0, 9, (), np.int64)])}),
+            {"a": (np.zeros(2, np.float32), np.int64(-2))},
+            "observation['a'][1] has the value -2, but its space has the bounds 0 to 9",
+        ),
+    ],
+)
+def test_an_observation_that_barely_fits_gets_one_remark(space: Any, obs: Any, remark: str) -> None:
+    trial = try_env(partial(GivenEnv, space, obs), "given", least_steps=10)
+
+    assert len(trial.remarks) == 1
+    assert remark in trial.remarks[0]
+    assert try_env(NoisyEnv, "noisy", least_steps=50).remarks == []
+
+
+@pytest.mark.parametrize(
+    ("space", "obs", "words"),
+    [
+        (BOX, np.zeros(3, np.float32), r"shape \(3,\), but its observation space has shape \(2,\)"),
+        (spaces.Discrete(3), 7, r"observation is 7, which is not in Discrete\(3\)"),
+        (spaces.Dict({"a": BOX}), np.zeros(2), r"an observation with the keys \['a'\]"),
+    ],
+)
+def test_an_observation_that_does_not_fit_is_refused(space: Any, obs: Any, words: str) -> None:
+    with pytest.raises(EnvError, match=words):
+        try_env(partial(GivenEnv, space, obs), "given")
+
+
+def test_the_error_of_an_env_names_its_line() -> None:
+    faulty = partial(FaultyEnv, "raise", 0)
+
+    with pytest.raises(EnvError, match=r"LookupError: puck left the table \(tiny_envs.py:\d+ in"):
+        try_env(faulty, "faulty", least_steps=5)
+    with pytest.raises(EnvError, match=r"LookupError: puck left the table \(tiny_envs.py:\d+ in"):
+        try_env_in_worker(faulty, "faulty", VecEnvConfig(), least_steps=5)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("exit", "ended with exit code 7"), ("hang", "has not answered within 1.0 s and was killed")],
+)
+def test_a_crash_or_a_hang_in_the_trial_does_not_reach_the_main_process(
+    here: Path, fault: str, words: str
+) -> None:
+    kwargs = [f"+env.kwargs.fault={fault}", "+env.kwargs.culprit=0"]
+    parallel = ["vec_env=parallel", "vec_env.step_timeout_seconds=1.0"]
+
+    with pytest.raises(EnvError, match=f"env FaultyEnv failed in its trial.*{words}"):
+        train([*small(), "env.target=tiny_envs.FaultyEnv", *kwargs, *parallel])
+    assert list(here.iterdir()) == []
+
+
+def test_an_env_that_fails_while_it_is_timed_leaves_no_run_folder(here: Path) -> None:
+    kwargs = ["+env.kwargs.fault=raise", "+env.kwargs.culprit=0"]
+
+    with pytest.raises(EnvError, match="env FaultyEnv failed in its trial before training"):
+        train([*small(), "env.target=tiny_envs.FaultyEnv", *kwargs, "vec_env=auto"])
+    assert list(here.iterdir()) == []
+
+
+def test_check_env_prints_facts_remarks_and_faults(here: Path, capsys: Capture) -> None:
+    assert main(["check-env", "tiny_envs.EndlessEnv", "--seconds", "0.1"]) == 0
+    endless = capsys.readouterr().out
+    faulty = ["tiny_envs.FaultyEnv", "+env.kwargs.fault=exit", "+env.kwargs.culprit=0"]
+    assert main(["check-env", *faulty]) == 1
+    crashed = capsys.readouterr().err
+    assert main(["check-env", "CartPole-v9"]) == 1
+
+    assert "action space:      Discrete(2)" in endless
+    assert "remark: no episode ended within" in endless
+    assert "remark: Gymnasium's check_env: AssertionError: The observations returned by" in endless
+    assert endless.endswith("ready to train, with 2 remarks\n")
+    assert "fault: env FaultyEnv failed in its trial" in crashed
+    assert "did you mean CartPole-v1" in capsys.readouterr().err
+    assert list(here.iterdir()) == []
