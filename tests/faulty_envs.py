@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -107,6 +110,29 @@ class RegularEnv(NoisyEnv):
         if draw > 0.4:
             del info["mixed"]
         return obs, reward, terminated, truncated, info
+
+
+class ThreadEnv(CountingEnv):
+    """Starts a thread that does not end in time, and never stops it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        threading.Thread(target=time.sleep, args=(1000.0,), name="of an env", daemon=False).start()
+
+
+class MovingEnv(CountingEnv):
+    """A step moves the process to a folder, which it removes."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        folder = tempfile.mkdtemp()
+        os.chdir(folder)
+        os.rmdir(folder)
+        return super().step(action)
+
+    def folder(self) -> str | None:
+        with contextlib.suppress(FileNotFoundError):
+            return os.getcwd()
+        return None
 
 
 class Colour(spaces.Space[Any]):

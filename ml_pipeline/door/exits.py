@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 
 from ml_pipeline.errors import UserError
 
+_THREAD_SECONDS = 5.0  # how long a program that has ended waits for its threads
+
 
 def exit_code(command: Callable[[], object]) -> int:
-    """Run ``command``; return 0, 1 after a ``UserError``, or the code of the stop signal."""
+    """Run ``command``; return 0, 1 after a ``UserError``, or the code of the stop signal.
+
+    The program ends soon after, even if an env has left a thread running.
+    """
+    code = 1
+    try:
+        code = _code_of(command)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+        raise
+    finally:
+        if any(not thread.daemon for thread in _other_threads()):
+            threading.Thread(target=_end_despite_threads, args=(code,), daemon=True).start()
+    return code
+
+
+def _code_of(command: Callable[[], object]) -> int:
     try:
         command()
     except UserError as error:
@@ -18,3 +39,30 @@ def exit_code(command: Callable[[], object]) -> int:
     except KeyboardInterrupt as stop:
         return getattr(stop, "exit_code", 130)  # Interrupted knows its signal
     return 0
+
+
+def _other_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each is not threading.main_thread()]
+
+
+def _end_despite_threads(code: int) -> None:
+    """End the process once only threads are left, which Python would wait for without a limit."""
+    threading.main_thread().join()
+    deadline = time.monotonic() + _THREAD_SECONDS
+    waited_for = [thread for thread in _other_threads() if not thread.daemon]
+    for thread in waited_for:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    left = [thread.name for thread in waited_for if thread.is_alive()]
+    if not left:
+        return
+    try:
+        print(
+            f"threads={', '.join(left)}: still running {_THREAD_SECONDS:g} s after the end of the "
+            "program, so it does not wait for them; end them in env.close(), or start them with "
+            "daemon=True",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

@@ -24,7 +24,8 @@ from ml_pipeline.envs.factory import EnvError, allowed_action, close_env
 from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.envs.workers.pool import call_in_worker
-from ml_pipeline.envs.workers.shared_arrays import Layout, view_of_row, write_value
+from ml_pipeline.envs.workers.shared_arrays import Layout
+from ml_pipeline.envs.workers.trees import view_of_row, write_value
 from ml_pipeline.errors import UserError, first_line
 
 _PACKAGE = Path(__file__).parents[1]

@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
 
 from ml_pipeline.envs.workers.channel import BUSY
 from ml_pipeline.envs.workers.cores import available_cores
+from ml_pipeline.envs.workers.env_spaces import ObservationMode
 from ml_pipeline.envs.workers.errors import (
     AnswerPendingError,
     WorkerError,
@@ -26,7 +26,6 @@ from ml_pipeline.envs.workers.errors import (
 )
 from ml_pipeline.envs.workers.handle import StartMethod, end_workers
 from ml_pipeline.envs.workers.pool import WorkerPool
-from ml_pipeline.envs.workers.shared_arrays import Layout
 from ml_pipeline.envs.workers.slice import EnvFn, EnvSlice, InfoMode, SliceOptions
 from ml_pipeline.envs.workers.vector_env import SliceVectorEnv, picked
 from ml_pipeline.envs.workers.worker_vector_env import Host, WorkerVectorEnv
@@ -95,16 +94,19 @@ class SerialEnv(SliceVectorEnv):
         autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
         infos: InfoMode = "all",
         copy: bool = True,
+        observation_mode: ObservationMode = "same",
         check_finite: bool = False,
     ) -> None:
         """The arguments are those of ``ParallelEnv``."""
         options = SliceOptions(AutoresetMode(autoreset_mode), infos, check_finite)
-        super().__init__(env_fns, seed, options, copy=copy, pool=None)
+        super().__init__(
+            env_fns, seed, options, copy=copy, observation_mode=observation_mode, pool=None
+        )
         self._main = EnvSlice(options)
         try:
             rows = range(len(self.env_fns))
             self._adopt(self._main.build(self.env_fns, rows, self._seeds.last))
-            self._arrays = Layout(*self._spaces(), self.num_envs, 0).arrays()
+            self._arrays = self._layout_for(self.num_envs, 0).arrays()
             self._main.bind(self._arrays)
         except BaseException:
             self.close()
@@ -125,6 +127,7 @@ class ParallelEnv(WorkerVectorEnv):
         infos: InfoMode = "all",
         main_slice: bool = False,
         copy: bool = True,
+        observation_mode: ObservationMode = "same",
         check_finite: bool = False,
         step_timeout: float | None = 300.0,
         on_worker_death: Literal["raise", "restart"] = "raise",
@@ -138,6 +141,9 @@ class ParallelEnv(WorkerVectorEnv):
         ``start_method``: None means spawn, which is safe in programs with threads.
         ``infos``: "final" sends only those of resets and ended episodes, which is faster.
         ``copy``: False returns views of the observations, valid until the next step.
+        ``observation_mode``: "different" accepts envs whose observation spaces differ in bounds
+        and numbers of choices, but not in shapes and dtypes. A pair of spaces sets the batched and
+        the single observation space.
         ``check_finite``: refuse NaN and infinity in observations, rewards and actions.
         ``step_timeout``: a worker that does not answer for this many seconds is killed, and the
         call raises ``WorkerTimeoutError``. This includes building the envs. None waits forever,
@@ -156,6 +162,7 @@ class ParallelEnv(WorkerVectorEnv):
             seed,
             SliceOptions(AutoresetMode(autoreset_mode), infos, check_finite),
             copy=copy,
+            observation_mode=observation_mode,
             pool=WorkerPool(self.start_method, step_timeout),
             on_worker_death=on_worker_death,
             max_restarts=max_restarts,
@@ -209,6 +216,11 @@ class ParallelEnv(WorkerVectorEnv):
         self._check_idle("resize")
         if n_envs < 1:
             raise ValueError(f"n_envs must be at least 1, got {n_envs}")
+        if isinstance(self.observation_mode, tuple):
+            raise ValueError(
+                "observation_mode: a given pair of spaces fixes the number of envs; "
+                "use 'same' or 'different' to resize"
+            )
         self._pool.ask(self._workers, "ping", [()] * len(self._workers))
         before = self.num_envs
         if n_envs > before:
@@ -216,8 +228,7 @@ class ParallelEnv(WorkerVectorEnv):
         try:
             self._shrink(n_envs)
             self.num_envs = n_envs
-            self.observation_space = batch_space(self.single_observation_space, n_envs)
-            self.action_space = batch_space(self.single_action_space, n_envs)
+            self._use_spaces()
             self._lay_out()
         except BaseException:
             self.close(terminate=True)
@@ -239,6 +250,7 @@ class ParallelEnv(WorkerVectorEnv):
             worker.rows = [row for row in worker.rows if row < n_envs]
         self._pool.ask(changed, "drop", [(n_envs,)] * len(changed))
         del self.env_fns[n_envs:], self._attributes[n_envs:]
+        self._spaces.resize(n_envs)
         self._seeds.resize(n_envs)
 
     def _grow(self, n_envs: int) -> None:
@@ -262,8 +274,8 @@ class ParallelEnv(WorkerVectorEnv):
         used = [i for i, share in enumerate(shares) if share]
         try:
             built = self._build(picked(hosts, used), picked(shares, used))
-            for description, row in zip(built, rows, strict=True):
-                self._check_spaces(description, row)
+            for description in built:
+                self._spaces.add(description.observation_space, description.action_space)
         except BaseException:
             try:
                 self._shrink(before)

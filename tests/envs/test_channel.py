@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ml_pipeline.envs.workers import channel
-from ml_pipeline.envs.workers.channel import LONG_SPIN, NO_SPIN, Channel, Spin
+from ml_pipeline.envs.workers.channel import LONG_SPIN, NO_SPIN, Board, Channel, Spin
 
 
 def two_ends(*, hints: bool) -> tuple[Channel, Channel]:
@@ -62,6 +62,31 @@ def test_a_message_wakes_a_sleeping_side_and_is_received_once() -> None:
     assert received == [(b"s", 1, b"")]
     parent.send(b"c", 2, b"more")
     assert worker.next(Spin(LONG_SPIN)) == (b"c", 2, b"more"), "the first is not repeated"
+
+
+def test_a_board_sends_to_all_workers_and_sees_when_all_have_replied() -> None:
+    words = np.zeros((3, 8), dtype=np.int64)
+    ends = [socket.socketpair() for _ in range(3)]
+    workers = [Channel(theirs, "worker") for _, theirs in ends]
+    for row, worker in enumerate(workers):
+        worker.use_hints(words, row)
+    board = Board(words)
+    workers[1].sleep(True)
+
+    assert board.send(1) == [0, 1, 0], "worker 1 must be woken"
+    assert [worker.receive() for worker in workers] == [(b"s", 1, b"")] * 3
+    for worker in workers[:2]:
+        worker.send(b"d", 1)
+    assert not board.has_replies()
+    workers[2].send(b"d", 1)
+    assert board.has_replies()
+    assert board.has_plain_replies()
+
+    board.send(2)
+    for worker, kind in zip(workers, (b"d", b"r", b"d"), strict=True):
+        worker.send(kind, 2)
+    assert board.has_replies()
+    assert not board.has_plain_replies(), "the reply of worker 1 is in its socket"
 
 
 def test_a_message_that_is_not_sent_or_received_in_time_is_a_timeout() -> None:

@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import TESTS, Make
-from faulty_envs import BulkyEnv, CodedError, GatedEnv, InterruptingEnv, PrintingEnv, faulty_factory
+from faulty_envs import (
+    BulkyEnv,
+    CodedError,
+    Colour,
+    GatedEnv,
+    InterruptingEnv,
+    PrintingEnv,
+    faulty_factory,
+)
 from tiny_envs import CountingEnv, FaultyEnv, OddError, SlowEnv
 from vec_envs import (
     WAYS,
@@ -48,7 +57,10 @@ def make_and_play(make: Make, fault: str, where: str, **options: Any) -> None:
     if where == "factory":
         make([*[CountingEnv] * 3, partial(faulty_factory, fault)], seed=7, **options)
         return
-    env = make(four_envs(fault, where), seed=7, **options)
+    play(make(four_envs(fault, where), seed=7, **options))
+
+
+def play(env: Any) -> None:
     env.reset()
     env.step(zeros(env))
     env.step(zeros(env))
@@ -129,6 +141,79 @@ def test_a_result_that_cannot_be_unpickled_names_its_env(start: Make) -> None:
     assert env.step(zeros(env))[0][:, 0].tolist() == [1.0, 1.0]
 
 
+class LockedEnv(CountingEnv):
+    """The env with the seed 10 gives a lock, which cannot be pickled."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(length=2)
+        self.where = where
+
+    def _given(self, where: str) -> Any:
+        return threading.Lock() if self.np_random_seed == 10 and where == self.where else "open"
+
+    def reset(self, **options: Any) -> Any:
+        obs, _ = super().reset(**options)
+        return obs, {"fine": 1, "lock": self._given("reset")}
+
+    def step(self, action: Any) -> Any:
+        *rest, _ = super().step(action)
+        return *rest, {"fine": 1, "lock": self._given("final" if rest[2] or rest[3] else "step")}
+
+    def poke(self) -> Any:
+        return self._given("call")
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("reset", r"info\['lock'\]"),
+        ("step", r"info\['lock'\]"),
+        ("final", r"info\['lock'\]"),
+        ("call", "its result"),
+    ],
+)
+def test_a_value_that_cannot_be_pickled_names_its_env(make: Make, where: str, what: str) -> None:
+    env = make([partial(LockedEnv, where)] * 4, seed=7)
+    words = rf"env 3 \(seed 10\): {what} cannot be sent from a worker: TypeError: .*lock"
+
+    with pytest.raises(TypeError, match=words) as caught:
+        play(env)
+
+    assert isinstance(caught.value, WorkerError)
+    env.set_attr("where", "nowhere")
+    env.reset()
+    assert env.step(zeros(env))[4]["lock"].tolist() == ["open"] * 4
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "final", "call"])
+def test_serial_envs_need_not_be_pickled(where: str) -> None:
+    env = SerialEnv([partial(LockedEnv, where)] * 4, seed=7)
+
+    assert env.reset()[1]["fine"].tolist() == [1] * 4
+    play(env)
+
+
+class ColourEnv(CountingEnv):
+    """Observes an object that cannot be pickled once ``is_bad`` is set."""
+
+    is_bad = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = Colour()
+
+    def _observe(self) -> Any:
+        return threading.Lock() if self.is_bad else "#fff"
+
+
+def test_an_observation_that_cannot_be_pickled_names_its_env(start: Make) -> None:
+    env = start([ColourEnv] * 4, seed=7)
+    env.set_attr("is_bad", [False, False, False, True])
+
+    with pytest.raises(TypeError, match=r"env 3 \(seed 10\)[\s\S]*cannot pickle .*lock"):
+        env.step(zeros(env))
+
+
 @each_way
 def test_envs_built_before_one_failed_are_closed(make: Make, way: Any, tmp_path: Path) -> None:
     with pytest.raises(LookupError, match="puck left"):
@@ -159,6 +244,7 @@ def test_a_death_is_reported_with_envs_and_cause(start: Make, fault: str, words:
 
     if fault in ("kill", "segfault", "exit"):
         assert {1: "envs 0-3", 2: "envs 2-3", 4: "env 3"}[env.n_workers] in str(caught.value)
+        assert str(caught.value).endswith("while it ran env 3")
         with answers_within(30), pytest.raises(WorkerError, match=words):
             env.step(zeros(env))
 
@@ -195,8 +281,20 @@ def test_a_death_is_noticed_even_if_a_child_of_the_env_keeps_the_connection_open
     ],
 )
 def test_a_stuck_worker_is_an_error_after_the_deadline(make: Make, fault: str, where: str) -> None:
-    with answers_within(8), pytest.raises(WorkerTimeoutError, match=r"within 0.5 s and was killed"):
+    words = "within 0.5 s and was killed" + (
+        " while it ran env 3; " if where != "factory" else "; "
+    )
+    with answers_within(8), pytest.raises(WorkerTimeoutError, match=words):
         make_and_play(make, fault, where, step_timeout=0.5)
+
+
+def test_a_worker_that_dies_between_steps_names_no_running_env(start: Make) -> None:
+    env = start([CountingEnv] * 4)
+    env.step(zeros(env))
+    os.kill(env.worker_pids[1], signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match=r"^the worker of envs 2-3 was killed by SIGKILL$"):
+        env.step(zeros(env))
 
 
 START_WITH_A_LARGE_FACTORY = """

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Make, wait_until_gone
-from faulty_envs import BulkyEnv, Colour, WorkerModules
+from faulty_envs import BulkyEnv, Colour, MovingEnv, ThreadEnv, WorkerModules
 from gymnasium.error import ClosedEnvironmentError
 from tiny_envs import CountingEnv, FaultyEnv
 from vec_envs import (
@@ -73,6 +73,40 @@ def test_close_with_terminate_does_not_wait(start: Make) -> None:
 
     with answers_within(30):
         env.close(timeout=60, terminate=True)
+
+
+@each_start
+def test_close_does_not_wait_for_threads_of_the_envs(start: Make) -> None:
+    env = start([ThreadEnv] * 4)
+    pids = env.worker_pids
+
+    with answers_within(30):
+        env.close(timeout=60)
+    wait_until_gone(pids)
+
+
+@pytest.mark.parametrize(
+    "start_method",
+    ["fork", *(pytest.param(each, marks=pytest.mark.slow) for each in ("spawn", "forkserver"))],
+)
+def test_an_env_may_change_the_current_folder_and_remove_it(
+    start: Make, start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # and back after the test
+    env = start(
+        [MovingEnv] * 4, start_method=start_method, main_slice=True, on_worker_death="restart"
+    )
+    env.step(zeros(env))
+    env.step(zeros(env))
+    os.kill(env.worker_pids[0], signal.SIGKILL)
+    with pytest.warns(RuntimeWarning, match="restart 1 of"):
+        env.step(zeros(env))
+    env.step(zeros(env))
+
+    env.resize(2)
+    env.resize(4)
+
+    assert env.call("folder")[2:] == (str(tmp_path),) * 2, "in the new worker"
 
 
 def test_an_env_is_closed_even_if_a_large_reply_is_pending(start: Make, tmp_path: Path) -> None:

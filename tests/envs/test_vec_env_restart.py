@@ -144,10 +144,10 @@ def test_the_death_is_an_error_after_max_restarts(start: Make) -> None:
 
     env = start([MortalEnv], max_restarts=2)
     for _ in range(2):
-        with pytest.warns(RuntimeWarning, match="exit code 9; restart"):
+        with pytest.warns(RuntimeWarning, match="exit code 9 while it ran env 0; restart"):
             env.step(zeros(env))
 
-    with pytest.raises(WorkerError, match=r"exit code 9; all 2 restarts"):
+    with pytest.raises(WorkerError, match=r"exit code 9 while it ran env 0; all 2 restarts"):
         env.step(zeros(env))
 
 

@@ -68,6 +68,111 @@ def test_every_space_and_mode_equals_sync_vector_env(
         assert trajectory(make, env_fns, mode, 25) == expected
 
 
+def test_equal_spaces_may_have_their_keys_in_another_order() -> None:
+    parts = {name: SPACES[name] for name in ("text", "image", "box", "sequence", "discrete")}
+    orders = [dict(parts.items()), dict(reversed(parts.items()))]
+    env_fns = [
+        partial(SpaceEnv, spaces.Dict(order, sort_keys=False), spaces.Discrete(2))
+        for order in orders
+    ]
+    expected = trajectory(SyncVectorEnv, env_fns, AutoresetMode.SAME_STEP, 25)
+
+    for make in WAYS.values():
+        assert trajectory(make, env_fns, AutoresetMode.SAME_STEP, 25) == expected
+
+
+def differing(i: int) -> Any:
+    """A space of env ``i``, with bounds and numbers of choices of its own."""
+    return spaces.Dict(
+        {
+            "box": spaces.Box(0, i + 1, (3,), np.float32),
+            "choice": spaces.Discrete(3 + i, start=i),
+            "choices": spaces.MultiDiscrete([2, 3 + i]),
+            "deeper": spaces.Tuple((spaces.MultiBinary(2), spaces.Box(-i - 1, 1, (), np.float64))),
+            "text": spaces.Text(4),
+        }
+    )
+
+
+BATCHED = spaces.Dict(
+    {"box": spaces.Box(0, 9, (3, 3), np.float32), "choice": spaces.MultiDiscrete([9, 9, 9])}
+)
+SINGLE = spaces.Dict({"box": spaces.Box(0, 9, (3,), np.float32), "choice": spaces.Discrete(9)})
+
+
+def test_envs_with_different_bounds_equal_sync_vector_env() -> None:
+    env_fns = [partial(SpaceEnv, differing(i), spaces.Discrete(2)) for i in range(3)]
+    reference = partial(SyncVectorEnv, observation_mode="different")
+    expected = trajectory(reference, env_fns, AutoresetMode.SAME_STEP, 25)
+    batched = reference(env_fns).observation_space
+
+    for make in WAYS.values():
+        different = partial(make, observation_mode="different")
+        assert trajectory(different, env_fns, AutoresetMode.SAME_STEP, 25) == expected
+        with contextlib.closing(different(env_fns)) as env:
+            assert env.observation_space == batched
+            assert env.single_observation_space == differing(0)
+
+
+@each_way
+def test_a_pair_of_spaces_is_used_as_given(make: Make) -> None:
+    parts = [spaces.Dict({k: differing(i)[k] for k in ("box", "choice")}) for i in range(3)]
+    env = make(
+        [partial(SpaceEnv, part, spaces.Discrete(2)) for part in parts],
+        observation_mode=(BATCHED, SINGLE),
+    )
+
+    assert env.observation_space is BATCHED
+    assert env.single_observation_space is SINGLE
+    assert env.reset(seed=1)[0] in BATCHED
+
+
+def test_envs_with_different_bounds_can_be_resized(start: Make) -> None:
+    env = start(
+        [partial(SpaceEnv, differing(i), spaces.Discrete(2)) for i in range(3)],
+        observation_mode="different",
+    )
+    before = env.observation_space
+
+    assert env.resize(5)[0] in env.observation_space
+    assert env.observation_space["choice"].nvec.tolist() == [3, 4, 5, 3, 4]
+    env.resize(3)
+    assert env.observation_space == before
+
+
+BOX = spaces.Box(0, 1, (3,), np.float32)
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("mode", "space", "words"),
+    [
+        ("same", spaces.Box(0, 2, (3,), np.float32), "env 1 .*set observation_mode='different'"),
+        ("different", spaces.Box(0, 1, (4,), np.float32), r"env 1 .*shapes and dtypes of .*\(3,\)"),
+        ("different", spaces.Box(0, 1, (3,), np.float64), "env 1 .*float64"),
+        ("different", spaces.Discrete(3), r"env 1 has observation_space Discrete\(3\)"),
+        ((BATCHED, SINGLE), BOX, "env 0 .*shapes and dtypes"),
+        ("other", BOX, "observation_mode='other': must be 'same', 'different', or a pair"),
+        ((BOX, 3), BOX, "observation_mode=.*both must be spaces"),
+    ],
+)
+def test_spaces_that_do_not_fit_the_observation_mode_are_refused(
+    make: Make, mode: Any, space: Any, words: str
+) -> None:
+    env_fns = [partial(SpaceEnv, each, spaces.Discrete(2)) for each in (BOX, space)]
+
+    with pytest.raises((WorkerError, ValueError, TypeError), match=words):
+        make(env_fns, observation_mode=mode)
+
+
+def test_a_given_pair_of_spaces_cannot_be_resized(start: Make) -> None:
+    batched = spaces.Box(0, 1, (2, 3), np.float32)
+    env = start([partial(SpaceEnv, BOX, BOX)] * 2, observation_mode=(batched, BOX))
+
+    with pytest.raises(ValueError, match="fixes the number of envs"):
+        env.resize(3)
+
+
 @each_way
 def test_observations_never_change_after_they_are_returned(make: Make) -> None:
     env = make([partial(SpaceEnv, SPACES["all"], spaces.Discrete(2))] * 2)
@@ -85,6 +190,76 @@ def test_spaces_of_any_size_reach_the_workers(make: Make, side: int) -> None:
     env = make([partial(SpaceEnv, space, spaces.Discrete(2))] * 4, n_workers=4)
 
     assert env.reset()[0].shape == (4, side, side, 3)
+
+
+@pytest.mark.parametrize(
+    ("space", "obs"),
+    [
+        (spaces.Discrete(5), 3),
+        (spaces.Discrete(5), np.int64(3)),
+        (spaces.Box(-1, 1, (), np.float32), np.array(0.5, np.float32)),
+        (spaces.Box(-1, 1, (), np.float32), np.float32(0.5)),
+        (spaces.Tuple((spaces.Discrete(5), spaces.Box(-1, 1, ()))), (3, np.float32(0.5))),
+    ],
+)
+def test_final_observations_of_single_numbers_are_those_of_the_env(space: Any, obs: Any) -> None:
+    def final(make: Any) -> list[str]:
+        with contextlib.closing(make([partial(GivenEnv, space, obs)] * 3)) as env:
+            env.set_attr("length", [1, 1000, 1])
+            env.reset()
+            return [repr(each) for each in env.step(zeros(env))[4]["final_obs"]]
+
+    expected = final(partial(SyncVectorEnv, autoreset_mode=AutoresetMode.SAME_STEP))
+    assert expected == [repr(obs), "None", repr(obs)]
+    for make in WAYS.values():
+        assert final(make) == expected
+
+
+@pytest.mark.parametrize(
+    ("space", "actions"),
+    [
+        (spaces.Discrete(3), [0, 1, 2]),
+        (spaces.Discrete(3), (np.int64(0), 1, np.int8(2))),
+        (spaces.Discrete(3, dtype=np.int32), np.array([0, 1, 2])),
+        (spaces.MultiBinary(2), [[0, 1], (1, 0), np.array([1, 1])]),
+        (spaces.Box(-1, 1, (), np.float32), [0.1, 0.2, 0.3]),
+        (spaces.Box(-1, 1, (2,), np.float32), np.array([[0.1, 0.2]] * 3)),
+        (spaces.Box(-1, 1, (2,), np.float32), [[0.1, 0.2], [0.3, 1], [0, 0]]),
+        (
+            spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Text(4)}),
+            {"a": [0, 1, 2], "b": ("x", "y", "z")},
+        ),
+        (
+            spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (), np.float32))),
+            (np.array([0, 1, 2]), [0.1, 0.2, 0.3]),
+        ),
+    ],
+)
+def test_actions_are_handed_over_as_sync_vector_env_does(space: Any, actions: Any) -> None:
+    def seen(make: Any) -> list[Any]:
+        with contextlib.closing(make([partial(SpaceEnv, BOX, space)] * 3)) as env:
+            env.reset(seed=5)
+            return [flat(env.step(actions)[4]) for _ in range(10)]
+
+    expected = seen(partial(SyncVectorEnv, autoreset_mode=AutoresetMode.SAME_STEP))
+    for make in WAYS.values():
+        assert seen(make) == expected
+
+
+@pytest.mark.parametrize("way", [WAYS["serial"], WAYS["shared"]])
+def test_an_env_may_keep_an_action_that_the_caller_reuses(start: Make) -> None:
+    class KeepingEnv(SpaceEnv):
+        def step(self, action: Any) -> Any:
+            self.kept = [*getattr(self, "kept", []), action]
+            return super().step(action)
+
+    env = start([partial(KeepingEnv, BOX, spaces.Box(-1, 1, (2,), np.float32))] * 2)
+    actions = np.zeros((2, 2))  # float64: handed over as it is
+    for i in range(3):
+        actions[:] = i / 4
+        env.step(actions)
+
+    assert [each.tolist() for each in env.get_attr("kept")[0]] == [[0, 0], [0.25, 0.25], [0.5, 0.5]]
 
 
 BAD_OBSERVATIONS = [

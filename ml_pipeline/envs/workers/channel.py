@@ -36,8 +36,9 @@ _LATE_SECONDS = 1e-3  # less than a time slice of another program, more than a s
 _SHORTEST_REST, _LONGEST_REST = 0.01, 0.5  # seconds
 
 # Words in a worker's row of ``EnvArrays.hints``. A side writes 2 n to send plain message n, and
-# 2 n + 1 after it wrote message n to the socket.
-_PARENT_SENT, _WORKER_SENT, _PARENT_SLEEPS, _WORKER_SLEEPS, BUSY = range(5)
+# 2 n + 1 after it wrote message n to the socket. BUSY: nanoseconds that the worker has spent in its
+# envs. RUNNING: index + 1 of the env whose code runs now, else 0.
+_PARENT_SENT, _WORKER_SENT, _PARENT_SLEEPS, _WORKER_SLEEPS, BUSY, RUNNING = range(6)
 
 yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -79,6 +80,12 @@ class Channel:
         """Whether the other side has sent a message that was not received yet."""
         return self._hints is not None and self._hints[self._they_sent] > 2 * self._received + 1
 
+    def running_env(self) -> int | None:
+        """Index of the env that the worker runs now, or ran when it died."""
+        return (
+            self._hints[RUNNING] - 1 if self._hints is not None and self._hints[RUNNING] else None
+        )
+
     def send(
         self, kind: bytes, number: int, payload: bytes = b"", seconds: float | None = None
     ) -> None:
@@ -87,7 +94,7 @@ class Channel:
             if not _IS_X86:
                 yield_core()
             hints[self._sent] = 2 * number
-            self._barrier()
+            _barrier(self._lock)
             if not hints[self._they_sleep] or not self._must_wake(number):
                 return
         data = _HEADER.pack(kind, number, len(payload)) + payload
@@ -100,12 +107,6 @@ class Channel:
         if hints is not None:
             # After sending: a process that sees the word must find the message.
             hints[self._sent] = 2 * number + 1
-
-    def _barrier(self) -> None:
-        if _IS_X86:
-            with self._lock:
-                return
-        yield_core()
 
     def _must_wake(self, number: int) -> bool:
         """Whether to wake the other side; only the last worker to reply wakes the parent."""
@@ -137,6 +138,10 @@ class Channel:
         self._received = number
         return kind, number, payload
 
+    def mark_received(self, number: int) -> None:
+        """``Board`` has seen this side's plain message ``number``."""
+        self._received = number
+
     def discard(self) -> bool:
         """Drop unread data; False if the other side is gone."""
         try:
@@ -150,7 +155,8 @@ class Channel:
         """Tell the other side whether to wake this one; call ``has_hint`` after falling asleep."""
         if self._hints is not None:
             self._hints[self._sleeps] = is_asleep
-            self._barrier()
+            if is_asleep:
+                _barrier(self._lock)
 
     def next(self, spin: Spin) -> Message:
         """Wait for the next message, without a time limit."""
@@ -185,6 +191,59 @@ class Channel:
         seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not ready([self.sock], seconds, to_send=to_send):
             raise TimeoutError
+
+
+class Board:
+    """The words of all workers, seen by the parent: exchanges plain messages with all at once.
+
+    With many workers this is much faster than one message after the other.
+    """
+
+    is_usable = _HAS_BARRIER
+
+    def __init__(self, hints: NDArray[np.int64]) -> None:
+        """``hints``: see ``EnvArrays``; row i belongs to worker i."""
+        self._requests, self._replies = hints[:, _PARENT_SENT], hints[:, _WORKER_SENT]
+        self._we_sleep, self._they_sleep = hints[:, _PARENT_SLEEPS], hints[:, _WORKER_SLEEPS]
+        self._lock = threading.Lock()  # used as a memory barrier
+        self._word = 0  # of the last request
+
+    def send(self, number: int) -> list[int]:
+        """Send plain message ``number`` to every worker; returns 1 for each that must be woken."""
+        if not _IS_X86:
+            yield_core()
+        self._word = 2 * number
+        self._requests.fill(self._word)
+        _barrier(self._lock)
+        asleep: list[int] = self._they_sleep.tolist()
+        return asleep
+
+    def has_replies(self) -> bool:
+        """Whether every worker has replied to the last message."""
+        return bool(min(self._replies.tolist()) >= self._word)
+
+    def has_plain_replies(self) -> bool:
+        """Whether every worker has sent a plain reply to the last message."""
+        words = self._replies.tolist()
+        if words.count(self._word) < len(words):
+            return False
+        if not _IS_X86:
+            yield_core()
+        return True
+
+    def sleep(self, is_asleep: bool) -> None:
+        """Tell the workers whether the last one to reply must wake the parent."""
+        self._we_sleep.fill(is_asleep)
+        if is_asleep:
+            _barrier(self._lock)
+
+
+def _barrier(lock: threading.Lock) -> None:
+    """A full memory barrier; ``lock`` is not shared with another thread."""
+    if _IS_X86:
+        with lock:
+            return
+    yield_core()
 
 
 def ready(

@@ -164,14 +164,18 @@ class WorkerHandle:
                 " while it started; if it printed no error: a script that starts workers must "
                 "do so under if __name__ == '__main__':"
             )
-        return WorkerError(f"the worker of {env_names(self.rows)} {how}")
+        return WorkerError(f"the worker of {env_names(self.rows)} {how}{self._in_env()}")
 
     def _killed(self, why: str, advice: str = "") -> WorkerTimeoutError:
         """Kill the worker: a late answer would be useless."""
         self.process.kill()
         return WorkerTimeoutError(
-            f"the worker of {env_names(self.rows)} {why} and was killed{advice}"
+            f"the worker of {env_names(self.rows)} {why} and was killed{self._in_env()}{advice}"
         )
+
+    def _in_env(self) -> str:
+        env = self.channel.running_env()
+        return "" if env is None else f" while it ran env {env}"
 
 
 def end_workers(workers: list[WorkerHandle], seconds: float = CLOSE_SECONDS) -> None:

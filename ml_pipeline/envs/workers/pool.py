@@ -6,18 +6,20 @@ late reply, after an error or an interrupt, is never mistaken for another one.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker, util
 from typing import Any
 
 import cloudpickle
 
-from ml_pipeline.envs.workers.channel import CALL, DONE, NO_SPIN, RESULT, Spin, ready
+from ml_pipeline.envs.workers.channel import CALL, DONE, NO_SPIN, RESULT, STEP, Board, Spin, ready
 from ml_pipeline.envs.workers.errors import (
     AnswerPendingError,
     WorkerError,
@@ -45,7 +47,10 @@ class WorkerPool:
         self.answer_seconds = answer_seconds
         self.workers: list[WorkerHandle] = []
         self.spin = Spin(NO_SPIN)
+        self.board: Board | None = None  # once the workers share words
+        self._is_plain_step = False  # whether the last request was a step sent by the board
         self._owner = os.getpid()
+        self._folder = _current_folder()
         self._number = 0  # of the last request; workers that are asked together share it
         # Runs at garbage collection, or at exit before multiprocessing ends daemonic children.
         self._finalizer = util.Finalize(self, end_workers, (self.workers,), exitpriority=10)
@@ -78,7 +83,8 @@ class WorkerPool:
 
     def _start_one(self, rows: list[int], which: str) -> WorkerHandle:
         try:
-            return WorkerHandle(rows, self.start_method)
+            with _in_folder(self._folder):
+                return WorkerHandle(rows, self.start_method)
         except OSError as error:  # out of memory, processes or files
             raise WorkerStartError(
                 f"worker {which} cannot be started: {error}; lower n_workers, or use SerialEnv "
@@ -107,11 +113,30 @@ class WorkerPool:
             if block is not None:
                 worker.send_block(block, self.answer_seconds)
 
+    def send_step(self, payloads: Sequence[bytes] | None) -> None:
+        """Ask every worker for a step; ``payloads``: its actions, if they are not in the arrays."""
+        number, seconds, workers = self.next_number(), self.answer_seconds, self.workers
+        board = self.board if payloads is None and Board.is_usable else None
+        for worker in workers:
+            if worker.lost is not None:
+                board = None
+        if board is None:
+            for worker, payload in zip(workers, payloads or [b""] * len(workers), strict=True):
+                worker.send(STEP, number, payload, seconds)
+            return
+        asleep, now = board.send(number), time.monotonic()
+        for worker in workers:
+            worker.number, worker.asked_at, worker.reply = number, now, None
+        self._is_plain_step = True
+        for worker in itertools.compress(workers, asleep):
+            worker.send(STEP, number, b"", seconds)
+
     def is_own(self) -> bool:
         """False in a forked copy of the process that made the pool."""
         return os.getpid() == self._owner
 
     def next_number(self) -> int:
+        self._is_plain_step = False
         self._number += 1
         return self._number
 
@@ -131,25 +156,32 @@ class WorkerPool:
         timeout: float | None = None,
         raise_losses: bool = True,
     ) -> list[Any]:
-        """The result of each worker, in order; None for a lost one.
+        """The result of each worker, in order; None for a lost one. Empty if none has a result.
 
         Raises the first fault at once, and the first loss if ``raise_losses``. Raises
         ``AnswerPendingError`` after ``timeout``; then this can be called again.
         """
         seconds = self.answer_seconds
-        all_plain = True
-        for worker in workers:
-            if worker.is_awaited and self.spin.until(worker.channel.has_hint):
-                worker.receive(seconds)
-            all_plain &= worker.reply is not None and worker.reply[0] == DONE
-        if all_plain:
-            return [None] * len(workers)
+        if self._is_plain_step and self.board is not None:
+            if self.spin.until(self.board.has_replies) and self.board.has_plain_replies():
+                self._take_plain_replies()
+                return []
+        else:
+            for worker in workers:
+                if worker.is_awaited and self.spin.until(worker.channel.has_hint):
+                    worker.receive(seconds)
         self._collect(workers, seconds, timeout=timeout, raise_losses=raise_losses)
         results = []
         for worker in workers:
             kind, _, payload = worker.reply or (DONE, 0, b"")
             results.append(worker.unpickled(payload) if kind == RESULT else None)
         return results
+
+    def _take_plain_replies(self) -> None:
+        reply = DONE, self._number, b""
+        for worker in self.workers:
+            worker.reply = reply
+            worker.channel.mark_received(self._number)
 
     def _collect(
         self,
@@ -190,13 +222,14 @@ class WorkerPool:
         self, waiting: Sequence[WorkerHandle], longest: float, seconds: float | None
     ) -> None:
         """Sleep until a worker answers, at most ``longest`` seconds, and read the answers."""
-        for worker in waiting:
-            worker.channel.sleep(True)
+        if self.board is not None:
+            self.board.sleep(True)
         if all(worker.channel.has_hint() for worker in waiting):
             longest = 0.0
         readable = ready([worker.channel.sock for worker in waiting], longest)
+        if self.board is not None:
+            self.board.sleep(False)
         for worker in waiting:
-            worker.channel.sleep(False)
             if worker.channel.has_hint() or worker.channel.sock in readable:
                 worker.receive(seconds)
             elif not readable:
@@ -206,6 +239,28 @@ class WorkerPool:
         """Let the workers close their envs, then kill those that need longer."""
         end_workers(self.workers, seconds)
         self._finalizer.cancel()
+
+
+def _current_folder() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return None
+
+
+@contextlib.contextmanager
+def _in_folder(folder: str | None) -> Iterator[None]:
+    """All workers start where the first ones did, even if an env of this process has moved."""
+    here = _current_folder()
+    if folder is None or here == folder:
+        yield
+        return
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        if here is not None:
+            os.chdir(here)
 
 
 def call_in_worker(

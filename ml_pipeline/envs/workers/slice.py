@@ -10,7 +10,7 @@ import contextlib
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -19,14 +19,15 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot
+from ml_pipeline.envs.workers.actions import scalars_of
 from ml_pipeline.envs.workers.errors import WorkerError, error_from
-from ml_pipeline.envs.workers.shared_arrays import (
-    EnvArrays,
+from ml_pipeline.envs.workers.shared_arrays import EnvArrays
+from ml_pipeline.envs.workers.trees import (
+    has_only_numbers,
     is_finite,
     objects_of,
     put_objects,
     read_row,
-    scalars_of,
     take_objects,
     view_of_row,
     write_value,
@@ -55,9 +56,10 @@ class Description(NamedTuple):
 
 
 # Plain tuples, because they are pickled during a step.
-# StepInfo: index of the env, last info of an episode that ended in this step (else empty), info
-# that belongs to the observation.
-StepInfo = tuple[int, "dict[str, Any]", "dict[str, Any]"]
+# StepInfo: index of the env, last observation and info of an episode that ended in this step, info
+# that belongs to the observation. The last observation is None if it is in the arrays as the env
+# returned it; a single number is not, because the arrays do not tell an int from a NumPy integer.
+StepInfo = tuple[int, Any, "dict[str, Any]", "dict[str, Any]"]
 # SliceReport: infos, objects of the observations, objects of the final observations (see
 # take_objects), and casts to warn about. A slice with nothing to report sends None.
 SliceReport = tuple[list[StepInfo], list[list[Any]], list[list[Any]], list[str]]
@@ -79,10 +81,12 @@ class EnvSlice:
         self._casts: set[str] = set()
         self._reported_casts: set[str] = set()
         self._arrays: Any = None  # EnvArrays after the first bind
+        self._running = memoryview(bytearray(8)).cast("q")  # index + 1 of the env that runs now
         self._reward: memoryview[Any]
         self._terminated: memoryview[Any]
         self._truncated: memoryview[Any]
         self._sends_objects = False
+        self._sends_final_obs = False
         self._scalar_actions: Any = None
         self._obs_views: list[Any] = []
         self._final_obs_views: list[Any] = []
@@ -119,8 +123,12 @@ class EnvSlice:
         for each in (self.envs, self.rows, self.seeds, self._ended):
             del each[keep:]
 
-    def bind(self, arrays: EnvArrays) -> None:
-        """Use these arrays from now on; must be called again whenever the envs change."""
+    def bind(self, arrays: EnvArrays, running: memoryview[int] | None = None) -> None:
+        """Use these arrays from now on; must be called again whenever the envs change.
+
+        ``running``: a word in which another process can see which env runs.
+        """
+        self._running = self._running if running is None else running
         if self._arrays is not None:
             # The main process copies the arrays; objects are in lists of this process.
             kept = [row for row in self.rows if row < len(self._arrays.reward)]
@@ -129,6 +137,7 @@ class EnvSlice:
         self._obs_views = [view_of_row(arrays.obs, row) for row in self.rows]
         self._final_obs_views = [view_of_row(arrays.final_obs, row) for row in self.rows]
         self._sends_objects = any(objects_of(arrays.obs))
+        self._sends_final_obs = has_only_numbers(arrays.final_obs)
         self._scalar_actions = scalars_of(arrays.action, self.rows)
         # To read or write one number, a memoryview is faster than an array.
         self._reward = arrays.reward.data
@@ -147,34 +156,32 @@ class EnvSlice:
         try:
             for offset, seed in enumerate(seeds):
                 if mask[offset]:
+                    self._running[0] = self.rows[offset] + 1
                     self.seeds[offset] = self.seeds[offset] if seed is None else seed
                     self._reset_env(offset, infos, seed=seed, options=deepcopy(options))
         except BaseException as error:
             self._raise_for_env(offset, error)
         return self._report(infos)
 
-    def put_actions(self, objects: list[list[Any]]) -> None:
-        """Store the actions that are objects; call this before ``step``."""
-        put_objects(self._arrays.action, self.rows, objects)
-
-    def step(self) -> SliceReport | None:
-        """Step every env with its row of the actions."""
+    def step(self, given: Sequence[Any] | None = None) -> SliceReport | None:
+        """Step every env with its row of the actions, or with its action in ``given``."""
         infos: list[StepInfo] = []
         rows, ended, obs_views, reward_of = self.rows, self._ended, self._obs_views, self._reward
-        terminated_of, truncated_of = self._terminated, self._truncated
+        terminated_of, truncated_of, running = self._terminated, self._truncated, self._running
         offset = 0
         try:
-            for offset, action in enumerate(self._actions()):
+            for offset, action in enumerate(self._actions() if given is None else given):
+                row = rows[offset]
+                running[0] = row + 1
                 if ended[offset]:
                     self._start_next_episode(offset, infos)
                     continue
                 obs, reward, terminated, truncated, info = self.envs[offset].step(action)
-                row = rows[offset]
                 reward_of[row] = reward if type(reward) is float else _number(reward)
                 if terminated is False and truncated is False:
                     terminated_of[row] = truncated_of[row] = False
                     if info and self._all_infos:
-                        infos.append((row, {}, dict(info)))
+                        infos.append((row, None, {}, dict(info)))
                 else:
                     obs = self._handle_flags(offset, terminated, truncated, obs, info, infos)
                 write_value(obs_views[offset], obs, self._casts)
@@ -205,18 +212,19 @@ class EnvSlice:
         self._truncated[row] = _flag(truncated, "truncated")
         if not (self._terminated[row] or self._truncated[row]):
             if info and self._all_infos:
-                infos.append((row, {}, dict(info)))
+                infos.append((row, None, {}, dict(info)))
         elif self._same_step:
             # Copy before the reset: an env may reuse the buffers of observation and info.
             write_value(self._final_obs_views[offset], obs, self._casts)
-            final_info = deepcopy(info) if info else {}
+            final_info = _copied(info) if info else {}
+            final_obs = deepcopy(obs) if self._sends_final_obs else None
             obs, info = self.envs[offset].reset()
-            if info or final_info:
-                infos.append((row, final_info, dict(info)))
+            if info or final_info or self._sends_final_obs:
+                infos.append((row, final_obs, final_info, dict(info)))
         else:
             self._ended[offset] = True
             if info:
-                infos.append((row, {}, dict(info)))
+                infos.append((row, None, {}, dict(info)))
         return obs
 
     def _start_next_episode(self, offset: int, infos: list[StepInfo]) -> None:
@@ -237,7 +245,7 @@ class EnvSlice:
         if self._check_finite:
             self._require_finite(offset)
         if info:
-            infos.append((row, {}, dict(info)))
+            infos.append((row, None, {}, dict(info)))
 
     def _require_finite(self, offset: int) -> None:
         row = self.rows[offset]
@@ -273,7 +281,7 @@ class EnvSlice:
     def snapshot(self) -> list[bytes]:
         """The state of each env between two steps."""
         taken = []
-        for offset, env in enumerate(self.envs):
+        for offset, env in self._each():
             try:
                 taken.append(take_snapshot(env, read_row(self._arrays.obs, self.rows[offset])))
             except BaseException as error:
@@ -282,9 +290,9 @@ class EnvSlice:
 
     def restore(self, snapshots: Sequence[bytes]) -> None:
         """Continue from snapshots of envs that were made by the same factories."""
-        for offset, snapshot in enumerate(snapshots):
+        for offset, env in self._each():
             try:
-                self.envs[offset], obs = restore_snapshot(self.envs[offset], snapshot)
+                self.envs[offset], obs = restore_snapshot(env, snapshots[offset])
                 write_value(self._obs_views[offset], obs, self._casts)
             except BaseException as error:
                 self._raise_for_env(offset, error)
@@ -293,7 +301,7 @@ class EnvSlice:
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The attribute ``name`` of each env, called if it is callable."""
         results = []
-        for offset, env in enumerate(self.envs):
+        for offset, env in self._each():
             try:
                 attribute = env.get_wrapper_attr(name)
                 results.append(attribute(*args, **kwargs) if callable(attribute) else attribute)
@@ -303,12 +311,18 @@ class EnvSlice:
 
     def set_attributes(self, values: Sequence[dict[str, Any]]) -> None:
         """Set the attributes of each env; ``values`` has one dict per env."""
-        for offset, (env, attributes) in enumerate(zip(self.envs, values, strict=True)):
+        for offset, env in self._each():
             try:
-                for name, value in attributes.items():
+                for name, value in values[offset].items():
                     env.set_wrapper_attr(name, value)
             except BaseException as error:
                 self._raise_for_env(offset, error)
+
+    def _each(self) -> Iterator[tuple[int, gym.Env[Any, Any]]]:
+        """The envs one after the other, each with its place in the slice."""
+        for offset, env in enumerate(self.envs):
+            self._running[0] = self.rows[offset] + 1
+            yield offset, env
 
     def close(self) -> None:
         """Close every env; an env that raises causes a warning and does not stop the others."""
@@ -331,8 +345,17 @@ class EnvSlice:
 
     def _error_of_env(self, offset: int, error: BaseException) -> WorkerError:
         trace = "".join(traceback.format_exception(error)).rstrip()
-        env = f"env {self.rows[offset]} (seed {self.seeds[offset]})"
-        return error_from(error, f"{env} raised:\n{trace}")
+        return error_from(error, f"{self.name_of(self.rows[offset])} raised:\n{trace}")
+
+    def name_of(self, row: int) -> str:
+        return f"env {row} (seed {self.seeds[self.rows.index(row)]})"
+
+
+def _copied(info: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return deepcopy(info)
+    except Exception:  # an object that cannot be copied; a worker reports it when it is pickled
+        return dict(info)
 
 
 def _flag(value: Any, name: str) -> bool:

@@ -8,35 +8,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import cloudpickle
-import gymnasium as gym
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector.utils import iterate
 from numpy.typing import NDArray
 
-from ml_pipeline.envs.workers.channel import STEP
+from ml_pipeline.envs.workers.actions import choices_of, write_all
+from ml_pipeline.envs.workers.env_spaces import EnvSpaces, ObservationMode
 from ml_pipeline.envs.workers.errors import AnswerPendingError, WorkerError
 from ml_pipeline.envs.workers.handle import CLOSE_SECONDS, WorkerHandle
 from ml_pipeline.envs.workers.infos import merge_infos
 from ml_pipeline.envs.workers.pool import WorkerPool
 from ml_pipeline.envs.workers.seeds import EnvSeeds, Seeds
-from ml_pipeline.envs.workers.shared_arrays import (
-    EnvArrays,
-    Layout,
-    SharedBlock,
-    as_batch,
-    choices_of,
-    copy_rows,
-    is_finite,
-    objects_of,
-    put_objects,
-    take_objects,
-    write_all,
-)
+from ml_pipeline.envs.workers.shared_arrays import EnvArrays, Layout, SharedBlock
 from ml_pipeline.envs.workers.slice import (
     Description,
     EnvFn,
@@ -44,6 +33,12 @@ from ml_pipeline.envs.workers.slice import (
     SliceOptions,
     SliceReport,
     StepInfo,
+)
+from ml_pipeline.envs.workers.trees import (
+    as_batch,
+    copy_rows,
+    is_finite,
+    put_objects,
 )
 
 # Returned by VectorEnv.step: obs, reward, terminated, truncated, infos.
@@ -65,6 +60,7 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
         options: SliceOptions,
         *,
         copy: bool,
+        observation_mode: ObservationMode,
         pool: WorkerPool | None,
     ) -> None:
         self.env_fns = list(env_fns)
@@ -74,6 +70,8 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
             raise ValueError(f"infos={options.infos!r}: must be 'all' or 'final'")
         self.autoreset_mode = options.autoreset_mode
         self.copy = copy
+        self.observation_mode = observation_mode
+        self._spaces = EnvSpaces(observation_mode)
         self._options = options
         self._seeds = EnvSeeds(seed, len(self.env_fns))
         self._main: EnvSlice | None = None
@@ -92,32 +90,23 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
         self._last_obs: Any = None  # the observations last returned, if workers can be restarted
 
     def _adopt(self, descriptions: Sequence[Description]) -> None:
-        """Use the spaces and metadata of env 0; all envs must have the same spaces."""
+        """Use the metadata of env 0, and spaces that fit all envs."""
         first = descriptions[0]
         self.num_envs = len(descriptions)
-        self.single_observation_space = first.observation_space
-        self.single_action_space = first.action_space
-        for index, description in enumerate(descriptions):
-            self._check_spaces(description, index)
-        self.observation_space = batch_space(first.observation_space, self.num_envs)
-        self.action_space = batch_space(first.action_space, self.num_envs)
+        for description in descriptions:
+            self._spaces.add(description.observation_space, description.action_space)
+        self._use_spaces()
         self._choices = choices_of(first.action_space)
-        self._sends_objects = any(objects_of(Layout(*self._spaces(), 1, 0).arrays().action))
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
         self.spec = first.spec
 
-    def _spaces(self) -> tuple[gym.Space[Any], gym.Space[Any]]:
-        return self.single_observation_space, self.single_action_space
+    def _use_spaces(self) -> None:
+        self.observation_space, self.single_observation_space = self._spaces.observation()
+        self.action_space, self.single_action_space = self._spaces.action()
 
-    def _check_spaces(self, description: Description, index: int) -> None:
-        for name in ("observation_space", "action_space"):
-            theirs, ours = getattr(description, name), getattr(self, f"single_{name}")
-            if theirs != ours:
-                raise WorkerError(
-                    f"env {index} has {name} {theirs}, "
-                    f"but env 0 has {ours}; all envs must have the same"
-                )
+    def _layout_for(self, n_envs: int, n_workers: int) -> Layout:
+        return Layout(self.single_observation_space, self.single_action_space, n_envs, n_workers)
 
     def reset(
         self,
@@ -171,20 +160,20 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
         if self._pool is not None:
             self._pool.settle(self._workers)
         action = self._arrays.action
-        write_all(action, actions, self._choices)
+        is_stored = write_all(action, actions, self._choices)
         if self._options.check_finite and not is_finite(action):
             raise ValueError(f"the actions are not finite: {actions}")
+        given = None if is_stored else list(iterate(self.action_space, actions))
         if self._pool is not None:
-            payloads = [b""] * len(self._workers)
-            if self._sends_objects:
-                objects = [take_objects(action, worker.rows) for worker in self._workers]
-                payloads = [cloudpickle.dumps(each) for each in objects]
+            payloads = None
+            if given is not None:
+                payloads = [cloudpickle.dumps(picked(given, each.rows)) for each in self._workers]
             self._is_interrupted = True  # if an interrupt comes before all workers are asked
-            number, seconds = self._pool.next_number(), self._pool.answer_seconds
-            for worker, payload in zip(self._workers, payloads, strict=True):
-                worker.send(STEP, number, payload, seconds)
+            self._pool.send_step(payloads)
             self._is_interrupted = False
-        self._main_request = ("step", ())
+        if self._main is not None:
+            own = () if given is None else (deepcopy(picked(given, self._main.rows)),)
+            self._main_request = ("step", own)
         self._pending = "step"
 
     def step_wait(self, timeout: float | None = None) -> StepTuple:
@@ -323,10 +312,12 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
     def _workers_results(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
         if self._pool is None:
             return []
-        results = self._pool.results(self._workers, timeout=timeout)
-        return [
-            (worker.rows, result) for worker, result in zip(self._workers, results, strict=True)
-        ]
+        return self._with_rows(self._pool.results(self._workers, timeout=timeout))
+
+    def _with_rows(self, results: list[Any]) -> list[tuple[list[int], Any]]:
+        """The results of the workers with the indices of their envs; empty if there are none."""
+        workers = self._workers if results else []
+        return [(worker.rows, each) for worker, each in zip(workers, results, strict=True)]
 
     def _per_env(self, results: list[tuple[list[int], Any]]) -> list[Any]:
         """One item per env, in the order of the envs."""

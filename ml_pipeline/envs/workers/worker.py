@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import random
 import signal
 import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import connection, parent_process
 from types import FrameType
@@ -31,11 +29,12 @@ from ml_pipeline.envs.workers.channel import (
     NO_SPIN,
     READY,
     RESULT,
+    RUNNING,
     STEP,
     Channel,
     Spin,
 )
-from ml_pipeline.envs.workers.errors import WorkerError
+from ml_pipeline.envs.workers.replies import pickled, pickled_fault
 from ml_pipeline.envs.workers.shared_arrays import Layout, SharedBlock
 from ml_pipeline.envs.workers.slice import Description, EnvSlice, SliceOptions
 from ml_pipeline.signals import STOP_SIGNALS
@@ -69,6 +68,14 @@ def worker_main(
         _SliceServer(Channel(sock, "worker")).serve()
     except (EOFError, ConnectionError):
         os._exit(1)  # the parent has ended, so no process would read an error
+    others = [each for each in threading.enumerate() if each is not threading.main_thread()]
+    if not all(thread.daemon for thread in others):
+        # Python would wait for a thread that an env has left running.
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(0)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -92,7 +99,7 @@ class _SliceServer:
         self._slice: EnvSlice | None = None
         self._spin = Spin(NO_SPIN)
         self._busy = 0  # nanoseconds
-        self._hints = memoryview(bytearray(8 * (BUSY + 1))).cast("q")  # replaced by bind
+        self._hints = memoryview(bytearray(8 * (RUNNING + 1))).cast("q")  # replaced by bind
 
     def serve(self) -> None:
         channel = self._channel
@@ -102,7 +109,7 @@ class _SliceServer:
             start = time.perf_counter_ns()
             reply, result = self._answer(kind, payload)
             self._busy += time.perf_counter_ns() - start
-            self._hints[BUSY] = self._busy
+            self._hints[BUSY], self._hints[RUNNING] = self._busy, 0
             channel.send(reply, number, result)
             if kind == CLOSE:
                 return
@@ -112,9 +119,7 @@ class _SliceServer:
             result: Any = None
             if kind == STEP:
                 envs: Any = self._slice
-                if payload:
-                    envs.put_actions(cloudpickle.loads(payload))
-                result = envs.step()
+                result = envs.step(cloudpickle.loads(payload)) if payload else envs.step()
             elif kind == CLOSE:
                 if self._slice is not None:
                     self._slice.close()
@@ -124,9 +129,9 @@ class _SliceServer:
                 result = getattr(owner, method)(*arguments)
             # A plain reply is possible only if all workers got the request, as in a step.
             is_plain = kind == STEP and result is None
-            return (DONE, b"") if is_plain else (RESULT, _pickled(result))
+            return (DONE, b"") if is_plain else (RESULT, pickled(result, self._slice))
         except BaseException as error:
-            return FAULT, _pickled_fault(error)
+            return FAULT, pickled_fault(error)
 
     def build(
         self,
@@ -149,13 +154,13 @@ class _SliceServer:
     ) -> None:
         if self._slice is None:
             raise RuntimeError("bind was called before build")
-        env = self._slice.envs[0]  # all envs have its spaces, which may be too large to send
+        env = self._slice.envs[0]  # its spaces give the same layout as those of any other
         layout = Layout(env.observation_space, env.action_space, n_envs, n_workers)
         memory = SharedBlock.receive(self._channel.sock, block, layout.n_bytes())
         arrays = layout.arrays_in(memory)
         memory.close()
-        self._slice.bind(arrays)
         self._hints = arrays.hints[worker].data
+        self._slice.bind(arrays, self._hints[RUNNING : RUNNING + 1])
         self._channel.use_hints(arrays.hints, worker)
         self._spin = Spin(spin_seconds)
 
@@ -164,28 +169,6 @@ def _seed_global_generators(seed: int | None) -> None:
     """For envs that use the global generators; forked workers would all have the same state."""
     random.seed(seed)
     np.random.seed(None if seed is None else seed % 2**32)
-
-
-def _pickled(result: Any) -> bytes:
-    try:
-        return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
-    except Exception:  # a lambda, or a class of the main script; cloudpickle is slower
-        return bytes(cloudpickle.dumps(result))
-
-
-def _pickled_fault(error: BaseException) -> bytes:
-    if isinstance(error, WorkerError):
-        message, original = str(error), error.__cause__
-    else:
-        # No env raised this: a factory or a result could not be pickled or unpickled.
-        trace = "".join(traceback.format_exception(error)).rstrip()
-        message, original = f"the worker failed:\n{trace}", error
-    try:
-        cause = cloudpickle.dumps(original)
-        pickle.loads(cause)  # some exceptions can be pickled, but not unpickled
-    except Exception:  # a user's __reduce__ may raise anything; the message says enough
-        cause = b""
-    return pickle.dumps((message, cause))
 
 
 def _die_with_parent(parent: int | None, by_kernel: bool) -> None:

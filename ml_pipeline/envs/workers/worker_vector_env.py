@@ -10,12 +10,13 @@ from typing import Any, Literal
 import cloudpickle
 from gymnasium.vector import AutoresetMode
 
-from ml_pipeline.envs.workers.channel import LONG_SPIN, NO_SPIN, SHORT_SPIN, Spin
+from ml_pipeline.envs.workers.channel import LONG_SPIN, NO_SPIN, SHORT_SPIN, Board, Spin
 from ml_pipeline.envs.workers.cores import available_cores
+from ml_pipeline.envs.workers.env_spaces import ObservationMode
 from ml_pipeline.envs.workers.errors import WorkerError, env_names
 from ml_pipeline.envs.workers.handle import WorkerHandle, end_workers
 from ml_pipeline.envs.workers.pool import WorkerPool
-from ml_pipeline.envs.workers.shared_arrays import Layout, SharedBlock, copy_rows, put_objects
+from ml_pipeline.envs.workers.shared_arrays import SharedBlock
 from ml_pipeline.envs.workers.slice import (
     Description,
     EnvFn,
@@ -24,6 +25,7 @@ from ml_pipeline.envs.workers.slice import (
     SliceReport,
     StepInfo,
 )
+from ml_pipeline.envs.workers.trees import copy_rows, put_objects
 from ml_pipeline.envs.workers.vector_env import SliceVectorEnv, picked
 
 # Where envs are built: in this process, in a worker, or (None) in a new worker.
@@ -40,11 +42,14 @@ class WorkerVectorEnv(SliceVectorEnv):
         options: SliceOptions,
         *,
         copy: bool,
+        observation_mode: ObservationMode,
         pool: WorkerPool,
         on_worker_death: Literal["raise", "restart"],
         max_restarts: int,
     ) -> None:
-        super().__init__(env_fns, seed, options, copy=copy, pool=pool)
+        super().__init__(
+            env_fns, seed, options, copy=copy, observation_mode=observation_mode, pool=pool
+        )
         self.on_worker_death = on_worker_death
         self.max_restarts = max_restarts
         self.n_restarts = 0
@@ -89,7 +94,7 @@ class WorkerVectorEnv(SliceVectorEnv):
 
     def _lay_out(self) -> None:
         """Make arrays for all envs and workers; envs that stay keep their observations."""
-        layout = Layout(*self._spaces(), self.num_envs, len(self._workers))
+        layout = self._layout_for(self.num_envs, len(self._workers))
         block = SharedBlock.create(layout.n_bytes())
         arrays = layout.arrays_in(block)
         if self._block is not None:
@@ -97,6 +102,7 @@ class WorkerVectorEnv(SliceVectorEnv):
             copy_rows(self._arrays.obs, arrays.obs, kept)
             self._block.close()
         self._layout, self._block, self._arrays = layout, block, arrays
+        self._pool.board = Board(arrays.hints) if self._workers else None
         if self.on_worker_death == "restart":
             self._last_obs = layout.arrays().obs
             copy_rows(arrays.obs, self._last_obs, range(self.num_envs))
@@ -133,6 +139,8 @@ class WorkerVectorEnv(SliceVectorEnv):
         # A lost worker sets its attributes when the next reset or step restarts it.
         ignore_losses = self.on_worker_death == "restart" and pending != "call"
         results = self._pool.results(self._workers, timeout=timeout, raise_losses=not ignore_losses)
+        if not results:
+            return []
         if pending != "set_attr" and any(worker.lost for worker in self._workers):
             # Replace lost workers only after all restarts succeed; otherwise the next step retries.
             replacements: dict[int, WorkerHandle] = {}
@@ -148,7 +156,7 @@ class WorkerVectorEnv(SliceVectorEnv):
             for number, worker in replacements.items():
                 lost, self._workers[number] = self._workers[number], worker
                 end_workers([lost], 0.0)
-        return [(worker.rows, each) for worker, each in zip(self._workers, results, strict=True)]
+        return self._with_rows(results)
 
     def _restarted(
         self, number: int, lost: WorkerHandle, pending: str
@@ -199,8 +207,8 @@ class WorkerVectorEnv(SliceVectorEnv):
             else:
                 copy_rows(self._last_obs, arrays.obs, rows)
                 self._pool.ask([worker], "end_episodes", [()])
-        known = {row: info for row, _, info in reset_infos}
+        known = {row: info for row, _, _, info in reset_infos}
         infos: list[StepInfo] = [
-            (row, {}, {**known.get(row, {}), "worker_restarted": True}) for row in rows
+            (row, None, {}, {**known.get(row, {}), "worker_restarted": True}) for row in rows
         ]
         return infos, [], [], casts

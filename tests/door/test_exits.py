@@ -1,0 +1,52 @@
+"""A finished program ends, even if an env has left a thread running."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from conftest import TESTS, Door, small
+
+LEAVE_A_THREAD = """
+import sys, threading, time
+from ml_pipeline.door import exits
+thread_seconds, code = float(sys.argv[1]), int(sys.argv[2])
+exits._THREAD_SECONDS = float(sys.argv[3])
+
+def command():
+    threading.Thread(target=time.sleep, args=(thread_seconds,), name="left", daemon=False).start()
+    print("done")
+    if code:
+        sys.exit(code)
+
+sys.exit(exits.exit_code(command))
+"""
+
+
+@pytest.mark.parametrize("code", ["0", "3"])
+@pytest.mark.parametrize(
+    ("thread_seconds", "wait_seconds", "error"),
+    [
+        ("1000", "0.1", "threads=left: still running 0.1 s after the end of the program"),
+        ("0.1", "1000", ""),
+    ],
+)
+def test_a_program_ends_despite_a_thread(
+    thread_seconds: str, wait_seconds: str, error: str, code: str
+) -> None:
+    program = [sys.executable, "-c", LEAVE_A_THREAD, thread_seconds, code, wait_seconds]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=TESTS)
+
+    assert result.returncode == int(code)
+    assert result.stdout == "done\n"
+    assert result.stderr.startswith(error)
+    assert bool(result.stderr) == bool(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["serial", "parallel", "shared"])
+def test_a_run_ends_despite_the_threads_of_its_envs(door: Door, mode: str) -> None:
+    result = door(*small(env__target="faulty_envs.ThreadEnv", vec_env=mode), PYTHONPATH=str(TESTS))
+
+    assert result.returncode == 0, result.stderr
