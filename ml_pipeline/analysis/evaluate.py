@@ -11,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import VectorEnv
 
+from ml_pipeline.envs.episode_stats import row_numbers
 from ml_pipeline.envs.evaluation import (
     END,
     EVALUATED,
@@ -114,7 +115,9 @@ def _evaluated(final_info: Mapping[str, Any], done: list[int]) -> list[tuple[int
     return [
         (
             int(result["seed"][i]),
-            Episode(float(result["return"][i]), int(result["length"][i])),
+            Episode(
+                float(result["return"][i]), int(result["length"][i]), 1, row_numbers(final_info, i)
+            ),
             bool(result["is_cut"][i]),
         )
         for i in done

@@ -6,6 +6,7 @@ from ml_pipeline.analysis.evaluate import Evaluation, evaluate_batch
 from ml_pipeline.callbacks.every_steps import EverySteps
 from ml_pipeline.config.checks import integer_steps
 from ml_pipeline.config.train import VecEnvConfig
+from ml_pipeline.envs.episode_stats import info_means
 from ml_pipeline.envs.evaluation import (
     MAX_EPISODE_STEPS,
     make_evaluation_envs,
@@ -60,6 +61,8 @@ class PeriodicEvaluation(EverySteps):
         metrics["eval/episode_return_std"] = result.std
         metrics["eval/episode_length"] = result.mean_length
         metrics["eval/n_cut_episodes"] = result.n_cut
+        for name, mean in info_means(result.episodes).items():
+            metrics[f"eval/info/{name}"] = mean
 
     def _evaluate(self, loop: Loop, *, has_ended: bool) -> Evaluation | None:
         """None if its workers died twice and the run continues after such deaths."""

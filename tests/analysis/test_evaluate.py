@@ -85,8 +85,8 @@ def test_an_episode_lasts_until_the_last_life() -> None:
     with closing(make_evaluation_envs(make_env, VecEnvConfig(), n_envs=2)) as envs:
         result = evaluate_batch(policy, envs, n_episodes=3, seed=0, deterministic=True)
 
-    # 3 lives of 2 steps, rewards before the wrapper
-    assert result.episodes == [Episode(6.0, 6)] * 3
+    # 3 lives of 2 steps, rewards before the wrapper, and the number in the last info
+    assert result.episodes == [Episode(6.0, 6, 1, {"life": 3.0})] * 3
 
 
 def faulty(fault: str, *more: str) -> list[str]:
