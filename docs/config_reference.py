@@ -14,7 +14,9 @@ from typing import Any
 import yaml
 
 from ml_pipeline.agents.image_networks import CNN
+from ml_pipeline.config.dqn import DQNConfig
 from ml_pipeline.config.ppo import PPOConfig
+from ml_pipeline.config.sac import SACConfig
 from ml_pipeline.config.train import EnvConfig, EvalEnvConfig, TrainConfig, VecEnvConfig
 from ml_pipeline.protocols import Callback
 from ml_pipeline.targets import import_dotted
@@ -43,6 +45,8 @@ GROUPS = (
     ("env.", EnvConfig, "env/cartpole.yaml", "The env"),
     ("eval_env.", EvalEnvConfig, "env/cartpole.yaml", "What differs in the env of evaluations"),
     ("agent.", PPOConfig, "agent/ppo.yaml", "PPO"),
+    ("agent.", DQNConfig, "agent/dqn.yaml", "DQN"),
+    ("agent.", SACConfig, "agent/sac.yaml", "SAC"),
     ("vec_env.", VecEnvConfig, "vec_env/auto.yaml", "How the envs run"),
 )
 
@@ -78,7 +82,7 @@ METRICS = (
         "`is_success`; at most 20 names",
         "if the env reports it; not for tensor envs",
     ),
-    ("loss/policy", "policy loss, mean over the gradient steps", EACH),
+    ("loss/policy", "policy loss, mean over the gradient steps; not for DQN", EACH),
     ("loss/value", "value loss, before `value_coef`, mean over the gradient steps", EACH),
     ("loss/grad_norm", "norm of the gradient before clipping, mean", EACH),
     (
@@ -90,19 +94,30 @@ METRICS = (
     ("policy/approx_kl", "estimated KL divergence from the policy of the rollout, mean", EACH),
     ("policy/clip_fraction", "share of samples whose ratio was outside `clip_range`", EACH),
     ("policy/learning_rate", "learning rate of this iteration", EACH),
+    ("policy/epsilon", "share of random actions", "DQN"),
+    ("policy/temperature", "weight of the entropy", "SAC, after the first update"),
     ("policy/n_epochs", "epochs that ran; fewer than `n_epochs` after `max_kl`", EACH),
     (
         "value/explained_variance",
         "1 - variance of the value error / variance of the returns; 1 is perfect",
         EACH,
     ),
+    ("value/mean", "mean value of the actions in the minibatches", "DQN and SAC"),
+    ("replay/size", "transitions in the replay buffer", "DQN and SAC"),
     ("eval/episode_return", "mean return of the greedy episodes", EVALUATION),
     ("eval/episode_return_std", "their standard deviation", EVALUATION),
     ("eval/episode_length", "their mean length", EVALUATION),
+    (
+        "eval/info/NAME",
+        "mean of a number or bool in the info of the last step, as `rollout/info/NAME`",
+        EVALUATION,
+    ),
     ("eval/n_cut_episodes", "episodes that did not end and were cut", EVALUATION),
     ("time/env_steps_per_second", "env steps of this iteration per second", EACH),
     ("time/iteration_seconds", "duration of the iteration, without callbacks and logging", EACH),
-    ("time/collect_seconds", "the part of it that collects the rollout", EACH),
+    ("time/collect_seconds", "the part of it that acts and waits for the envs", EACH),
+    ("time/updates_per_env_step", "gradient steps per env step, as measured", "DQN and SAC"),
+    ("time/updates_per_second", "gradient steps per second", "DQN and SAC"),
     ("workers/busy", "share of the collection that workers spend in their envs", "with workers"),
     ("workers/rss_mb", "resident memory of the largest worker", "with workers"),
     ("gpu/memory_mb", "GPU memory that torch has reserved", "on a GPU, once a second"),
@@ -115,7 +130,7 @@ METRICS = (
     ("rollout/advantages", "histogram of the advantages", "W&B and TensorBoard, `callbacks.media`"),
 )
 
-CHOICES = ("env", "network", "vec_env", "logger", "callbacks", "experiment", "sweep")
+CHOICES = ("agent", "env", "network", "vec_env", "logger", "callbacks", "experiment", "sweep")
 
 
 def comments(path: Path) -> dict[str, str]:

@@ -104,6 +104,17 @@ class Minibatch(NamedTuple):
         return self.mapped(lambda field: field[:, index], memory[index])
 
 
+class ReplayBatch(NamedTuple):
+    """Transitions from a replay buffer, for one gradient step of an off-policy agent."""
+
+    inputs: PolicyInput  # [B]
+    action: Tensor  # [B, *act]
+    reward: Tensor  # [B], discounted sum over the n steps of the window, or fewer
+    next_inputs: PolicyInput  # [B], after the window; never a reset observation
+    discount: Tensor  # [B], gamma**k after k steps; 0 where the episode terminated
+    weight: Tensor  # [B], importance weights of prioritised replay, else 1
+
+
 class Rates(NamedTuple):
     """The annealed settings at their current values.
 
@@ -223,6 +234,13 @@ class ResumesEpisodes(Protocol):
         """All envs as bytes; empty if ``state_dict`` holds them, None while they are busy."""
 
     def resume_episodes(self, state: StateDict, snapshots: Sequence[bytes]) -> None: ...
+
+
+@runtime_checkable
+class KeepsReplay(Protocol):
+    """A trainer whose transitions are too large for a checkpoint; see ``runs.replay_files``."""
+
+    replay: Any  # training.replay_buffer.ReplayBuffer
 
 
 @runtime_checkable

@@ -18,6 +18,17 @@ from ml_pipeline.protocols import StateDict
 BETA_1, BETA_2 = 0.9, 0.999
 
 
+def flat_parameters(module: nn.Module) -> Tensor:
+    """All parameters as one tensor; the module's own become views of it."""
+    parameters = list(module.parameters())
+    values = torch.cat([each.detach().flatten() for each in parameters])
+    end = 0
+    for parameter in parameters:
+        start, end = end, end + parameter.numel()
+        parameter.data = values[start:end].view_as(parameter)
+    return values
+
+
 class FlatAdam:
     """Adam with gradient clipping; move the module to its device first."""
 
@@ -89,6 +100,13 @@ class FlatAdam:
         scratch *= learning_rate * correction / (1.0 - BETA_1**n_steps)
         values -= scratch
         return norm, True
+
+    def quick_step(self, learning_rate: float, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """``step_on_cpu`` on a CPU, else ``step``; not for captured graphs."""
+        if self.values.device.type != "cpu":
+            return self.step(learning_rate, loss)
+        norm, finite = self.step_on_cpu(learning_rate, float(loss))
+        return torch.tensor(norm), torch.tensor(finite)
 
     @property
     def moments(self) -> tuple[Tensor, Tensor]:

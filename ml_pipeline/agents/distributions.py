@@ -95,6 +95,10 @@ class Distribution(nn.Module, ABC):
         action = self.mode(outputs) if noise is None else self.sample(outputs, noise)
         return self.to_env(action.cpu().numpy())
 
+    def by_choice(self, outputs: Tensor) -> Tensor:
+        """Outputs of discrete actions as [..., n_choices, size]; shorter choices are padded."""
+        raise ActionSpaceError(f"actions of {self.space} are not discrete choices")
+
     def leaves_a_choice(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Whether a mask [n_envs, mask_size] allows an action in each env, [n_envs]."""
         return np.asarray(mask.any(axis=1))
@@ -125,6 +129,9 @@ class Categorical(Distribution):
         log_probs = torch.log_softmax(outputs, dim=-1)
         log_prob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
         return log_prob, -(log_probs.exp() * log_probs).sum(dim=-1)
+
+    def by_choice(self, outputs: Tensor) -> Tensor:
+        return outputs.unsqueeze(-2)
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
         return action + self._start
@@ -161,18 +168,17 @@ class MultiCategorical(Distribution):
     def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
         return n_steps, n_envs, len(self._logit_index)
 
-    def _logits(self, outputs: Tensor) -> Tensor:
-        """[..., n_choices, max size]"""
+    def by_choice(self, outputs: Tensor) -> Tensor:
         return nn.functional.pad(outputs, (0, 1), value=FORBIDDEN)[..., self._logit_index]
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        return _drawn(torch.softmax(self._logits(outputs), dim=-1), noise)
+        return _drawn(torch.softmax(self.by_choice(outputs), dim=-1), noise)
 
     def mode(self, outputs: Tensor) -> Tensor:
-        return self._logits(outputs).argmax(dim=-1)
+        return self.by_choice(outputs).argmax(dim=-1)
 
     def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs = torch.log_softmax(self._logits(outputs), dim=-1)
+        log_probs = torch.log_softmax(self.by_choice(outputs), dim=-1)
         log_prob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
         entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
         return log_prob.sum(dim=-1), entropy.sum(dim=-1)

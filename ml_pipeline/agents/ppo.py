@@ -25,7 +25,7 @@ from ml_pipeline.agents.fast.self_check import why_not
 from ml_pipeline.agents.masks import ActionMasks, Mask, find_mask_leaf
 from ml_pipeline.agents.observations import ObservationReader, map_obs
 from ml_pipeline.agents.policy import ActorCritic, GreedyPolicy, one_step
-from ml_pipeline.agents.space_data import space_to_data
+from ml_pipeline.agents.space_data import check_spaces, space_to_data
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.protocols import (
     Minibatch,
@@ -356,10 +356,7 @@ class PPOAgent:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        for name, space in self.spaces.items():
-            saved, own = state["spaces"][name], space_to_data(space)
-            if saved != own:
-                raise ValueError(f"{name} was {saved} when saved, and is {own} now")
+        check_spaces(self.spaces, state["spaces"])
         self.model.load_state_dict(state["model"])
         self.adam.load_state_dict(state["adam"])
         self.backend.refresh()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ml_pipeline.agents.networks import check_sizes, out_features
 from ml_pipeline.agents.observations import map_obs
+from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Obs
 from ml_pipeline.targets import instantiate
 
@@ -69,3 +70,13 @@ class Recurrent(nn.Module):
         hidden, carried = (half.contiguous().unsqueeze(0) for half in state.chunk(2, dim=-1))
         features, (hidden, carried) = self.cell(encoded, (hidden, carried))
         return features, torch.cat([hidden[0], carried[0]], dim=-1)
+
+
+def refuse_recurrent(network: nn.Module) -> nn.Module:
+    """The network, unless it is recurrent: replay stores no recurrent states."""
+    if getattr(network, "state_size", 0):
+        raise UserError(
+            f"network {type(network).__name__} is recurrent, which replay does not support; use "
+            "network=mlp or network=cnn"
+        )
+    return network

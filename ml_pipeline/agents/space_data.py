@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -54,6 +55,14 @@ def space_from_data(data: StateDict) -> gym.Space[Any]:
     if kind == "Tuple":
         return spaces.Tuple([space_from_data(part) for part in data["parts"]])
     raise ValueError(f"space of kind {kind!r} is not supported")
+
+
+def check_spaces(own: Mapping[str, gym.Space[Any]], saved: Mapping[str, Any]) -> None:
+    """Refuse the state of an agent for other spaces."""
+    for name, space in own.items():
+        data = space_to_data(space)
+        if saved[name] != data:
+            raise ValueError(f"{name} was {saved[name]} when saved, and is {data} now")
 
 
 def without_infinities(data: Any) -> Any:

@@ -39,9 +39,16 @@ from ml_pipeline.runs.run_folder import RunFolder, stamped_name
 from ml_pipeline.sweeps import SweepReport, check_launcher
 
 
-def main() -> int:
-    """Train as the command line says and return the exit code; a train_*.py calls only this."""
-    return exit_code(lambda: train(sys.argv))
+def main(agent: str | None = None) -> int:
+    """Train as the command line says and return the exit code; a train_*.py calls only this.
+
+    ``agent``: the option of agent= for a command line that does not choose one.
+    """
+    words = sys.argv
+    # A resumed run has its own agent; --help and the like must stay last words.
+    if agent and not any(word.startswith(("agent=", "resume=", "experiment=")) for word in words):
+        words = [*words, f"agent={agent}"]
+    return exit_code(lambda: train(words))
 
 
 def train(command_line: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from ml_pipeline.runs.checkpoint import (
     misfit_explained,
 )
 from ml_pipeline.runs.record import Record
+from ml_pipeline.runs.replay_files import load_replay
 from ml_pipeline.runs.resuming import SavedEpisodes, read_episodes, resume_episodes
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.seeding import seed_global_generators
@@ -119,6 +120,7 @@ def build_loop(
                 own["collector"]["position"] = None  # that of another env has another form
             check_fits(own, plan.state, "state")
             loop.load_state_dict(plan.state)
+            load_replay(plan.run, loop)
     return loop
 
 

@@ -103,7 +103,11 @@ def save_checkpoint(run: RunFolder, name: str, state: StateDict) -> None:
     config = run.config.read_text(encoding="utf-8") if run.config.is_file() else ""
     check_plain(state, "state")
     torch.save({"format": FORMAT, "config": config, **state}, content)
-    data = content.getvalue()
+    write_sealed(path, content.getvalue())
+
+
+def write_sealed(path: Path, data: bytes) -> None:
+    """Replace a file by ``data`` and its checksum."""
     trailer = _TRAILER + hashlib.sha256(data).hexdigest().encode() + b"\n"
     try:
         write_atomically(path, lambda file: file.write(data + trailer))
@@ -120,6 +124,19 @@ def load_checkpoint(run: RunFolder, name: str) -> StateDict:
         names = sorted(each.stem for each in run.checkpoints.glob("*.pt"))
         has = f"; it has {', '.join(names)}" if names else ""
         raise CheckpointError(f"{run.path} has no checkpoint {name}{has}")
+    state = read_sealed(path)
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
+    for key, kinds in _KINDS.items():
+        if key in state and type(state[key]) not in kinds:
+            raise CheckpointError(f"{path} is damaged: {key} is a {type(state[key]).__name__}")
+    if state.get("env_steps", 0) < 0:
+        raise CheckpointError(f"{path} is damaged: env_steps is negative")
+    return state
+
+
+def read_sealed(path: Path) -> Any:
+    """The plain data that ``write_sealed`` wrote, if the checksum matches."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -136,13 +153,6 @@ def load_checkpoint(run: RunFolder, name: str) -> StateDict:
     except Exception as error:  # torch raises many types
         # torch's message is not shown: it suggests weights_only=False, which runs code.
         raise CheckpointError(f"{path} cannot be read: it contains more than plain data") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
-    for key, kinds in _KINDS.items():
-        if key in state and type(state[key]) not in kinds:
-            raise CheckpointError(f"{path} is damaged: {key} is a {type(state[key]).__name__}")
-    if state.get("env_steps", 0) < 0:
-        raise CheckpointError(f"{path} is damaged: env_steps is negative")
     return state
 
 

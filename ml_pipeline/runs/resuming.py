@@ -28,6 +28,7 @@ from ml_pipeline.runs.env_snapshots import (
     save_snapshots,
     sweep_snapshots,
 )
+from ml_pipeline.runs.replay_files import save_replay, sweep_replay
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml
 from ml_pipeline.training.loop import Loop
 
@@ -44,6 +45,7 @@ def save_latest(run: RunFolder, loop: Loop, *, keep: int = 0) -> None:
     token = _save_envs(run, loop, numbered=loop.env_steps if keep else None)
     if token is None and _is_saved_with_envs(run, loop.env_steps):
         return  # stopped during a rollout: the existing checkpoint has these weights and its envs
+    save_replay(run, loop)
     state = {**loop.state_dict(), "env_snapshots": token}
     save_checkpoint(run, LATEST, state)
     if keep:
@@ -51,6 +53,7 @@ def save_latest(run: RunFolder, loop: Loop, *, keep: int = 0) -> None:
         drop_numbered(run, keep=keep, last=loop.env_steps)
     others = [each for each in numbered_steps(run) if not keep or each != loop.env_steps]
     sweep_snapshots(run, keep=token, numbered=others)
+    sweep_replay(run, loop)
 
 
 def _save_envs(run: RunFolder, loop: Loop, *, numbered: int | None) -> str | None:

@@ -41,6 +41,7 @@ class RunFolder:
         self.metrics = path / "metrics.csv"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
+        self.replay = path / "replay"  # transitions of an off-policy run
         self.videos = path / "videos"
         self.changes = path / "changes.diff"  # uncommitted changes of this package, if any
         self.user_changes = path / "user_changes.diff"  # of the user's own repository, if any

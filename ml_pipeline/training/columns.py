@@ -15,7 +15,7 @@ from ml_pipeline.agents.masks import Mask
 from ml_pipeline.envs.episode_stats import EpisodeStats
 from ml_pipeline.envs.vec_env import Resizable
 from ml_pipeline.protocols import Episode, PolicyInput, StateDict
-from ml_pipeline.training.contracts import Actor
+from ml_pipeline.training.contracts import Observer
 from ml_pipeline.training.gpu.acting import GpuActing
 
 
@@ -57,7 +57,7 @@ class Columns:
         self.acting: GpuActing | None = None  # for a policy on a GPU
         self._in_turns = in_turns
 
-    def reset(self, agent: Actor, seed: int) -> None:
+    def reset(self, agent: Observer, seed: int) -> None:
         obs, infos = self.env.reset(seed=seed)
         self._observe(agent, obs, infos)
         self.memory = agent.new_memory(self.env.num_envs)
@@ -68,7 +68,7 @@ class Columns:
         if self._in_turns:
             self.env.step_async(action)
 
-    def receive(self, agent: Actor) -> Step:
+    def receive(self, agent: Observer) -> Step:
         """Wait for the envs and read their new observations."""
         result = self.env.step_wait() if self._in_turns else self.env.step(self.action)
         obs, reward, terminated, truncated, infos = result
@@ -78,17 +78,17 @@ class Columns:
         episodes = self.stats.step(reward, self.episode_start, infos)
         return Step(reward, terminated, truncated, infos, episodes)
 
-    def _observe(self, agent: Actor, obs: Any, infos: Mapping[str, Any]) -> None:
+    def _observe(self, agent: Observer, obs: Any, infos: Mapping[str, Any]) -> None:
         self.leaves = agent.reader.read(obs)
         self.mask = agent.masks.in_step(self.leaves, infos)
 
-    def inputs(self, agent: Actor) -> PolicyInput:
+    def inputs(self, agent: Observer) -> PolicyInput:
         start = None
         if self.memory is not None:
             start = torch.from_numpy(self.episode_start).to(agent.device)
         return agent.inputs(self.leaves, self.mask, self.memory, start)
 
-    def resize(self, n_envs: int, agent: Actor) -> None:
+    def resize(self, n_envs: int, agent: Observer) -> None:
         """Call between two rollouts; remaining envs keep their episodes."""
         if not isinstance(self.env, Resizable):
             raise TypeError(f"{type(self.env).__name__} cannot change its number of envs")
@@ -106,7 +106,7 @@ class Columns:
         self.acting = None
         self.stats.resize(n_envs)
 
-    def _resized_mask(self, infos: Mapping[str, Any], n_envs: int, agent: Actor) -> Mask | None:
+    def _resized_mask(self, infos: Mapping[str, Any], n_envs: int, agent: Observer) -> Mask | None:
         if self.mask is None or not agent.masks.in_infos:
             return agent.masks.in_step(self.leaves, infos)
         kept = self.mask[:n_envs]
@@ -126,7 +126,7 @@ class Columns:
             "stats": self.stats.state_dict(),
         }
 
-    def load_state_dict(self, state: StateDict, agent: Actor) -> None:
+    def load_state_dict(self, state: StateDict, agent: Observer) -> None:
         mask, memory = state["mask"], state["state"]
         self.leaves = {name: leaf.numpy() for name, leaf in state["leaves"].items()}
         self.mask = None if mask is None else mask.numpy()
@@ -135,7 +135,7 @@ class Columns:
         self.stats.load_state_dict(state["stats"])
 
 
-def joined_inputs(all_columns: Sequence[Columns], agent: Actor) -> PolicyInput:
+def joined_inputs(all_columns: Sequence[Columns], agent: Observer) -> PolicyInput:
     """The policy's current input, in the envs of all columns."""
     if len(all_columns) == 1:
         return all_columns[0].inputs(agent)
@@ -156,7 +156,7 @@ def restore_columns(
     all_columns: Sequence[Columns],
     positions: list[StateDict] | None,
     snapshots: Sequence[bytes],
-    agent: Actor,
+    agent: Observer,
 ) -> None:
     """Continue at saved positions; ``ValueError`` if they do not fit these columns and agent."""
     if not isinstance(positions, list):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from gymnasium.vector import VectorEnv
@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.protocols import (
+    Agent,
     Episode,
     Minibatch,
     Obs,
     PolicyInput,
     PolicySample,
     Rates,
+    ReplayBatch,
     StateDict,
 )
 
@@ -26,14 +28,16 @@ if TYPE_CHECKING:
     from ml_pipeline.agents.observations import ObservationReader
 
 
-class Actor(Protocol):
-    """Samples actions for all envs at once, from noise that the collector draws."""
+class Observer(Protocol):
+    """Reads observations and masks for all envs at once, and draws noise for its actions."""
 
     device: torch.device
     reader: ObservationReader
-    distribution: Distribution
     masks: ActionMasks
     memory_size: int  # 0: not recurrent
+
+    @property
+    def distribution(self) -> Distribution: ...
 
     def new_memory(self, n_envs: int) -> Tensor | None: ...
 
@@ -47,9 +51,32 @@ class Actor(Protocol):
         episode_start: Tensor | None = None,
     ) -> PolicyInput: ...
 
+
+class Actor(Observer, Protocol):
+    """Samples actions for all envs at once, from noise that the collector draws."""
+
     def sample_batch(
         self, inputs: PolicyInput, noise: Tensor, out: Tensor | None = None
     ) -> PolicySample: ...
+
+
+class ReplayAgent(Agent, Observer, Protocol):
+    """Learns from a replay buffer."""
+
+    # Field of the result of ``update`` -> name in the log.
+    metric_names: ClassVar[dict[str, str]]
+
+    def rates(self, progress: float, learning_rate: float) -> Any: ...
+
+    def new_memory(self, n_envs: int) -> None: ...
+
+    def explore(
+        self, inputs: PolicyInput, noise: Tensor, rates: Any, *, is_random: bool
+    ) -> PolicySample: ...
+
+    def update(self, batch: ReplayBatch, rates: Any) -> Any: ...
+
+    def learn_moments(self, obs: Obs) -> None: ...
 
 
 class Learner(Protocol):

@@ -88,8 +88,9 @@ def test_every_metric_of_a_run_or_in_the_code_is_documented_and_no_other(here: P
     }
     settings = [["env.target=tiny_envs.ScoringEnv", "vec_env=parallel"], ["env=torch_cartpole"]]
     logged: set[str] = set()
-    for each in settings:
-        run = train([*small(), *each]).run_dir
+    replay = ["agent=sac", "env=pendulum", "n_envs=1", "total_steps=64", "logger=none"]
+    for each in [*([*small(), *each] for each in settings), replay]:
+        run = train(each).run_dir
         header = (run / "metrics.csv").read_text().splitlines()[0]
         logged |= {re.sub(r"^(\w+/info)/.+", r"\1/NAME", name) for name in header.split(",")}
 

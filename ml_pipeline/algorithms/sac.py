@@ -1,0 +1,16 @@
+"""SAC as an ``Algorithm``: builds its agent and its trainer from a config."""
+
+from __future__ import annotations
+
+from ml_pipeline.agents.sac import SACAgent
+from ml_pipeline.config.sac import SACConfig
+from ml_pipeline.protocols import Algorithm, Envs, Place
+from ml_pipeline.training.off_policy_trainer import OffPolicyTrainer, check_envs
+
+
+def make_trainer(agent: SACAgent, envs: Envs, config: SACConfig, place: Place) -> OffPolicyTrainer:
+    check_envs(envs)
+    return OffPolicyTrainer(agent, envs, config, place)
+
+
+SAC = Algorithm(SACConfig, SACAgent, make_trainer)

@@ -1,0 +1,325 @@
+"""ReplayBuffer: the last transitions of all envs, in a ring of rows, [n_rows, n_envs].
+
+Row t holds the observation before step t and what the step returned. The next observation is that
+of row t + 1, so each is stored once. Only a truncated episode needs its final observation as
+well: the next row begins with that of the reset. The row at the write head holds the current
+observation, so a window of n steps may end there and still bootstrap from the true successor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ml_pipeline.agents.distributions import Distribution
+from ml_pipeline.agents.masks import Mask
+from ml_pipeline.agents.observations import ObservationReader
+from ml_pipeline.protocols import Obs, PolicyInput, ReplayBatch, StateDict
+from ml_pipeline.training.sum_tree import SumTree
+
+_FIRST_FINALS = 64  # room for final observations; it doubles when it is full
+
+
+class FinalObservation(NamedTuple):
+    """The last observation of a truncated episode."""
+
+    env: int
+    leaves: dict[str, NDArray[Any]]
+    mask: Mask | None
+
+
+class ReplayBuffer:
+    """Transitions of ``n_envs`` envs; observations are stored as the env returns them."""
+
+    def __init__(
+        self,
+        capacity: int,
+        n_envs: int,
+        reader: ObservationReader,
+        distribution: Distribution,
+        *,
+        n_step: int,
+        gamma: float,
+        device: torch.device,
+        has_masks: bool = False,
+        priority_exponent: float = 0.0,
+    ) -> None:
+        """``capacity`` is that of all envs together."""
+        self.n_envs = n_envs
+        self.n_rows = max(capacity // n_envs, 1) + 1  # one for the current observation
+        self.n_step = n_step
+        self.gamma = gamma
+        self.device = device
+        self.n_written = 0  # rows since the start of the run
+        self._reader = reader
+        self._exponent = priority_exponent
+        mask_size = distribution.mask_size if has_masks else 0
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        n = self.n_rows * n_envs
+        self.obs = {
+            name: zeros(n, *shape, dtype=_torch_dtype(reader.dtypes[name]))
+            for name, shape in reader.shapes.items()
+        }
+        self.mask = zeros(n, mask_size, dtype=torch.bool) if mask_size else None
+        self.action = zeros(n, *distribution.action_shape, dtype=distribution.action_dtype)
+        self.reward = zeros(n)
+        self.terminated = zeros(n, dtype=torch.bool)
+        self.done = zeros(n, dtype=torch.bool)
+        self.final_of = torch.full((n,), -1, dtype=torch.int64, device=device)
+        self.final_obs = {name: leaf[:0].clone() for name, leaf in self.obs.items()}
+        self.final_mask = None if self.mask is None else self.mask[:0].clone()
+        self._free: list[int] = []
+        self.tree = SumTree(n, device) if priority_exponent > 0 else None
+        # Files that hold the transitions: written by runs.replay_files, named in the checkpoint.
+        self.segments: list[dict[str, Any]] = []
+        self.n_saved = 0  # rows that are in these files
+        self._top = zeros() + 1.0  # the largest priority so far, which new transitions get
+
+    def __len__(self) -> int:
+        """Complete transitions."""
+        return min(self.n_written, self.n_rows - 1) * self.n_envs
+
+    @property
+    def oldest(self) -> int:
+        """The first row that is still there, counted from the start of the run."""
+        return max(self.n_written - (self.n_rows - 1), 0)
+
+    def begin(self, leaves: Mapping[str, NDArray[Any]], mask: Mask | None) -> None:
+        """Store the current observations of all envs: after a reset, and after a resume."""
+        place = self._place(self.n_written)
+        for name, leaf in leaves.items():
+            self.obs[name][place] = torch.from_numpy(leaf).to(self.device)
+        if self.mask is not None and mask is not None:
+            self.mask[place] = torch.from_numpy(mask).to(self.device)
+
+    def end_episodes(self) -> None:
+        """The envs start new episodes: the current observations are final ones."""
+        if not self.n_written:
+            return
+        newest, head = self._place(self.n_written - 1), self._place(self.n_written)
+        for env in torch.nonzero(~self.done[newest]).flatten().tolist():
+            at = head.start + env
+            leaves = {name: leaf[at].cpu().numpy() for name, leaf in self.obs.items()}
+            mask = None if self.mask is None else self.mask[at].cpu().numpy()
+            self.done[newest.start + env] = True
+            slot = self._keep(FinalObservation(env, leaves, mask))
+            self.final_of[newest.start + env] = slot
+        self.n_saved = min(self.n_saved, self.n_written - 1)  # that row has changed
+
+    def write(
+        self,
+        action: Tensor,
+        reward: NDArray[Any],
+        terminated: NDArray[Any],
+        truncated: NDArray[Any],
+        leaves: Mapping[str, NDArray[Any]],
+        mask: Mask | None,
+        finals: Sequence[FinalObservation],
+    ) -> None:
+        """Complete the current row, and store the observations that follow it.
+
+        ``finals``: one for each episode that was truncated and not terminated.
+        """
+        place = self._place(self.n_written)
+        self._release(place)
+        self.action[place] = action
+        self.reward[place] = torch.as_tensor(reward, dtype=torch.float32).to(self.device)
+        ended = torch.from_numpy(terminated).to(self.device)
+        self.terminated[place] = ended
+        self.done[place] = ended | torch.from_numpy(truncated).to(self.device)
+        for final in finals:
+            self.final_of[place.start + final.env] = self._keep(final)
+        self.n_written += 1
+        if self.tree is not None:
+            index = torch.arange(place.start, place.stop, device=self.device)
+            self.tree.set(index, self._top.expand(self.n_envs))
+            head = self._place(self.n_written)
+            index = torch.arange(head.start, head.stop, device=self.device)
+            self.tree.set(index, torch.zeros(self.n_envs, device=self.device))
+        self.begin(leaves, mask)
+
+    def _place(self, row: int) -> slice:
+        start = (row % self.n_rows) * self.n_envs
+        return slice(start, start + self.n_envs)
+
+    def _release(self, place: slice) -> None:
+        """Free the final observations of a row that is overwritten."""
+        if self.n_written >= self.n_rows:
+            held = self.final_of[place]
+            self._free += held[held >= 0].tolist()
+        self.final_of[place] = -1
+
+    def _keep(self, final: FinalObservation) -> int:
+        if not self._free:
+            size = len(self.final_obs[next(iter(self.final_obs))])
+            self._grow(max(2 * size, _FIRST_FINALS))
+            self._free = list(range(2 * size - 1 if size else _FIRST_FINALS - 1, size - 1, -1))
+        slot = self._free.pop()
+        for name, leaf in final.leaves.items():
+            self.final_obs[name][slot] = torch.as_tensor(leaf).to(self.device)
+        if self.final_mask is not None and final.mask is not None:
+            self.final_mask[slot] = torch.from_numpy(final.mask).to(self.device)
+        return slot
+
+    def _grow(self, size: int) -> None:
+        def grown(old: Tensor) -> Tensor:
+            new = torch.zeros(size, *old.shape[1:], dtype=old.dtype, device=old.device)
+            new[: len(old)] = old
+            return new
+
+        self.final_obs = {name: grown(leaf) for name, leaf in self.final_obs.items()}
+        if self.final_mask is not None:
+            self.final_mask = grown(self.final_mask)
+
+    def sample(self, uniform: Tensor, *, beta: float = 1.0) -> tuple[ReplayBatch, Tensor]:
+        """Transitions for uniform numbers [B] in [0, 1), and their indices for ``prioritise``."""
+        n_valid = len(self)
+        if self.tree is not None:
+            index = self.tree.draw(uniform)
+            share = self.tree.priorities[index] / self.tree.total
+            weight = (n_valid * share).pow(-beta)
+            weight = (weight / weight.max()).float()
+        else:
+            number = (uniform.double() * n_valid).long().clamp_(max=n_valid - 1)
+            index = (number + self.oldest * self.n_envs) % len(self.done)
+            weight = torch.ones_like(uniform)
+        return self.batch(index, weight), index
+
+    def batch(self, index: Tensor, weight: Tensor) -> ReplayBatch:
+        """The windows of n steps that begin at ``index``."""
+        last, steps, reward = self._window(index)
+        successor = (last + self.n_envs) % len(self.done)
+        slot = self.final_of[last]
+        next_obs = {name: leaf[successor] for name, leaf in self.obs.items()}
+        next_mask = None if self.mask is None else self.mask[successor]
+        if len(self.final_obs[next(iter(self.final_obs))]):
+            has_final = slot >= 0
+            at = slot.clamp(min=0)
+            for name, leaf in next_obs.items():
+                shape = (-1, *[1] * (leaf.ndim - 1))
+                final = self.final_obs[name][at]
+                next_obs[name] = torch.where(has_final.view(shape), final, leaf)
+            if next_mask is not None and self.final_mask is not None:
+                next_mask = torch.where(has_final[:, None], self.final_mask[at], next_mask)
+        if next_mask is not None:
+            # The mask of a terminated episode's last observation may allow nothing.
+            next_mask = next_mask | self.terminated[last][:, None]
+        discount = self.gamma**steps * (~self.terminated[last]).float()
+        obs = {name: leaf[index] for name, leaf in self.obs.items()}
+        mask = None if self.mask is None else self.mask[index]
+        return ReplayBatch(
+            PolicyInput(self._obs(obs), mask, None, None),
+            self.action[index],
+            reward,
+            PolicyInput(self._obs(next_obs), next_mask, None, None),
+            discount,
+            weight,
+        )
+
+    def _window(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The last transition of each window, its length, and the discounted sum of rewards."""
+        if self.n_step == 1:
+            return index, torch.ones_like(index), self.reward[index]
+        size = len(self.done)
+        newest = self._place(self.n_written - 1).start // self.n_envs
+        left = (newest - index // self.n_envs) % self.n_rows  # rows before the write head
+        last, reward = index, self.reward[index]
+        steps = torch.ones_like(index)
+        is_open = ~self.done[index]
+        for k in range(1, self.n_step):
+            is_open = is_open & (left >= k)
+            step = (index + k * self.n_envs) % size
+            last = torch.where(is_open, step, last)
+            reward = reward + torch.where(is_open, self.gamma**k * self.reward[step], 0.0)
+            steps = steps + is_open
+            is_open = is_open & ~self.done[step]
+        return last, steps, reward
+
+    def _obs(self, leaves: dict[str, Tensor]) -> Obs:
+        return leaves[""] if self._reader.is_single else leaves
+
+    def prioritise(self, index: Tensor, error: Tensor) -> None:
+        """Set priorities by the absolute TD error, [B]; without prioritised replay does nothing."""
+        if self.tree is None:
+            return
+        priority = (error.abs() + 1e-6).pow(self._exponent)
+        # The same transition may be drawn twice; its errors are equal, so any of them will do.
+        self.tree.set(index, priority)
+        self._top = torch.maximum(self._top, priority.max())
+
+    def rows(self, first: int, last: int) -> dict[str, Any]:
+        """The rows from ``first`` to ``last``, counted from the start of the run, on the CPU."""
+        places = [self._place(row) for row in range(first, last)]
+        index = torch.cat([torch.arange(place.start, place.stop) for place in places])
+        index = index.to(self.device)
+        slot = self.final_of[index]
+        has_final = torch.nonzero(slot >= 0).flatten()
+        rows: dict[str, Any] = {"final_at": has_final}
+        for name, table, finals in self._tables():
+            rows[name] = table[index]
+            if finals is not None:
+                rows[f"final {name}"] = finals[slot[has_final]]
+        return {name: values.cpu() for name, values in rows.items()}
+
+    def load_rows(self, first: int, last: int, rows: Mapping[str, Tensor]) -> None:
+        """Put rows back; those that are no longer in the ring are ignored."""
+        skipped = max(self.oldest - first, 0) * self.n_envs
+        places = [self._place(row) for row in range(max(first, self.oldest), last)]
+        if not places:
+            return
+        index = torch.cat([torch.arange(place.start, place.stop) for place in places])
+        index = index.to(self.device)
+        for name, table, _ in self._tables():
+            table[index] = rows[name][skipped:].to(self.device)
+        self.final_of[index] = -1
+        finals = {name for name, _, kept in self._tables() if kept is not None}
+        for number, at in enumerate(rows["final_at"].tolist()):
+            if at < skipped:
+                continue
+            one = {name: rows[f"final {name}"][number].numpy() for name in finals}
+            mask = one.pop("mask", None)
+            leaves = {name.removeprefix("obs "): value for name, value in one.items()}
+            place = index[at - skipped]
+            env = int(place) % self.n_envs
+            self.final_of[place] = self._keep(FinalObservation(env, leaves, mask))
+
+    def _tables(self) -> list[tuple[str, Tensor, Tensor | None]]:
+        """Every table by name, and the table of its final values if it has one."""
+        tables: list[tuple[str, Tensor, Tensor | None]] = [
+            (f"obs {name}", leaf, self.final_obs[name]) for name, leaf in self.obs.items()
+        ]
+        if self.mask is not None:
+            tables.append(("mask", self.mask, self.final_mask))
+        for name in ("action", "reward", "terminated", "done"):
+            tables.append((name, getattr(self, name), None))
+        return tables
+
+    def state_dict(self) -> StateDict:
+        """The counters and priorities; ``runs.replay_files`` saves the transitions."""
+        return {
+            "n_written": self.n_written,
+            "segments": [dict(segment) for segment in self.segments],
+            "n_saved": self.n_saved,
+            "priorities": None if self.tree is None else self.tree.priorities.float(),
+            "top_priority": self._top,
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.n_written = state["n_written"]
+        self.segments = [dict(segment) for segment in state["segments"]]
+        self.n_saved = state["n_saved"]
+        self._top = state["top_priority"].to(self.device)
+        if self.tree is not None and state["priorities"] is not None:
+            self.tree.load(state["priorities"])
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    return torch.from_numpy(np.zeros(0, dtype)).dtype

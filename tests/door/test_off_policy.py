@@ -1,0 +1,137 @@
+"""DQN and SAC through the door: train, resume exactly, evaluate, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Capture, read_rows, summary_of
+from gymnasium import spaces
+from tiny_envs import ForbiddingEnv
+
+from ml_pipeline.__main__ import main
+from ml_pipeline.build import load_agent, train
+from ml_pipeline.door.compose import ConfigError
+from ml_pipeline.errors import UserError
+from ml_pipeline.runs.checkpoint import LATEST, CheckpointError, load_checkpoint
+from ml_pipeline.runs.loggers import read_metrics
+from ml_pipeline.runs.run_folder import RunFolder
+
+COMMON = [
+    *("n_envs=2", "device=cpu", "logger=none", "network.hidden_sizes=[16]"),
+    *("agent.learning_starts=32", "agent.batch_size=8", "agent.iteration_length=8"),
+    *("callbacks.evaluation.n_episodes=2", "callbacks.evaluation.eval_every_steps=64"),
+    *("callbacks.checkpoints.every_steps=32",),
+]
+DQN = ["agent=dqn", "env=cartpole", *COMMON, "agent.buffer_size=100", "agent.target_every=4"]
+SAC = ["agent=sac", "env=pendulum", *COMMON, "agent.buffer_size=100"]
+PRIORITISED = ["agent.priority_exponent=0.6", "agent.n_step=3", "agent.n_quantiles=5"]
+
+
+def shown(run: Path) -> list[dict[str, str]]:
+    rows = read_rows(run)
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def weights(run: Path) -> dict[str, Any]:
+    return load_checkpoint(RunFolder.open(run), LATEST)["agent"]
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize("settings", [DQN, [*DQN, *PRIORITISED], SAC], ids=["dqn", "per", "sac"])
+@pytest.mark.parametrize("vec_env", ["serial", "parallel"])
+def test_a_resumed_run_equals_an_unbroken_one(
+    here: Path, settings: list[str], vec_env: str
+) -> None:
+    settings = [*settings, f"vec_env={vec_env}", "vec_env.n_workers=2", "total_steps=384"]
+    whole = train(settings).run_dir
+    part = train([*settings, "+callbacks.stop={_target_: own_parts.StopAt, iteration: 9}"]).run_dir
+    stopped = summary_of(part)["env_steps"]
+    train([f"resume={part}", "+callbacks.stop={_target_: own_parts.StopAt, iteration: 99}"])
+
+    assert stopped == 9 * 16
+    assert shown(part) == shown(whole)
+    assert equal(weights(part), weights(whole))
+
+
+def test_a_checkpoint_writes_only_new_transitions(here: Path) -> None:
+    run = train([*DQN, "vec_env=serial", "total_steps=96"]).run_dir
+    before = {path: path.stat().st_mtime_ns for path in (run / "replay").iterdir()}
+
+    train([f"resume={run}", "total_steps=128"])
+    after = {path.name for path in (run / "replay").iterdir()}
+
+    assert {path.name for path in before} < after  # no old file was written again
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    train([f"resume={run}", "total_steps=384"])
+    rows = [tuple(map(int, path.name.split("-")[:2])) for path in (run / "replay").iterdir()]
+    assert min(rows)[1] > 192 - 50  # files whose rows have all left the ring are removed
+    best = torch.load(run / "checkpoints" / "best.pt", weights_only=True)
+    assert "obs" not in best["replay"]
+
+
+def test_a_missing_replay_file_is_named(here: Path) -> None:
+    run = train([*DQN, "vec_env=serial", "total_steps=96"]).run_dir
+    lost = sorted((run / "replay").iterdir())[0]
+    lost.unlink()
+
+    with pytest.raises(CheckpointError, match=f"{lost.name} is missing"):
+        train([f"resume={run}", "total_steps=128"])
+
+
+def test_the_update_ratio_does_not_depend_on_the_number_of_envs(here: Path) -> None:
+    ratio = ["agent.updates_per_env_step=0.25", "total_steps=512", "vec_env=serial"]
+    for n_envs in (1, 4):
+        run = train([*DQN, *ratio, f"n_envs={n_envs}"]).run_dir
+        n_updates = load_checkpoint(RunFolder.open(run), LATEST)["n_updates"]
+        rows = read_metrics(run / "metrics.csv")
+        measured = [float(row["time/updates_per_env_step"]) for row in rows]
+
+        assert n_updates == pytest.approx(0.25 * (512 - 32), abs=2)
+        assert np.mean(measured[-8:]) == pytest.approx(0.25, abs=0.02)
+
+
+@pytest.mark.parametrize("where", ["info", "obs"])
+def test_dqn_never_takes_a_forbidden_action(here: Path, where: str) -> None:
+    env = ["env.target=tiny_envs.ForbiddingEnv", f"+env.kwargs.where={where}"]  # raises at one
+
+    run = train([*DQN, *env, "total_steps=256", "vec_env=serial"]).run_dir
+
+    assert load_agent(run).agent.greedy().mask_leaf == (None if where == "info" else "action_mask")
+    assert isinstance(ForbiddingEnv(where).action_space, spaces.Discrete)
+
+
+def test_evaluate_and_export_work_for_both(here: Path, capsys: Capture) -> None:
+    pytest.importorskip("onnxruntime", reason="the extra export installs it; .ci/run does")
+    for settings in (DQN, SAC):
+        run = train([*settings, "vec_env=serial", "total_steps=64"]).run_dir
+        assert main(["evaluate", str(run), "--episodes", "2", "--deterministic"]) == 0
+        assert main(["export", str(run), "--format", "onnx"]) == 0
+        assert "policy.onnx" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["agent=dqn", "env=pendulum"], "agent=dqn: action space .* is not discrete"),
+        (["agent=sac", "env=cartpole"], "agent=sac: action space .* is not a Box"),
+        (["agent=dqn", "network=lstm"], "network Recurrent is recurrent, which replay does not"),
+        (["agent=dqn", "agent.buffer_size=3"], "holds less than two steps of n_envs=8"),
+        (["agent=dqn", "collector=double"], "replay learns while envs step"),
+        (["agent=dqn", "env=torch_cartpole"], "replay supports envs in processes"),
+        (["agent=sac", "env=pendulum", "agent.tau=0"], "agent.tau=0.0: must be above 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(here: Path, settings: list[str], words: str) -> None:
+    with pytest.raises((UserError, ConfigError), match=words):
+        train([*settings, "logger=none", "device=cpu"])
