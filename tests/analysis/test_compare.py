@@ -312,7 +312,10 @@ def test_folder_of_a_sweep_or_a_study_stands_for_its_runs(
     shown = [line.split()[0] for line in printed.out.splitlines() if line.startswith("runs/")]
     assert sorted(shown) == paths
     assert "gamma=0.99" in printed.out
-    missing = ["left out: runs/CartPole-v1/none is not a run folder: it does not exist"]
+    missing = [
+        "left out: runs/CartPole-v1/none is not a run folder: it does not exist; "
+        "python -m ml_pipeline runs lists the runs"
+    ]
     lines = [line.replace(f"{here}/", "") for line in printed.err.splitlines()]
     assert lines == (missing if record is record_sweep else [])
 
