@@ -182,7 +182,10 @@ def _try_envs(config: TrainConfig) -> EnvTrial:
         options = {"seconds": 0.1, "least_steps": 20}  # long enough to time a step
     trial = _try_env(config, config.env, **options)
     if config.evaluated_env != config.env:
-        evaluated = _try_env(config, config.evaluated_env)
+        try:
+            evaluated = _try_env(config, config.evaluated_env)
+        except UserError as error:
+            raise ConfigError(f"eval_env: {error}") from error
         for name in ("observation_space", "action_space"):
             theirs, ours = getattr(evaluated, name), getattr(trial, name)
             if theirs != ours:
