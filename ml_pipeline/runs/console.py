@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -279,6 +280,18 @@ def python_command() -> str:
         return "python"
     relative = os.path.relpath(sys.executable)
     return shlex.quote(sys.executable if relative.startswith("..") else relative)
+
+
+@contextmanager
+def say_if_slow(line: str, *, seconds: float = 10.0) -> Iterator[None]:
+    """Print ``line`` if the block takes longer than ``seconds``."""
+    timer = threading.Timer(seconds, say, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def say_stopping() -> None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from conftest import Capture
 from rich.console import Console
 
 from ml_pipeline.runs import console
-from ml_pipeline.runs.console import ConsoleLogger
+from ml_pipeline.runs.console import ConsoleLogger, say_if_slow
+
+
+def test_slow_block_is_reported_once_it_takes_too_long(capsys: Capture) -> None:
+    with say_if_slow("still trying", seconds=0.0):
+        while "still trying" not in capsys.readouterr().out:  # else the timeout of the test
+            time.sleep(0.01)
+    with say_if_slow("still trying", seconds=3600.0):
+        pass
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
