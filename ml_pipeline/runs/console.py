@@ -309,7 +309,8 @@ def user_command(name: str, *, python: str | None = None) -> str:
     python = python or python_command()
     program = Path(sys.argv[0].removesuffix(_TRAIN))
     if name == "train" and _is_train_script(program):
-        return f"{python} {shlex.quote(os.path.relpath(program))}"
+        shortest = min(os.path.relpath(program), os.path.abspath(program), key=len)
+        return f"{python} {shlex.quote(shortest)}"
     if program.stem != "ml-pipeline":
         return f"{python} -m ml_pipeline {name}"
     found = shutil.which(program.name)

@@ -282,3 +282,4 @@ class _Workers:
         say(f"study {name} has all {settings.n_trials} trials")
         say(f"best:      {command} best {name}")
         say(f"status:    {command} status {name}")
+        say(f"compare:   {python_command()} -m ml_pipeline compare {self._folder.path}")

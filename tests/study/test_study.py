@@ -193,7 +193,9 @@ def test_argument_that_contradicts_the_study_is_refused(
 def test_complete_study_starts_no_trial(mine: Path, capsys: Capture) -> None:
     assert main(["study", "start", "mine", "seed=7", "env=cartpole", "space=space.yaml"]) == 0
 
-    assert "study mine has all 4 trials" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "study mine has all 4 trials" in printed
+    assert "-m ml_pipeline compare studies/mine" in printed
     assert len(trials_of("mine")) == 4
 
 
