@@ -9,6 +9,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
@@ -46,7 +47,9 @@ def import_dotted(path: str, *, key: str) -> Any:
         raise TargetError(f"{key}={path}: this is not a dotted path; write package.module.Name")
     module = import_module(module_name, key=key, path=path)
     if not hasattr(module, name):
-        raise TargetError(f"{key}={path}: module {module_name} has no {name!r}")
+        near = get_close_matches(name, dir(module), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise TargetError(f"{key}={path}: module {module_name} has no {name!r}{hint}")
     return getattr(module, name)
 
 
@@ -65,7 +68,7 @@ def import_module(name: str, *, key: str, path: str) -> ModuleType:
             raise missing_extra(f"{key}={path}", error) from error
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise TargetError(
-                f"{key}={path}: no module named {error.name!r}; "
+                f"{key}={path}: no module named {error.name!r}; install it, "
                 "run from the folder that contains it, or add that folder to PYTHONPATH"
             ) from error
         reason = f"{name} needs {error.name}, which is not installed"

@@ -208,7 +208,9 @@ def figures(group: Group, metric: str) -> list[str]:
     finals = group.finals(metric)
     value, low, high = with_interval(finals) if len(finals) else [np.array(np.nan)] * 3
     interval = f"{low:.1f} to {high:.1f}" if np.isfinite(low) else "-"
-    speed = float(np.median([run.steps_per_second() for run in group.runs]))
+    speeds = group.per_seed(lambda run: run.steps_per_second())
+    speeds = speeds[np.isfinite(speeds)]
+    speed = float(iqm(speeds)) if len(speeds) else np.nan
     n_seeds = len(group.seeds)
     seeds = str(n_seeds) if len(finals) == n_seeds else f"{len(finals)} of {n_seeds}"
     return [seeds, _shown(float(value)), interval, f"{speed:,.0f}" if np.isfinite(speed) else "-"]

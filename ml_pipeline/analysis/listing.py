@@ -33,7 +33,10 @@ class RunInfo(NamedTuple):
 def find_runs(root: Path) -> list[RunInfo]:
     """The runs under ``root``, a folder such as runs/; the one started or resumed last is last."""
     if not root.is_dir():
-        raise UserError(f"--root {root}: not a folder; runs/ is in the folder where you train")
+        raise UserError(
+            f"--root {root}: not a folder; runs/ is in the folder where you train, or name your "
+            "run_root with --root"
+        )
     folders = [path.parent for path in root.glob("*/*/config.yaml")]
     return sorted((_info(RunFolder(path)) for path in folders), key=_age)
 

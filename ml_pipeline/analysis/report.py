@@ -254,6 +254,7 @@ body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75re
 h1 {{ margin-bottom: 0; }}
 .when, .note {{ color: #666; font-size: 0.85rem; }}
 .note {{ margin: 0 0 0 60px; }}
+h3 {{ color: #2a3f5f; font-size: 17px; font-weight: normal; margin: 7px 0 8px 30px; }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(32rem, 1fr)); gap: 1rem; }}
 section {{ min-width: 0; }}
 table {{ border-collapse: collapse; margin: 0.5rem 0 1.5rem; }}

@@ -23,17 +23,21 @@ def run(options: Namespace) -> None:
     from ml_pipeline.analysis.check_env import check_env
     from ml_pipeline.door.compose import checked_config, compose_config, find_modules_in_cwd
     from ml_pipeline.door.parts import build_env_factory, mask_key
+    from ml_pipeline.envs.trial import slow_trial
+    from ml_pipeline.runs.console import say_if_slow
 
     find_modules_in_cwd()
     key = "env.id" if _is_id(options.env) else "env.target"
     config = checked_config(compose_config([f"{key}={options.env}", *options.overrides]))
-    found = check_env(
-        build_env_factory(config.env),
-        config.env.name,
-        config.vec_env,
-        mask_key=mask_key(config),
-        seconds=options.seconds,
-    )
+    slow = slow_trial(config.env.name, config.vec_env.step_timeout_seconds)
+    with say_if_slow(slow, seconds=options.seconds + 10.0):
+        found = check_env(
+            build_env_factory(config.env),
+            config.env.name,
+            config.vec_env,
+            mask_key=mask_key(config),
+            seconds=options.seconds,
+        )
     for fact in found.facts:
         print(fact)
     for remark in found.remarks:

@@ -33,7 +33,7 @@ from ml_pipeline.door.warm_start import started_from
 from ml_pipeline.envs.choice import choose_n_envs
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
-from ml_pipeline.envs.trial import EnvTrial, try_env, try_env_in_worker
+from ml_pipeline.envs.trial import EnvTrial, slow_trial, try_env, try_env_in_worker
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Agent, Callback, Place, StateDict
@@ -44,7 +44,7 @@ from ml_pipeline.runs.checkpoint import (
     misfit_explained,
     named_checkpoint,
 )
-from ml_pipeline.runs.console import say
+from ml_pipeline.runs.console import say, say_if_slow
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.seeding import first_env_seed, seed_global_generators
 from ml_pipeline.training.gpu.programs import Programs
@@ -182,7 +182,10 @@ def _try_envs(config: TrainConfig) -> EnvTrial:
         options = {"seconds": 0.1, "least_steps": 20}  # long enough to time a step
     trial = _try_env(config, config.env, **options)
     if config.evaluated_env != config.env:
-        evaluated = _try_env(config, config.evaluated_env)
+        try:
+            evaluated = _try_env(config, config.evaluated_env)
+        except UserError as error:
+            raise ConfigError(f"eval_env: {error}") from error
         for name in ("observation_space", "action_space"):
             theirs, ours = getattr(evaluated, name), getattr(trial, name)
             if theirs != ours:
@@ -192,10 +195,13 @@ def _try_envs(config: TrainConfig) -> EnvTrial:
 
 def _try_env(config: TrainConfig, env: EnvConfig, **options: Any) -> EnvTrial:
     make_env, options["mask_key"] = build_env_factory(env), mask_key(config)
-    if config.vec_env.mode == "parallel":
-        trial = try_env_in_worker(make_env, env.name, config.vec_env, **options)
-    else:
-        trial = try_env(make_env, env.name, **options)
+    is_parallel = config.vec_env.mode == "parallel"
+    deadline = config.vec_env.step_timeout_seconds if is_parallel else None
+    with say_if_slow(slow_trial(env.name, deadline)):
+        if is_parallel:
+            trial = try_env_in_worker(make_env, env.name, config.vec_env, **options)
+        else:
+            trial = try_env(make_env, env.name, **options)
     for remark in trial.remarks:
         say(f"env {env.name}: {remark}")
         warnings.filterwarnings("ignore", re.escape(remark))  # a vector env would repeat it

@@ -153,6 +153,14 @@ def check_env_id(env_id: str) -> None:
         # A separate package registers each namespace: ale_py registers ALE/Pong-v5.
         raise missing_extra(f"env.id={env_id}", error) from error
     except (gym.error.Error, ImportError) as error:
-        near = difflib.get_close_matches(env_id, list(gym.registry), n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else f" ({error})"
-        raise EnvError(f"env.id={env_id} is not a registered environment{hint}") from error
+        near = difflib.get_close_matches(env_id, list(gym.registry), n=3, cutoff=0.6)
+        hint = _how_to_register(module, registered)
+        if near:
+            hint = f"did you mean {' or '.join(near)}?"
+        raise EnvError(f"env.id={env_id} is not a registered environment; {hint}") from error
+
+
+def _how_to_register(module: str, env_id: str) -> str:
+    if module:
+        return f"importing {module} does not register it"
+    return f"if a package registers it, name the package first: env.id=PACKAGE:{env_id}"

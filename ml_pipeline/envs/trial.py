@@ -111,6 +111,14 @@ def try_env_in_worker(
     return trial
 
 
+def slow_trial(name: str, deadline: float | None) -> str:
+    """What to say about a trial that takes long; ``deadline`` in seconds, None: there is none."""
+    fix = "if it hangs, press Ctrl-C; vec_env=parallel has a deadline, vec_env.step_timeout_seconds"
+    if deadline is not None:
+        fix = f"a trial that hangs is killed after {deadline:g} s (vec_env.step_timeout_seconds)"
+    return f"env {name}: its trial before training takes long; {fix}"
+
+
 def _try_in_worker(
     make_env: Callable[[], gym.Env[Any, Any]], name: str, options: dict[str, Any]
 ) -> EnvTrial:

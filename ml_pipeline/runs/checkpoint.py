@@ -122,7 +122,7 @@ def load_checkpoint(run: RunFolder, name: str) -> StateDict:
     path = checkpoint_path(run, name)
     if not path.is_file():
         names = sorted(each.stem for each in run.checkpoints.glob("*.pt"))
-        has = f"; it has {', '.join(names)}" if names else ""
+        has = f"; it has {', '.join(names)}" if names else "; it has none, so train it again"
         raise CheckpointError(f"{run.path} has no checkpoint {name}{has}")
     state = read_sealed(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -281,6 +282,18 @@ def python_command() -> str:
     return shlex.quote(sys.executable if relative.startswith("..") else relative)
 
 
+@contextmanager
+def say_if_slow(line: str, *, seconds: float = 10.0) -> Iterator[None]:
+    """Print ``line`` if the block takes longer than ``seconds``."""
+    timer = threading.Timer(seconds, say, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def say_stopping() -> None:
     """For signal handlers: print is not reentrant, and the terminal may be closed."""
     with suppress(OSError):
@@ -296,7 +309,8 @@ def user_command(name: str, *, python: str | None = None) -> str:
     python = python or python_command()
     program = Path(sys.argv[0].removesuffix(_TRAIN))
     if name == "train" and _is_train_script(program):
-        return f"{python} {shlex.quote(os.path.relpath(program))}"
+        shortest = min(os.path.relpath(program), os.path.abspath(program), key=len)
+        return f"{python} {shlex.quote(shortest)}"
     if program.stem != "ml-pipeline":
         return f"{python} -m ml_pipeline {name}"
     found = shutil.which(program.name)

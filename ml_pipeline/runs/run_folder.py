@@ -24,6 +24,7 @@ from ml_pipeline.locks import FileLock
 
 _MAX_YAML = 1_000_000  # characters
 _MAX_DEPTH = 50
+_LIST = "python -m ml_pipeline runs lists the runs"  # the fix of a wrong path
 
 
 class RunFolderError(UserError):
@@ -67,9 +68,9 @@ class RunFolder:
             if run.name in ("", ".."):  # "." has no name
                 run = cls(Path(path).resolve())
             if not run.path.is_dir():
-                raise RunFolderError(f"{path} is not a run folder: it does not exist")
+                raise RunFolderError(f"{path} is not a run folder: it does not exist; {_LIST}")
             if not run.config.is_file():
-                raise RunFolderError(f"{path} is not a run folder: it has no config.yaml")
+                raise RunFolderError(f"{path} is not a run folder: it has no config.yaml; {_LIST}")
         except OSError as error:
             shown = shorten(str(path))
             raise RunFolderError(f"{shown} is not a run folder: {error.strerror}") from error

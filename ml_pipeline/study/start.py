@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import NamedTuple
 
 import optuna
@@ -61,6 +62,8 @@ def read_request(arguments: Sequence[str]) -> Request:
             raise StudyError(f"{argument}: not possible in a study; leave it out")
         elif not equals and not argument.startswith("~"):
             raise StudyError(f"{argument}: not an override; write key=value")
+        elif near := get_close_matches(key, _OWN_KEYS, n=1, cutoff=0.8):  # no key of a run is near
+            raise StudyError(f"{argument}: unknown key; did you mean {near[0]}?")
         else:
             overrides.append(argument)
     numbers = {key: _count(key, own[key]) for key in ("n_trials", "n_jobs") if key in own}
@@ -282,3 +285,4 @@ class _Workers:
         say(f"study {name} has all {settings.n_trials} trials")
         say(f"best:      {command} best {name}")
         say(f"status:    {command} status {name}")
+        say(f"compare:   {python_command()} -m ml_pipeline compare {self._folder.path}")

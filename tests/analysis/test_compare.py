@@ -16,7 +16,7 @@ import yaml
 from conftest import small
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.analysis.compare import Group, grouped, remarks, runs_table, verdicts
+from ml_pipeline.analysis.compare import Group, figures, grouped, remarks, runs_table, verdicts
 from ml_pipeline.analysis.run_data import ComparisonError, RunData, chosen_metric
 from ml_pipeline.analysis.wandb_runs import WandbError, download
 from ml_pipeline.build import train
@@ -204,6 +204,15 @@ def test_speed_and_time_count_all_rows() -> None:
     assert run.seconds(EVAL_RETURN).tolist() == [0.5, 1.0, 1.5]
 
 
+def test_speed_of_a_group_is_the_interquartile_mean_as_in_the_chart() -> None:
+    runs = [run_data({"seed": seed}) for seed in range(4)]
+    for run, seconds in zip(runs, ("1.0", "0.5", "0.25", "0.02"), strict=True):
+        run.rows[0]["time/iteration_seconds"] = seconds  # 100, 200, 400 and 5000 steps/s
+    (group,) = grouped(runs, EVAL_RETURN)
+
+    assert figures(group, EVAL_RETURN)[-1] == "300"  # the mean of the middle two
+
+
 def test_default_metric_is_the_runs_best_metric_if_all_have_it() -> None:
     old, other = run_data({}), run_data({"best_metric": "eval/win"}, metric="eval/win")
 
@@ -312,7 +321,10 @@ def test_folder_of_a_sweep_or_a_study_stands_for_its_runs(
     shown = [line.split()[0] for line in printed.out.splitlines() if line.startswith("runs/")]
     assert sorted(shown) == paths
     assert "gamma=0.99" in printed.out
-    missing = ["left out: runs/CartPole-v1/none is not a run folder: it does not exist"]
+    missing = [
+        "left out: runs/CartPole-v1/none is not a run folder: it does not exist; "
+        "python -m ml_pipeline runs lists the runs"
+    ]
     lines = [line.replace(f"{here}/", "") for line in printed.err.splitlines()]
     assert lines == (missing if record is record_sweep else [])
 

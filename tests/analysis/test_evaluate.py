@@ -15,6 +15,7 @@ from tiny_envs import CountingEnv, LivesEnv, NoisyEnv
 from ml_pipeline.analysis.evaluate import evaluate, evaluate_batch
 from ml_pipeline.build import load_agent, train
 from ml_pipeline.config.train import VecEnvConfig
+from ml_pipeline.door.compose import ConfigError
 from ml_pipeline.envs.evaluation import make_evaluation_envs, make_evaluation_workers
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.metrics import EVAL_RETURN
@@ -140,6 +141,12 @@ def test_eval_env_is_used_by_evaluations_and_by_evaluate(here: Path) -> None:
     (row,) = (row for row in read_rows(run) if row[EVAL_RETURN])
     assert (row["rollout/episode_length"], row["eval/episode_length"]) == ("2.0", "7.0")
     assert load_agent(run).env.unwrapped.length == 7  # type: ignore[attr-defined]
+
+
+def test_error_of_the_eval_env_names_it(here: Path) -> None:
+    target = "env.target=tiny_envs.CountingEnv"
+    with pytest.raises(ConfigError, match=r"^eval_env: env.kwargs.lenght is unknown; CountingEnv"):
+        train([*small(), target, "+eval_env.kwargs.lenght=7"])
 
 
 def test_eval_env_with_other_spaces_is_refused(here: Path) -> None:

@@ -191,7 +191,7 @@ def test_missing_root_is_a_one_line_error(here: Path, capsys: pytest.CaptureFixt
     assert main(["runs"]) == 1
 
     error = capsys.readouterr().err
-    assert "--root runs: not a folder; runs/ is in" in error
+    assert "or name your run_root with --root" in error
     assert error.count("\n") == 1
 
 

@@ -60,6 +60,12 @@ def test_file_in_the_commands_folder_is_a_command(
         (["evaluate", "nowhere"], 1, "nowhere"),
         (["evaluate", "."], 1, "is not a run folder: it has no config.yaml"),
         (["evaluate", "run", "--video", "--render", "human"], 1, "--video and --render"),
+        (
+            ["train", "resume=nowhere"],
+            1,
+            "nowhere is not a run folder: it does not exist; "
+            "python -m ml_pipeline runs lists the runs",
+        ),
         (["train", "n_env=8"], 1, "n_env=8: unknown key; did you mean n_envs?"),
         (["serve", "file", "--port", "99999"], 2, "--port: must be an integer from 0 to 65535"),
         (["evaluate", "run", "--episodes", "0"], 2, "--episodes: must be an integer of at least 1"),
@@ -137,4 +143,6 @@ def test_missing_checkpoint_is_named(finished_run: Path, capsys: Capture) -> Non
     for name in ("best", "latest"):
         (finished_run / "checkpoints" / f"{name}.pt").unlink()
         assert main(["evaluate", str(finished_run), "--checkpoint", name]) == 1
-        assert f"has no checkpoint {name}" in error_line(capsys)
+        assert f"has no checkpoint {name}; it has" in error_line(capsys)
+    assert main(["evaluate", str(finished_run)]) == 1
+    assert "has no checkpoint latest; it has none, so train it again" in error_line(capsys)

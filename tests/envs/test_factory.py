@@ -44,7 +44,12 @@ def test_a_factory_can_be_pickled() -> None:
     [
         (EnvFactory("CartPol-v1"), "CartPol-v1 is not a registered .* did you mean CartPole-v1"),
         (EnvFactory("CartPole-v99"), "did you mean CartPole-v1"),
-        (EnvFactory("Zzzzzz"), "env.id=Zzzzzz is not a registered environment"),
+        (
+            EnvFactory("Zzzzzz-v0"),
+            "env.id=Zzzzzz-v0 is not a registered environment; if a package registers it, "
+            "name the package first: env.id=PACKAGE:Zzzzzz-v0",
+        ),
+        (EnvFactory("tiny_envs:Zzzzzz-v0"), "importing tiny_envs does not register it"),
         (
             EnvFactory("CartPole-v1", kwargs={"size": 3}),
             "with env.kwargs {'size': 3} cannot be made",
@@ -64,8 +69,9 @@ def test_an_unknown_id_or_argument_is_named(factory: EnvFactory, words: str) -> 
     ("target", "kwargs", "words"),
     [
         ("MyEnv", {}, "env.target=MyEnv: this is not a dotted path"),
-        ("no_such_module.MyEnv", {}, "no module named 'no_such_module'"),
+        ("no_such_module.MyEnv", {}, "no module named 'no_such_module'; install it, run from"),
         ("tiny_envs.MyEnv", {}, "module tiny_envs has no 'MyEnv'"),
+        ("tiny_envs.CountngEnv", {}, "has no 'CountngEnv'; did you mean CountingEnv"),
         ("tiny_envs.STARTED", {}, "module tiny_envs has no 'STARTED'"),
         ("tiny_envs.CountingEnv", {"size": 3}, "env.kwargs.size is unknown; CountingEnv takes"),
         ("tiny_envs.FaultyEnv", {}, "FaultyEnv cannot be called: missing a required argument"),

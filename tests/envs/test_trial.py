@@ -16,8 +16,10 @@ from tiny_envs import CountingEnv, EndlessEnv, FaultyEnv, ForbiddingEnv, NoisyEn
 from ml_pipeline.__main__ import main
 from ml_pipeline.build import train
 from ml_pipeline.config.train import VecEnvConfig
+from ml_pipeline.door import plan
 from ml_pipeline.envs.factory import EnvError
 from ml_pipeline.envs.trial import try_env, try_env_in_worker
+from ml_pipeline.runs.console import say_if_slow
 
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
 
@@ -82,13 +84,17 @@ def test_the_error_of_an_env_names_its_line() -> None:
     [("exit", "ended with exit code 7"), ("hang", "has not answered within 1.0 s and was killed")],
 )
 def test_a_crash_or_a_hang_in_the_trial_does_not_reach_the_main_process(
-    here: Path, fault: str, words: str
+    here: Path, fault: str, words: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(plan, "say_if_slow", partial(say_if_slow, seconds=0.5))
     kwargs = [f"+env.kwargs.fault={fault}", "+env.kwargs.culprit=0"]
     parallel = ["vec_env=parallel", "vec_env.step_timeout_seconds=1.0"]
 
     with pytest.raises(EnvError, match=f"env FaultyEnv failed in its trial.*{words}"):
         train([*small(), "env.target=tiny_envs.FaultyEnv", *kwargs, *parallel])
+    if fault == "hang":
+        line = "takes long; a trial that hangs is killed after 1 s (vec_env.step_timeout_seconds)"
+        assert line in capsys.readouterr().out
     assert list(here.iterdir()) == []
 
 

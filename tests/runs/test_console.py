@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from conftest import Capture
 from rich.console import Console
 
 from ml_pipeline.runs import console
-from ml_pipeline.runs.console import ConsoleLogger
+from ml_pipeline.runs.console import ConsoleLogger, say_if_slow, user_command
+
+
+def test_slow_block_is_reported_once_it_takes_too_long(capsys: Capture) -> None:
+    with say_if_slow("still trying", seconds=0.0):
+        while "still trying" not in capsys.readouterr().out:  # else the timeout of the test
+            time.sleep(0.01)
+    with say_if_slow("still trying", seconds=3600.0):
+        pass
+    assert capsys.readouterr().out == ""
+
+
+def test_command_names_the_script_by_its_shorter_path(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for script in ("/x/train_ppo.py", "../train_ppo.py"):
+        monkeypatch.setattr(sys, "argv", [os.path.abspath(script)])
+        assert user_command("train", python="python") == f"python {script}"
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,8 @@ def trials_of(name: str) -> list[FrozenTrial]:
     [
         (["start", "a/b", "n_trials=1"], "'a/b': use only letters, digits, _ and -"),
         (["start", "a"], "study a is new; say how many trials it gets: n_trials=100"),
+        (["start", "a", "n_trial=1"], "n_trial=1: unknown key; did you mean n_trials?"),
+        (["start", "a", "n_trials=1", "n_job=2"], "n_job=2: unknown key; did you mean n_jobs?"),
         (["start", "a", "n_trials=1", "space=nope"], "space=nope: .*not exist; existing: ppo"),
         (["start", "a", "n_trials=1", "env=nope"], "env=nope: no such option"),
         (["start", "a", "n_trials=1", "agent.gama=1"], "agent.gama"),
@@ -193,7 +195,9 @@ def test_argument_that_contradicts_the_study_is_refused(
 def test_complete_study_starts_no_trial(mine: Path, capsys: Capture) -> None:
     assert main(["study", "start", "mine", "seed=7", "env=cartpole", "space=space.yaml"]) == 0
 
-    assert "study mine has all 4 trials" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "study mine has all 4 trials" in printed
+    assert "-m ml_pipeline compare studies/mine" in printed
     assert len(trials_of("mine")) == 4
 
 
