@@ -106,18 +106,33 @@ def test_a_closed_connection_is_an_eof_error() -> None:
         parent.receive(1.0)
 
 
+def n_checks(spin: Spin) -> int:
+    """How often the spin checks a condition that stays False."""
+    checks = []
+
+    def never() -> bool:
+        checks.append(None)
+        return False
+
+    assert not spin.until(never)
+    return len(checks)
+
+
+def test_a_spin_resumes_after_a_short_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_LATE_SECONDS", 60.0)  # other programs may use the core
+    spin = Spin(LONG_SPIN)
+    for _ in range(6):
+        n_checks(spin)
+
+    spin.slept(10.0)
+    after_long_sleep = n_checks(spin)
+    spin.slept(0.5 * LONG_SPIN)
+
+    assert after_long_sleep == 1
+    assert n_checks(spin) > 1
+
+
 def test_a_spin_is_bounded_and_stops_after_several_failures() -> None:
-    def n_checks(spin: Spin) -> int:
-        """How often the spin checks a condition that stays False."""
-        checks = []
-
-        def never() -> bool:
-            checks.append(None)
-            return False
-
-        assert not spin.until(never)
-        return len(checks)
-
     spin = Spin(LONG_SPIN)
     counts = [n_checks(spin) for _ in range(8)]
 

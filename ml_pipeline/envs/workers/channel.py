@@ -163,10 +163,13 @@ class Channel:
         while True:
             can_receive = spin.until(self.has_hint)
             if not can_receive:
+                start = time.perf_counter()
                 self.sleep(True)
                 longest = None if self._hints is None else _DOZE_SECONDS
                 can_receive = self.has_hint() or bool(ready([self.sock], longest))
                 self.sleep(False)
+                if can_receive:
+                    spin.slept(time.perf_counter() - start)
             if can_receive:
                 message = self.receive()
                 if message is not None:
@@ -260,15 +263,17 @@ def ready(
     return [sock for sock in socks if sock.fileno() in found]
 
 
-NO_SPIN, SHORT_SPIN, LONG_SPIN = 0.0, 1e-4, 1e-3  # seconds; a wake-up takes about SHORT_SPIN
+# Seconds; a wake-up takes about SHORT_SPIN, and a step of several slow envs less than LONG_SPIN.
+NO_SPIN, SHORT_SPIN, MEDIUM_SPIN, LONG_SPIN = 0.0, 1e-4, 1e-3, 5e-3
 
 
 class Spin:
     """Waits for a hint by yielding the core, for a bounded time.
 
-    After a few failed waits, for example while a policy learns, it spins only every 32nd time
-    until one succeeds. A yield that returns late means that another program uses the core. Then
-    it stops spinning for a while, longer each time: the scheduler prefers sleeping processes.
+    After a few failed waits, for example while a policy learns, it spins only every 32nd time,
+    until one succeeds or a sleep turns out to be short. A yield that returns late means that
+    another program uses the core. Then it stops spinning for a while, longer each time: the
+    scheduler prefers sleeping processes.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -300,3 +305,8 @@ class Spin:
                 return True
         self._n_failed += 1
         return False
+
+    def slept(self, seconds: float) -> None:
+        """The hint came after a sleep; if that was short, spinning is worth it again."""
+        if seconds < self._longest:
+            self._n_failed = 0

@@ -170,7 +170,9 @@ class WorkerPool:
             for worker in workers:
                 if worker.is_awaited and self.spin.until(worker.channel.has_hint):
                     worker.receive(seconds)
+        start = time.perf_counter()
         self._collect(workers, seconds, timeout=timeout, raise_losses=raise_losses)
+        self.spin.slept(time.perf_counter() - start)
         results = []
         for worker in workers:
             kind, _, payload = worker.reply or (DONE, 0, b"")

@@ -10,7 +10,14 @@ from typing import Any, Literal
 import cloudpickle
 from gymnasium.vector import AutoresetMode
 
-from ml_pipeline.envs.workers.channel import LONG_SPIN, NO_SPIN, SHORT_SPIN, Board, Spin
+from ml_pipeline.envs.workers.channel import (
+    LONG_SPIN,
+    MEDIUM_SPIN,
+    NO_SPIN,
+    SHORT_SPIN,
+    Board,
+    Spin,
+)
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.envs.workers.env_spaces import ObservationMode
 from ml_pipeline.envs.workers.errors import WorkerError, env_names
@@ -107,10 +114,14 @@ class WorkerVectorEnv(SliceVectorEnv):
             self._last_obs = layout.arrays().obs
             copy_rows(arrays.obs, self._last_obs, range(self.num_envs))
         # Never let more processes spin than there are cores. If the workers use all cores, the
-        # parent takes one from them while it spins, so it must spin briefly.
+        # parent takes one from them while it spins, and they one from it, so they spin less.
         n_spare = available_cores() - len(self._workers)
-        self._worker_spin = LONG_SPIN if n_spare >= 0 else NO_SPIN
-        self._pool.spin = Spin(LONG_SPIN if n_spare > 0 else min(SHORT_SPIN, self._worker_spin))
+        self._worker_spin, parent_spin = NO_SPIN, NO_SPIN
+        if n_spare > 0:
+            self._worker_spin = parent_spin = LONG_SPIN
+        elif n_spare == 0:
+            self._worker_spin, parent_spin = MEDIUM_SPIN, SHORT_SPIN
+        self._pool.spin = Spin(parent_spin)
         if self._main is not None:
             self._main.bind(arrays)
         self._bind(self._workers, range(len(self._workers)))
