@@ -65,6 +65,7 @@ def test_preset_trains(here: Path, preset: str) -> None:
     assert train([*small(), f"env={preset}", "~callbacks.evaluation"]).env_steps == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["lunar_lander", "half_cheetah", "hopper", "walker2d"])
 def test_preset_of_an_extra_trains(here: Path, preset: str) -> None:
     package = "Box2D" if preset == "lunar_lander" else "mujoco"
@@ -159,7 +160,7 @@ def test_mistake_is_found_before_anything_is_created(
     before = multiprocessing.active_children()
 
     with pytest.raises(UserError, match=re.escape(words)):
-        train([*small(), "vec_env=parallel", *arguments])
+        train([*small(), "vec_env=shared", *arguments])
 
     assert not list(here.glob("runs/*/*"))
     assert set(multiprocessing.active_children()) <= set(before)

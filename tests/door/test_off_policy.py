@@ -48,8 +48,16 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-@pytest.mark.parametrize("settings", [DQN, [*DQN, *PRIORITISED], SAC], ids=["dqn", "per", "sac"])
-@pytest.mark.parametrize("vec_env", ["serial", "parallel"])
+@pytest.mark.parametrize(
+    ("settings", "vec_env"),
+    [
+        pytest.param([*DQN, *PRIORITISED], "serial", id="prioritised"),
+        pytest.param(SAC, "serial", id="sac"),
+        pytest.param([*DQN, *PRIORITISED], "parallel", id="workers", marks=pytest.mark.slow),
+        pytest.param(SAC, "parallel", id="sac, workers", marks=pytest.mark.slow),
+        pytest.param(DQN, "shared", id="shared", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_equals_an_unbroken_one(
     here: Path, settings: list[str], vec_env: str
 ) -> None:
@@ -111,6 +119,7 @@ def test_dqn_never_takes_a_forbidden_action(here: Path, where: str) -> None:
     assert isinstance(ForbiddingEnv(where).action_space, spaces.Discrete)
 
 
+@pytest.mark.slow
 def test_evaluate_and_export_work_for_both(here: Path, capsys: Capture) -> None:
     pytest.importorskip("onnxruntime", reason="the extra export installs it; .ci/run does")
     for settings in (DQN, SAC):

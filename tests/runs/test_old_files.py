@@ -27,7 +27,10 @@ def output_of(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "cartpole" else [pytest.mark.slow]) for n in RUNS],
+)
 def test_old_run_continues_its_episodes_with_the_same_numbers(name: str, tmp_path: Path) -> None:
     run = tmp_path / name
     shutil.copytree(OLD_RUNS / name, run)

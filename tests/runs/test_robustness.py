@@ -40,6 +40,7 @@ def test_training_continues_when_the_reader_of_its_output_exits(here: Path) -> N
     assert len(read_rows(only_run(here))) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP")
 def test_a_closed_terminal_ends_the_run_with_a_complete_record(here: Path) -> None:
     import pty
