@@ -171,7 +171,7 @@ def _errors_of(env: gym.Env[Any, Any], name: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # envs may raise anything
         raise EnvError(
             f"env {name} failed in its trial before training: {type(error).__name__}: "
-            f"{first_line(error)}{_place_of(error)}; it must work as in Gymnasium 1.x"
+            f"{first_line(error, n_lines=5)}{_place_of(error)}; it must work as in Gymnasium 1.x"
         ) from error
 
 

@@ -17,7 +17,7 @@ from test_reference_runs import RECORDED_ON
 
 OLD_RUNS = REPOSITORY / "tests" / "fixtures" / "old_runs"
 slow = pytest.mark.slow
-RUNS = ["cartpole_memory", pytest.param("cartpole", marks=slow), "torch_cartpole"]
+RUNS = [*(pytest.param(n, marks=slow) for n in ("cartpole_memory", "cartpole")), "torch_cartpole"]
 
 
 def output_of(*arguments: str) -> str:
@@ -27,10 +27,7 @@ def output_of(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == "cartpole" else [pytest.mark.slow]) for n in RUNS],
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_old_run_continues_its_episodes_with_the_same_numbers(name: str, tmp_path: Path) -> None:
     run = tmp_path / name
     shutil.copytree(OLD_RUNS / name, run)

@@ -176,7 +176,7 @@ def test_a_script_without_a_main_guard_gets_a_clear_error(here: Path) -> None:
 
     assert result.returncode == 1
     assert "put the call of train under: if __name__ == '__main__':" in result.stderr
-    assert len(list(here.glob("runs/*/*"))) == 1
+    assert not list(here.glob("runs/*/*"))  # the trial of the env found it
 
 
 def test_train_works_inside_another_hydra_program(here: Path) -> None:
