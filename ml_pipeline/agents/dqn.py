@@ -1,8 +1,11 @@
 """DQNAgent: learns the value of each discrete action, and plays the best one.
 
-``dqn_loss`` is the algorithm, with its options: double, duelling, n-step returns (in the replay
-buffer), prioritised replay and quantiles. An action of several choices (MultiDiscrete) has one
-advantage per choice and a common value, as in branching DQN (Tavakoli et al., 2018).
+``dqn_loss`` is the algorithm; for a small MLP ``agents/fast`` computes the same in NumPy. Every
+run checks that it does, and otherwise uses plain torch. So an edit below always takes effect.
+
+Options: double, duelling, n-step returns (in the replay buffer), prioritised replay, quantiles. An
+action of several choices (MultiDiscrete) has one advantage per choice and a common value, as in
+branching DQN (Tavakoli et al., 2018).
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from ml_pipeline.agents.distributions import (
     Distribution,
     MultiCategorical,
 )
+from ml_pipeline.agents.fast.dqn_check import why_not_dqn
+from ml_pipeline.agents.fast.numpy_dqn import NumpyDQN
 from ml_pipeline.agents.masks import ActionMasks, Mask, find_mask_leaf
 from ml_pipeline.agents.networks import out_features
 from ml_pipeline.agents.observations import ObservationReader, Preprocess
@@ -169,6 +174,11 @@ class DQNAgent:
         clip_norm = float("inf") if config.max_grad_norm is None else config.max_grad_norm
         self.adam = FlatAdam(self.model, eps=config.adam_eps, max_grad_norm=clip_norm)
         self._target_values = flat_parameters(self.target)
+        self.fast: NumpyDQN | None = None
+        parts = self.model, self.preprocess
+        is_small = NumpyDQN.covers(*parts, self.distribution, config)
+        if config.fast == "auto" and self.device.type == "cpu" and is_small:
+            self.fast = NumpyDQN(*parts, self.adam, self._target_values, config)
         self.n_updates = 0
         self._generator = torch.Generator().manual_seed(stream_seed(place.seed, "act"))
 
@@ -205,14 +215,19 @@ class DQNAgent:
         """The best action in each env, or with probability ``epsilon`` a random allowed one."""
         values = self._values(inputs)
         best = self.distribution.mode(values)
+        explores = noise[:, 0] < epsilon
+        if self.device.type == "cpu" and not explores.any():
+            return PolicySample(best, None)  # saves time; elsewhere the question would take longer
         equal = torch.where(values > 0.5 * FORBIDDEN, 0.0, FORBIDDEN)
         which = noise[:, 1:] if self.distribution.action_shape else noise[:, 1]
         drawn = self.distribution.sample(equal, which)
-        explores = noise[:, 0] < epsilon
         explores = explores.view(-1, *[1] * (best.ndim - 1))
         return PolicySample(torch.where(explores, drawn, best), None)
 
     def _values(self, inputs: PolicyInput) -> Tensor:
+        return self.plain_values(inputs) if self.fast is None else self.fast.values(inputs)
+
+    def plain_values(self, inputs: PolicyInput) -> Tensor:
         """Mean values, [B, n_outputs]; very low for forbidden actions."""
         values: Tensor = self.model.head(self.model.trunk(self.preprocess(inputs.obs)))
         if inputs.action_mask is not None:
@@ -260,6 +275,16 @@ class DQNAgent:
 
     def update(self, batch: ReplayBatch, rates: DQNRates) -> DQNResult:
         """One gradient step; every ``target_every`` of them, the target network is replaced."""
+        gradient = self.plain_gradient if self.fast is None else self.fast.gradient
+        loss, mean, error = gradient(batch)
+        norm, finite = self.adam.quick_step(rates.learning_rate, loss)
+        self.n_updates += 1
+        if self.n_updates % self.config.target_every == 0:
+            self._copy_to_target()
+        return DQNResult(loss, mean, norm, finite, error)
+
+    def plain_gradient(self, batch: ReplayBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the gradients; returns the loss, the mean value and the TD errors [B]."""
         target = self._target(batch)
         self.model.train()
         quantiles = self.model(self.preprocess(batch.inputs.obs))
@@ -268,11 +293,14 @@ class DQNAgent:
         loss, error = dqn_loss(chosen, target, batch.weight)
         self.adam.grad.zero_()
         torch.autograd.backward(loss)
-        norm, finite = self.adam.quick_step(rates.learning_rate, loss.detach())
-        self.n_updates += 1
-        if self.n_updates % self.config.target_every == 0:
-            self._copy_to_target()
-        return DQNResult(loss.detach(), chosen.detach().mean(), norm, finite, error)
+        return loss.detach(), chosen.detach().mean(), error
+
+    def check_fast(self) -> str:
+        """Use plain torch from now on if the fast backend computes something else; returns why."""
+        if self.fast is None or (reason := why_not_dqn(self, self.fast)) is None:
+            return ""
+        self.fast = None
+        return f"plain torch runs instead of NumpyDQN: {reason}; agent.fast=off skips this check"
 
     @torch.no_grad()
     def _target(self, batch: ReplayBatch) -> Tensor:

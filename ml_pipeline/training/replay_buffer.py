@@ -96,9 +96,9 @@ class ReplayBuffer:
         """Store the current observations of all envs: after a reset, and after a resume."""
         place = self._place(self.n_written)
         for name, leaf in leaves.items():
-            self.obs[name][place] = torch.from_numpy(leaf).to(self.device)
+            self._put(self.obs[name], place, leaf)
         if self.mask is not None and mask is not None:
-            self.mask[place] = torch.from_numpy(mask).to(self.device)
+            self._put(self.mask, place, mask)
 
     def end_episodes(self) -> None:
         """The envs start new episodes: the current observations are final ones."""
@@ -131,10 +131,9 @@ class ReplayBuffer:
         place = self._place(self.n_written)
         self._release(place)
         self.action[place] = action
-        self.reward[place] = torch.as_tensor(reward, dtype=torch.float32).to(self.device)
-        ended = torch.from_numpy(terminated).to(self.device)
-        self.terminated[place] = ended
-        self.done[place] = ended | torch.from_numpy(truncated).to(self.device)
+        self._put(self.reward, place, reward)
+        self._put(self.terminated, place, terminated)
+        self._put(self.done, place, terminated | truncated)
         for final in finals:
             self.final_of[place.start + final.env] = self._keep(final)
         self.n_written += 1
@@ -145,6 +144,12 @@ class ReplayBuffer:
             index = torch.arange(head.start, head.stop, device=self.device)
             self.tree.set(index, torch.zeros(self.n_envs, device=self.device))
         self.begin(leaves, mask)
+
+    def _put(self, table: Tensor, place: slice, values: NDArray[Any]) -> None:
+        if self.device.type == "cpu":
+            table.numpy()[place] = values  # several times as fast for a few numbers
+        else:
+            table[place] = torch.from_numpy(values).to(self.device, table.dtype)
 
     def _place(self, row: int) -> slice:
         start = (row % self.n_rows) * self.n_envs
@@ -159,7 +164,7 @@ class ReplayBuffer:
 
     def _keep(self, final: FinalObservation) -> int:
         if not self._free:
-            size = len(self.final_obs[next(iter(self.final_obs))])
+            size = len(next(iter(self.final_obs.values())))
             self._grow(max(2 * size, _FIRST_FINALS))
             self._free = list(range(2 * size - 1 if size else _FIRST_FINALS - 1, size - 1, -1))
         slot = self._free.pop()
@@ -198,10 +203,12 @@ class ReplayBuffer:
         last, steps, reward = self._window(index)
         successor = (last + self.n_envs) % len(self.done)
         slot = self.final_of[last]
-        next_obs = {name: leaf[successor] for name, leaf in self.obs.items()}
+        next_obs = {name: leaf.index_select(0, successor) for name, leaf in self.obs.items()}
         next_mask = None if self.mask is None else self.mask[successor]
-        if len(self.final_obs[next(iter(self.final_obs))]):
-            has_final = slot >= 0
+        has_final = slot >= 0
+        # On a GPU, the question whether there are any would take longer than the work.
+        may_have_final = bool(has_final.any()) if self.device.type == "cpu" else self._has_finals
+        if may_have_final:
             at = slot.clamp(min=0)
             for name, leaf in next_obs.items():
                 shape = (-1, *[1] * (leaf.ndim - 1))
@@ -213,7 +220,7 @@ class ReplayBuffer:
             # The mask of a terminated episode's last observation may allow nothing.
             next_mask = next_mask | self.terminated[last][:, None]
         discount = self.gamma**steps * (~self.terminated[last]).float()
-        obs = {name: leaf[index] for name, leaf in self.obs.items()}
+        obs = {name: leaf.index_select(0, index) for name, leaf in self.obs.items()}
         mask = None if self.mask is None else self.mask[index]
         return ReplayBatch(
             PolicyInput(self._obs(obs), mask, None, None),
@@ -223,6 +230,10 @@ class ReplayBuffer:
             discount,
             weight,
         )
+
+    @property
+    def _has_finals(self) -> bool:
+        return len(next(iter(self.final_obs.values()))) > 0
 
     def _window(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The last transition of each window, its length, and the discounted sum of rewards."""

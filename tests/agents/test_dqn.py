@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from ml_pipeline.agents import dqn
 from ml_pipeline.agents.distributions import Categorical, MultiCategorical
 from ml_pipeline.agents.dqn import DQNAgent, ValueHead, dqn_loss
 from ml_pipeline.agents.networks import MLP
@@ -20,11 +22,12 @@ from ml_pipeline.training.gpu.programs import Programs
 CPU = torch.device("cpu")
 
 
-def made(action_space: Any = None, **settings: Any) -> DQNAgent:
+def made(action_space: Any = None, *, activation: str = "tanh", **settings: Any) -> DQNAgent:
     place = Place(CPU, 1, "float32", Programs(CPU), World())
     box = spaces.Box(-1, 1, (2,), np.float32)
     config = DQNConfig(**{"action_mask": "none", **settings})
-    return DQNAgent(Spaces(box, action_space or spaces.Discrete(3)), MLP, config, place)
+    network: Any = partial(MLP, activation=activation)
+    return DQNAgent(Spaces(box, action_space or spaces.Discrete(3)), network, config, place)
 
 
 def batch_of(agent: DQNAgent, n: int, **changes: Any) -> ReplayBatch:
@@ -145,3 +148,38 @@ def test_the_target_network_is_replaced_every_so_many_updates() -> None:
 
     assert changed == [False, False, True, True, True, True]
     assert torch.equal(agent._target_values, agent.adam.values)
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"double": False},
+    {"duelling": False},
+    {"normalize_obs": True},
+    {"action_mask": "info"},
+]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=lambda each: " ".join(each) or "default")
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_numpy_computes_the_same_as_torch(settings: dict[str, Any], activation: str) -> None:
+    agent = made(activation=activation, **settings)
+    agent.learn_moments(torch.randn(100, 2, generator=torch.Generator().manual_seed(1)) * 3 + 1)
+
+    assert agent.fast is not None
+    assert agent.check_fast() == ""
+    assert agent.fast is not None
+
+
+def test_an_edited_loss_switches_numpy_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def edited(chosen: Any, target: Any, weight: Any) -> Any:
+        loss, error = dqn_loss(chosen, target, weight)
+        return 1.01 * loss, error
+
+    agent, plain = made(), made(fast="off")
+    monkeypatch.setattr(dqn, "dqn_loss", edited)
+
+    assert "plain torch runs instead of NumpyDQN: the loss: 1.0% apart" in agent.check_fast()
+    assert agent.fast is None
+    assert plain.fast is None
+    assert made(n_quantiles=5).fast is None
+    assert made(spaces.MultiDiscrete([2, 2])).fast is None

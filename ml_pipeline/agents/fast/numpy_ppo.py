@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from ml_pipeline.agents.adam import FlatAdam
 from ml_pipeline.agents.distributions import (
@@ -21,54 +21,10 @@ from ml_pipeline.agents.distributions import (
     Categorical,
     DiagonalGaussian,
 )
+from ml_pipeline.agents.fast.numpy_mlp import Array, Normaliser, Tower
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.protocols import Minibatch, PolicyInput, PolicySample, Rates, UpdateResult
-
-Array = NDArray[np.float32]
-
-
-class _Layer:
-    """Weights and gradients of a dense layer, as views of the torch tensors."""
-
-    def __init__(self, name: str, adam: FlatAdam) -> None:
-        (weight, weight_grad), (bias, bias_grad) = (
-            adam.views[f"{name}.{each}"] for each in ("weight", "bias")
-        )
-        self.weight, self.weight_grad = weight.numpy(), weight_grad.numpy()  # [out, in]
-        self.bias, self.bias_grad = bias.numpy(), bias_grad.numpy()
-
-
-class _Tower:
-    """An MLP with its head."""
-
-    def __init__(self, trunk: MLP, trunk_name: str, head_name: str, adam: FlatAdam) -> None:
-        places = [i for i, each in enumerate(trunk.layers) if isinstance(each, nn.Linear)]
-        names = [f"{trunk_name}.layers.{place}" for place in places]
-        self.layers = [_Layer(name, adam) for name in [*names, head_name]]
-        self._tanh = trunk.activation == "tanh"
-
-    def forward(self, x: Array) -> list[Array]:
-        """The input of each layer, and the output of the last."""
-        passed = [x]
-        for layer in self.layers[:-1]:
-            z = passed[-1] @ layer.weight.T
-            z += layer.bias
-            passed.append(np.tanh(z, out=z) if self._tanh else np.maximum(z, 0.0, out=z))
-        z = passed[-1] @ self.layers[-1].weight.T
-        z += self.layers[-1].bias
-        passed.append(z)
-        return passed
-
-    def backward(self, passed: list[Array], grad: Array) -> None:
-        """Write the gradients of all layers; ``grad`` is the gradient of the output."""
-        for depth in range(len(self.layers) - 1, -1, -1):
-            layer, x = self.layers[depth], passed[depth]
-            np.matmul(grad.T, x, out=layer.weight_grad)
-            np.add.reduce(grad, axis=0, out=layer.bias_grad)
-            if depth:
-                grad = grad @ layer.weight
-                grad *= 1.0 - x * x if self._tanh else x > 0
 
 
 class NumpyPPO:
@@ -89,13 +45,10 @@ class NumpyPPO:
     def __init__(self, model: Any, adam: FlatAdam, config: PPOConfig) -> None:
         self.config = config
         self._adam = adam
-        self.actor = _Tower(model.actor, "actor", "policy_head", adam)
-        self.critic = _Tower(model.critic, "critic", "value_head", adam)
+        self.actor = Tower.with_head(model.actor, "actor", "policy_head", adam)
+        self.critic = Tower.with_head(model.critic, "critic", "value_head", adam)
         self._discrete = isinstance(model.distribution, Categorical)
-        moments = model.preprocess.moments_of("")
-        self._moments = None
-        if moments is not None:
-            self._moments = moments.mean.numpy(), moments.variance.numpy(), moments.count.numpy()
+        self.prepared = Normaliser(model.preprocess, config.clip_obs)
         if not self._discrete:
             values, grad = adam.views["distribution.log_std"]
             self._log_std, self._log_std_grad = values.numpy(), grad.numpy()
@@ -166,17 +119,6 @@ class NumpyPPO:
         *report, loss = self._gradient(batch, clip_range, entropy_coef)
         norm, finite = self._adam.step_on_cpu(learning_rate, loss)
         return [*report, norm, float(finite)]
-
-    def prepared(self, obs: Any) -> Array:
-        flat = obs.reshape(len(obs), -1).astype(np.float32, copy=False)
-        if self._moments is None:
-            return flat  # type: ignore[no-any-return]
-        mean, variance, count = self._moments
-        normalised = (flat - mean.ravel()) / np.sqrt(variance.ravel() + np.float32(1e-8))
-        if not count:  # before the first rollout the deviation is unknown: do not clip
-            return normalised  # type: ignore[no-any-return]
-        limit = np.float32(self.config.clip_obs)
-        return np.clip(normalised, -limit, limit, out=normalised)  # type: ignore[no-any-return]
 
     def _policy(self, obs: Any) -> Array:
         """Outputs of the policy head, [B, n_outputs]."""

@@ -50,7 +50,7 @@ def why_not(agent: PPOAgent, fast: FastPPO) -> str | None:
     finally:
         agent.fast = fast
         _restore(kept, before)
-    return _difference(found, expected, _TOLERANCES[agent.plain.precision])
+    return difference(found, expected, _TOLERANCES[agent.plain.precision])
 
 
 def _restore(kept: list[Tensor], before: list[Tensor]) -> None:
@@ -124,7 +124,7 @@ def _results(agent: PPOAgent, rollout: Minibatch, noise: Tensor) -> dict[str, Te
     return {name: each.detach().cpu() for name, each in results.items()}
 
 
-def _difference(
+def difference(
     found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
 ) -> str | None:
     """The first result that differs by more than rounding."""
