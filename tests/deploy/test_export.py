@@ -61,8 +61,7 @@ CASES: dict[str, tuple[str, str, list[int]]] = {
         [2],
     ),
 }
-_SIMILAR = ("gaussian", "gsde", "lstm")  # to squashed and shared gru
-FAST = [("normalised", "onnx"), *((case, "pt2") for case in CASES if case not in _SIMILAR)]
+FAST = [("normalised", "onnx"), ("normalised", "pt2"), ("mixed", "pt2"), ("shared gru", "pt2")]
 
 
 def make_camera() -> gym.Env[Any, Any]:

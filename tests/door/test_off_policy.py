@@ -52,7 +52,7 @@ def equal(one: Any, other: Any) -> bool:
     ("settings", "vec_env"),
     [
         pytest.param([*DQN, *PRIORITISED], "serial", id="prioritised"),
-        pytest.param(SAC, "serial", id="sac"),
+        pytest.param(SAC, "serial", id="sac", marks=pytest.mark.slow),
         pytest.param([*DQN, *PRIORITISED], "parallel", id="workers", marks=pytest.mark.slow),
         pytest.param(SAC, "parallel", id="sac, workers", marks=pytest.mark.slow),
         pytest.param(DQN, "shared", id="shared", marks=pytest.mark.slow),

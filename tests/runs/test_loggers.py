@@ -166,6 +166,7 @@ def test_without_a_server_wandb_works_offline(run: RunFolder, listens: bool) -> 
     assert "W&B offline, its server does not answer; upload later with" in output
 
 
+@pytest.mark.slow
 def test_with_a_server_that_is_not_wandb_it_works_offline(run: RunFolder) -> None:
     # Its handler answers every request with an error.
     handler = http.server.BaseHTTPRequestHandler
@@ -179,6 +180,7 @@ def test_with_a_server_that_is_not_wandb_it_works_offline(run: RunFolder) -> Non
     assert "W&B offline, online failed: " in output
 
 
+@pytest.mark.slow
 def test_without_a_key_wandb_never_contacts_the_server(run: RunFolder) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

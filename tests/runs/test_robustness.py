@@ -29,6 +29,7 @@ from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
 
+@pytest.mark.slow
 def test_training_continues_when_the_reader_of_its_output_exits(here: Path) -> None:
     command = subprocess.list2cmdline(door_command(*small(total_steps=640)))
 
