@@ -40,9 +40,9 @@ def environment(wheel: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    pip(
-        "--python", str(folder / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel)
-    )
+    # pip may find the clone among the dependencies, and would then skip the wheel.
+    install = ["install", "--ignore-installed", "--no-deps", "--no-index", str(wheel)]
+    pip("--python", str(folder / "bin" / "python"), *install)
     return folder
 
 
