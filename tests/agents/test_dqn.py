@@ -128,6 +128,7 @@ def test_duelling_advantages_have_mean_zero_within_each_choice() -> None:
 
 @pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.MultiDiscrete([2, 4])])
 @pytest.mark.parametrize("n_quantiles", [1, 5])
+@pytest.mark.slow
 def test_updates_reach_a_fixed_target(space: Any, n_quantiles: int) -> None:
     agent = made(space, n_quantiles=n_quantiles, learning_rate=1e-2, target_every=1)
     batch = batch_of(agent, 32, discount=torch.zeros(32), reward=torch.linspace(-1, 1, 32))

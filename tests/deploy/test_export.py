@@ -136,6 +136,7 @@ def test_exported_policy_plays_like_the_live_policy(
     assert np.allclose([e[:2] for e in ours], [e[:2] for e in theirs], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_actions_fit_the_action_space_for_every_batch_size(exported: Export) -> None:
     run, file, *_ = exported("cnn")
     live, policy = load_agent(run), ExportedPolicy.load(file)

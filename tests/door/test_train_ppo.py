@@ -99,6 +99,7 @@ def test_output_shows_envs_and_device_and_its_commands_work(door: Door, here: Pa
         ),
     ],
 )
+@pytest.mark.slow
 def test_own_env_is_found_in_the_current_folder_by_its_class_or_its_id(
     command: Command, here: Path, module: str, code: str, override: str, name: str
 ) -> None:

@@ -38,6 +38,7 @@ def played(env: gym.Env[Any, Any], n_steps: int) -> list[tuple[Any, float, bool,
     ("game", "frame_skip", "n_frames"),
     [("Pong", 1, 100), ("Freeway", 2, 200), ("Pong", 4, 400), ("Breakout", 4, 10_000)],
 )
+@pytest.mark.slow
 def test_frames_from_the_emulator_equal_those_of_gymnasiums_wrapper(
     game: str, frame_skip: int, n_frames: int
 ) -> None:

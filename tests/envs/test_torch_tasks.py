@@ -83,6 +83,7 @@ def step_both(
 
 
 @each_task
+@pytest.mark.slow
 def test_every_step_equals_that_of_the_reference(task: Task) -> None:
     env = task(1, seed=0)
     env.reset()

@@ -101,6 +101,7 @@ def is_on_mps(name: str) -> bool:
 
 
 @pytest.mark.parametrize("overrides", KINDS, ids=" ".join)
+@pytest.mark.slow
 def test_training_needs_no_float64_and_no_kernel_that_mps_lacks(overrides: list[str]) -> None:
     watch = watched(overrides)
 

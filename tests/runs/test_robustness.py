@@ -66,6 +66,7 @@ def test_a_closed_terminal_ends_the_run_with_a_complete_record(here: Path) -> No
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits file sizes with ulimit")
+@pytest.mark.slow
 def test_a_full_disk_is_a_one_line_error_and_keeps_the_last_checkpoint(
     finished_run: Path, here: Path
 ) -> None:

@@ -51,6 +51,7 @@ SLOW_CASES = ("squashed", "shared trunk")
         for name, each in CASES.items()
     ],
 )
+@pytest.mark.slow
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
     overrides: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
         ("cartpole", ["env=torch_cartpole"], "env's settings have changed"),
     ],
 )
+@pytest.mark.slow
 def test_a_run_with_another_env_is_resumed_with_new_episodes(
     before: str, after: list[str], reason: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
