@@ -44,11 +44,21 @@ def main(agent: str | None = None) -> int:
 
     ``agent``: the option of agent= for a command line that does not choose one.
     """
-    words = sys.argv
-    # A resumed run has its own agent; --help and the like must stay last words.
-    if agent and not any(word.startswith(("agent=", "resume=", "experiment=")) for word in words):
-        words = [*words, f"agent={agent}"]
-    return exit_code(lambda: train(words))
+    return exit_code(lambda: train(sys.argv if agent is None else with_agent(sys.argv, agent)))
+
+
+def with_agent(words: Sequence[str], agent: str) -> list[str]:
+    """The command line with agent=``agent``; a resumed run and an agent= of its own stay."""
+    if any(word.startswith(("agent=", "resume=")) for word in words):
+        return list(words)
+    return with_overrides(words, [f"agent={agent}"])
+
+
+def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
+    """The command line with more overrides; Hydra accepts them only next to each other."""
+    is_override = [not w.startswith("-") and ("=" in w or w.startswith("~")) for w in words[1:]]
+    place = 1 + (is_override.index(True) if True in is_override else len(is_override))
+    return [*words[:place], *added, *words[place:]]
 
 
 def train(command_line: Sequence[str]) -> None:
@@ -64,7 +74,8 @@ def train(command_line: Sequence[str]) -> None:
     failure: Exception | None = None
     all_finished = True
     check_launcher(command_line)
-    sys.argv = [*command_line, *own_conf(command_line), *_own_folder(command_line)]  # for Hydra
+    own = [*own_conf(command_line), *_own_folder(command_line)]
+    sys.argv = with_overrides(command_line, own)  # for Hydra
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
     except _FailedError as failed:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Capture, read_rows, summary_of
+from conftest import REPOSITORY, Capture, call, read_rows, summary_of
 from gymnasium import spaces
 from tiny_envs import ForbiddingEnv
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.build import load_agent, train
 from ml_pipeline.door.compose import ConfigError
+from ml_pipeline.door.entry import with_agent
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import LATEST, CheckpointError, load_checkpoint
 from ml_pipeline.runs.loggers import read_metrics
@@ -28,6 +30,7 @@ COMMON = [
 ]
 DQN = ["agent=dqn", "env=cartpole", *COMMON, "agent.buffer_size=100", "agent.target_every=4"]
 SAC = ["agent=sac", "env=pendulum", *COMMON, "agent.buffer_size=100"]
+OPTIONS = ["experiment=dqn_cartpole", "--cfg", "job"]
 PRIORITISED = ["agent.priority_exponent=0.6", "agent.n_step=3", "agent.n_quantiles=5"]
 
 
@@ -144,3 +147,32 @@ def test_evaluate_and_export_work_for_both(here: Path, capsys: Capture) -> None:
 def test_settings_that_do_not_fit_are_refused(here: Path, settings: list[str], words: str) -> None:
     with pytest.raises((UserError, ConfigError), match=words):
         train([*settings, "logger=none", "device=cpu"])
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        ("", 1),
+        ("--cfg job", 3),
+        ("experiment=dqn_cartpole --cfg job", 1),
+        ("-m seed=1,2", 2),
+        ("--config-dir my_conf ~callbacks.evaluation env=mine", 3),
+    ],
+)
+def test_a_door_adds_its_agent_next_to_the_other_overrides(words: str, place: int) -> None:
+    line = ["train_dqn.py", *words.split()]
+
+    added = with_agent(line, "dqn")
+
+    assert added == [*line[:place], "agent=dqn", *line[place:]]
+    assert with_agent([*line, "agent=sac"], "dqn") == [*line, "agent=sac"]
+    assert with_agent([*line, "resume=RUN"], "dqn") == [*line, "resume=RUN"]
+
+
+def test_train_dqn_never_trains_another_agent(here: Path) -> None:
+    shown = call(sys.executable, REPOSITORY / "train_dqn.py", *OPTIONS, cwd=here)
+    other = call(sys.executable, REPOSITORY / "train_dqn.py", "experiment=lunar_lander", cwd=here)
+
+    assert "algorithm: ml_pipeline.algorithms.dqn.DQN" in shown.stdout, shown.stderr
+    assert other.returncode == 1
+    assert "agent.gae_lambda: unknown key" in other.stderr
