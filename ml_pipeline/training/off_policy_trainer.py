@@ -28,7 +28,8 @@ from ml_pipeline.training.checks import BadValueError, FiniteCheck, TrainingErro
 from ml_pipeline.training.columns import Columns, Step, restore_columns
 from ml_pipeline.training.contracts import ReplayAgent
 from ml_pipeline.training.episode_window import EpisodeWindow
-from ml_pipeline.training.replay_buffer import FinalObservation, ReplayBuffer
+from ml_pipeline.training.final_observations import FinalObservation
+from ml_pipeline.training.replay_buffer import ReplayBuffer
 from ml_pipeline.training.schedules import annealed
 
 
@@ -62,6 +63,7 @@ class OffPolicyTrainer:
             device=place.device,
             has_masks=agent.masks.are_used,
             priority_exponent=priority_exponent,
+            stacked_frames=config.stacked_frames,
         )
         self.n_updates = 0
         self._noise = torch.Generator().manual_seed(stream_seed(place.seed, "actions"))
@@ -233,8 +235,7 @@ class OffPolicyTrainer:
         self._draws.set_state(state["draw_generator"])
         self.episodes.load_state_dict(state)
         if state["positions"] is None:
-            # Stopped during an iteration: the successor of the newest row is not known.
-            self.replay.n_written = max(self.replay.n_written - 1, 0)
+            self.replay.forget_newest()  # stopped during an iteration
         elif state["positions"][0]["leaves"]:
             position = state["positions"][0]
             leaves = {name: leaf.numpy() for name, leaf in position["leaves"].items()}

@@ -11,7 +11,8 @@ from gymnasium import spaces
 
 from ml_pipeline.agents.distributions import Categorical
 from ml_pipeline.agents.observations import ObservationReader
-from ml_pipeline.training.replay_buffer import FinalObservation, ReplayBuffer
+from ml_pipeline.training.final_observations import FinalObservation
+from ml_pipeline.training.replay_buffer import ReplayBuffer
 from ml_pipeline.training.sum_tree import SumTree
 
 CPU = torch.device("cpu")
@@ -111,7 +112,7 @@ def test_final_observations_are_kept_as_long_as_their_rows() -> None:
     assert {a: v[2] for a, v in transitions(buffer).items()} == {
         t: t + 1.0 for t in range(295, 300)
     }
-    assert len(buffer.final_obs[""]) == 64  # the room of overwritten rows is used again
+    assert len(buffer.finals) == 64  # the room of overwritten rows is used again
 
 
 def test_new_episodes_after_a_resume_count_as_a_truncation() -> None:
