@@ -195,10 +195,10 @@ class SACAgent:
         }
         self.n_updates = 0
         self._act_generator = torch.Generator().manual_seed(stream_seed(place.seed, "act"))
-        self._generator = torch.Generator(self.device).manual_seed(
+        self.update_generator = torch.Generator(self.device).manual_seed(
             stream_seed(place.seed, "update noise")
         )
-        self._last_actor = (torch.zeros((), device=self.device),) * 2  # loss and entropy
+        self._last_actor = torch.zeros(2, device=self.device)  # loss and entropy
 
     def rates(self, progress: float, learning_rate: float) -> SACRates:
         return SACRates(learning_rate)
@@ -266,16 +266,24 @@ class SACAgent:
 
     def update(self, batch: ReplayBatch, rates: SACRates) -> SACResult:
         """One gradient step of the critics, and of actor and temperature if it is their turn."""
+        return self.gradient_step(batch, rates, self.begin_update())
+
+    def begin_update(self) -> bool:
+        """Count an update; returns whether it is the turn of actor and temperature."""
+        self.n_updates += 1
+        return self.n_updates % self.config.policy_delay == 0
+
+    def gradient_step(self, batch: ReplayBatch, rates: SACRates, trains_actor: bool) -> SACResult:
+        """Only tensors change, so that a graph can be captured for each ``trains_actor``."""
         obs = self.preprocess(batch.inputs.obs)
         target = self._target(batch)
         values = self.critics(obs, batch.action)
         loss = critic_loss(values, target, batch.weight)
         finite = self._step("critics", loss, rates)
-        self.n_updates += 1
-        if self.n_updates % self.config.policy_delay == 0:
+        if trains_actor:
             finite = self._update_actor(obs, rates) & finite
         self._target_values.lerp_(self.adams["critics"].values, self.config.tau)
-        actor, entropy = self._last_actor
+        actor, entropy = self._last_actor.clone()
         alpha = self.temperature().detach()
         return SACResult(loss.detach(), actor, values.detach().mean(), entropy, alpha, finite)
 
@@ -290,7 +298,7 @@ class SACAgent:
     def _new_actions(self, obs: Obs) -> tuple[Tensor, Tensor]:
         outputs = self.actor(obs)
         shape = (len(outputs), self.distribution.n_actions)
-        noise = torch.randn(shape, generator=self._generator, device=self.device)
+        noise = torch.randn(shape, generator=self.update_generator, device=self.device)
         return self.distribution.sample_and_log_prob(outputs, noise)
 
     def _update_actor(self, obs: Obs, rates: SACRates) -> Tensor:
@@ -303,7 +311,7 @@ class SACAgent:
             # Below the target entropy, the temperature rises.
             gap = self.temperature.log * (entropy - self.target_entropy)
             finite = self._step("temperature", gap, rates) & finite
-        self._last_actor = loss.detach(), entropy
+        self._last_actor.copy_(torch.stack([loss.detach(), entropy]))
         return finite
 
     def _step(self, name: str, loss: Tensor, rates: SACRates) -> Tensor:
@@ -325,9 +333,9 @@ class SACAgent:
             **parts,
             "adams": {name: adam.state_dict() for name, adam in self.adams.items()},
             "n_updates": self.n_updates,
-            "last_actor": list(self._last_actor),
+            "last_actor": list(self._last_actor.clone()),
             "act_generator": self._act_generator.get_state(),
-            "update_generator": self._generator.get_state(),
+            "update_generator": self.update_generator.get_state(),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -337,10 +345,9 @@ class SACAgent:
         for name, adam in self.adams.items():
             adam.load_state_dict(state["adams"][name])
         self.n_updates = state["n_updates"]
-        loss, entropy = state["last_actor"]
-        self._last_actor = loss.to(self.device), entropy.to(self.device)
+        self._last_actor.copy_(torch.stack(state["last_actor"]))
         self._act_generator.set_state(state["act_generator"])
-        self._generator.set_state(state["update_generator"])
+        self.update_generator.set_state(state["update_generator"])
 
 
 _PARTS = ("actor", "critics", "targets", "temperature", "preprocess")
