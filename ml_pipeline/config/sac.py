@@ -13,12 +13,12 @@ class SACConfig(OffPolicyConfig):
     """conf/agent/sac.yaml spells out the same defaults."""
 
     algorithm: str = "ml_pipeline.algorithms.sac.SAC"
-    action_mask: str = "none"
+    action_mask: str = "auto"  # or none, info, or the key of a Dict observation
     buffer_size: float = 1_000_000
     tau: float = 0.005  # share of the critics that moves into their targets per update
     temperature: Optional[float] = None  # null: learned, so that the entropy is target_entropy
     temperature_init: float = 1.0  # of a learned temperature
-    target_entropy: Optional[float] = None  # null: -dim(A), or a share of the maximum if discrete
+    target_entropy: Optional[float] = None  # null: -dim(A), or 0.5 * log(n) if discrete
     policy_delay: int = 1  # critic updates per update of actor and temperature
     critic_layer_norm: bool = False  # after each linear layer of the critics
 
