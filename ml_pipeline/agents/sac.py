@@ -16,8 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ml_pipeline.agents.acting_noise import ActingNoise
 from ml_pipeline.agents.adam import FlatAdam, flat_parameters
 from ml_pipeline.agents.masks import ActionMasks, Mask, find_mask_leaf
+from ml_pipeline.agents.networks import out_features
 from ml_pipeline.agents.observations import ObservationReader, Preprocess
 from ml_pipeline.agents.policy import GreedyPolicy
 from ml_pipeline.agents.recurrent import refuse_recurrent
@@ -102,7 +104,7 @@ class SACAgent:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(stream_seed(place.seed, "weights"))
             trunk = refuse_recurrent(build_network(space))
-            self.actions = soft_actions(env_spaces.action)
+            self.actions = soft_actions(env_spaces.action, out_features(trunk), config)
             actor = Actor(trunk, self.actions.distribution)
             critics = Critics([self.actions.new_critic(space, build_network) for _ in range(2)])
         self.distribution = self.actions.distribution
@@ -130,7 +132,9 @@ class SACAgent:
             "critics": list(self.critics.parameters()),
         }
         self.n_updates = 0
-        self._act_generator = torch.Generator().manual_seed(stream_seed(place.seed, "act"))
+        self._noise = ActingNoise(
+            self.distribution, n_steps=config.iteration_length, seed=stream_seed(place.seed, "act")
+        )
         self._generator = torch.Generator(self.device).manual_seed(
             stream_seed(place.seed, "update noise")
         )
@@ -173,12 +177,10 @@ class SACAgent:
         action_mask: Mask | None = None,
         memory: Tensor | None = None,
     ) -> NDArray[np.generic]:
-        """[n_envs, *obs] -> [n_envs, *act], ready for ``env.step``."""
+        """[n_envs, *obs] -> [n_envs, *act]; gSDE keeps its noise for several calls."""
         leaves = self.reader.read(obs)
         outputs = self._outputs(self.inputs(leaves, self.masks.in_call(leaves, action_mask)))
-        noise = None
-        if not deterministic:
-            noise = self.draw_noise(1, len(outputs), self._act_generator)[0]
+        noise = None if deterministic else self._noise.next(len(outputs)).to(self.device)
         return self.distribution.chosen(outputs, noise)
 
     def _outputs(self, inputs: PolicyInput) -> Tensor:
@@ -267,7 +269,7 @@ class SACAgent:
             "n_updates": self.n_updates,
             "last_actor": list(self._last_actor),
             "update_generator": self._generator.get_state(),
-            "act_generator": self._act_generator.get_state(),
+            **self._noise.state_dict(),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -280,7 +282,7 @@ class SACAgent:
         loss, entropy = state["last_actor"]
         self._last_actor = loss.to(self.device), entropy.to(self.device)
         self._generator.set_state(state["update_generator"])
-        self._act_generator.set_state(state["act_generator"])
+        self._noise.load_state_dict(state)
 
 
 _PARTS = ("actor", "critics", "targets", "temperature", "preprocess")

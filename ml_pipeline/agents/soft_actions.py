@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from ml_pipeline.agents.distributions import (
     FORBIDDEN,
+    ActionSettings,
     ActionSpaceError,
     Categorical,
 )
 from ml_pipeline.agents.sac_networks import Critic, Critics, DiscreteCritic
-from ml_pipeline.agents.squashed import SquashedPolicy
+from ml_pipeline.agents.squashed import SquashedNoise, SquashedPolicy
 from ml_pipeline.protocols import NetworkBuilder, Obs
 
 # The default target entropy as a share of log(n), the entropy of an even choice between n actions.
@@ -102,12 +103,17 @@ class DiscreteActions:
         return ENTROPY_SHARE * action_mask.sum(dim=-1).log().mean()
 
 
-def soft_actions(space: gym.Space[Any]) -> BoxActions | DiscreteActions:
-    """The way to value actions of ``space``."""
+def soft_actions(
+    space: gym.Space[Any], n_features: int, settings: ActionSettings
+) -> BoxActions | DiscreteActions:
+    """The way to value actions of ``space``; ``n_features`` is the input size of the head."""
     if isinstance(space, spaces.Discrete):
         return DiscreteActions(Categorical(space))
     if not isinstance(space, spaces.Box) or not math.prod(space.shape):
         raise ActionSpaceError(
             f"agent=sac: action space {space} is not a Box or Discrete; use agent=dqn"
         )
-    return BoxActions(SquashedPolicy(space))
+    if settings.box_policy == "squashed":
+        return BoxActions(SquashedPolicy(space))
+    every, log_std = settings.gsde_every_steps, settings.log_std_init
+    return BoxActions(SquashedNoise(space, n_features, log_std_init=log_std, every_steps=every))

@@ -101,7 +101,8 @@ class OffPolicyTrainer:
         episodes: list[Episode] = []
         results: list[Any] = []
         for t in range(n_steps):
-            action = self._act(columns.inputs(agent), noise[t], rates)
+            row = agent.distribution.noise_row(t)
+            action = self._act(columns.inputs(agent), noise[row], rates)
             columns.send(agent.distribution.to_env(action.cpu().numpy()))
             learn_start = time.perf_counter()
             results += self._learn(rates)  # while the envs step

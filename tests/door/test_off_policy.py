@@ -30,6 +30,7 @@ COMMON = [
 ]
 DQN = ["agent=dqn", "env=cartpole", *COMMON, "agent.buffer_size=100", "agent.target_every=4"]
 SAC = ["agent=sac", "env=pendulum", *COMMON, "agent.buffer_size=100"]
+GSDE = [*SAC, "agent.box_policy=gsde", "agent.gsde_every_steps=3"]
 DISCRETE = ["agent=sac", "env=cartpole", *COMMON, "agent.buffer_size=100"]
 OPTIONS = ["experiment=dqn_cartpole", "--cfg", "job"]
 PRIORITISED = ["agent.priority_exponent=0.6", "agent.n_step=3", "agent.n_quantiles=5"]
@@ -57,6 +58,7 @@ def equal(one: Any, other: Any) -> bool:
     [
         pytest.param([*DQN, *PRIORITISED], "serial", id="prioritised"),
         pytest.param(SAC, "serial", id="sac", marks=pytest.mark.slow),
+        pytest.param(GSDE, "serial", id="gsde", marks=pytest.mark.slow),
         pytest.param(DISCRETE, "serial", id="discrete sac", marks=pytest.mark.slow),
         pytest.param([*DQN, *PRIORITISED], "parallel", id="workers", marks=pytest.mark.slow),
         pytest.param(SAC, "parallel", id="sac, workers", marks=pytest.mark.slow),
@@ -129,7 +131,7 @@ def test_forbidden_actions_are_never_taken(here: Path, settings: list[str], wher
 @pytest.mark.slow
 def test_evaluate_and_export_work_for_all(here: Path, capsys: Capture) -> None:
     pytest.importorskip("onnxruntime", reason="the extra export installs it; .ci/run does")
-    for settings in (DQN, SAC, DISCRETE):
+    for settings in (DQN, SAC, GSDE, DISCRETE):
         run = train([*settings, "vec_env=serial", "total_steps=64"]).run_dir
         assert main(["evaluate", str(run), "--episodes", "2", "--deterministic"]) == 0
         assert main(["export", str(run), "--format", "onnx"]) == 0
