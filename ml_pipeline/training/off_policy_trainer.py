@@ -95,7 +95,8 @@ class OffPolicyTrainer:
         noise = self.agent.draw_noise(n_steps, self.replay.n_envs, self._noise)
         steps.begin(learning.begin(rates))
         for t in range(n_steps):
-            steps.send(noise[t], is_random=self._env_steps < config.learning_starts)
+            row = self.agent.distribution.noise_row(t)
+            steps.send(noise[row], is_random=self._env_steps < config.learning_starts)
             learn_start = time.perf_counter()
             learning.run(self._n_due())  # while the envs step
             learn_seconds += time.perf_counter() - learn_start
