@@ -29,6 +29,31 @@ def flat_parameters(module: nn.Module) -> Tensor:
     return values
 
 
+def adam_step(
+    state: list[Tensor],
+    grad: Tensor,
+    learning_rate: Any,
+    loss: Tensor,
+    *,
+    eps: float,
+    max_grad_norm: float,
+) -> tuple[Tensor, Tensor]:
+    """``FlatAdam.step`` on its ``tensors``, for a function that is compiled."""
+    values, mean, square, n_steps = state
+    norm = torch.linalg.vector_norm(grad)
+    finite = torch.isfinite(norm) & torch.isfinite(loss)
+    taken = finite.float()
+    scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    grad = torch.where(finite, grad * scale, 0.0)
+    n_steps += taken
+    mean.lerp_(grad, (1.0 - BETA_1) * taken)
+    square.lerp_(grad.square(), (1.0 - BETA_2) * taken)
+    size = learning_rate / (1.0 - BETA_1**n_steps)
+    deviation = (square / (1.0 - BETA_2**n_steps)).sqrt_().add_(eps)
+    values.sub_(torch.where(finite, size * mean / deviation, 0.0))
+    return norm, finite
+
+
 class FlatAdam:
     """Adam with gradient clipping; move the module to its device first."""
 
@@ -63,18 +88,8 @@ class FlatAdam:
         Nothing changes if the loss or a gradient is not finite. Does not synchronise with the
         device.
         """
-        norm = torch.linalg.vector_norm(self.grad)
-        finite = torch.isfinite(norm) & torch.isfinite(loss)
-        taken = finite.float()
-        scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        grad = torch.where(finite, self.grad * scale, 0.0)
-        self.n_steps += taken
-        self._mean.lerp_(grad, (1.0 - BETA_1) * taken)
-        self._square.lerp_(grad.square(), (1.0 - BETA_2) * taken)
-        size = learning_rate / (1.0 - BETA_1**self.n_steps)
-        deviation = (self._square / (1.0 - BETA_2**self.n_steps)).sqrt_().add_(self.eps)
-        self.values.sub_(torch.where(finite, size * self._mean / deviation, 0.0))
-        return norm, finite
+        limits = {"eps": self.eps, "max_grad_norm": self.max_grad_norm}
+        return adam_step(self.tensors, self.grad, learning_rate, loss, **limits)
 
     def step_on_cpu(self, learning_rate: float, loss: float) -> tuple[float, bool]:
         """``step`` by the kernel of ``torch.optim.Adam(fused=True)``; waits for the result."""
@@ -103,6 +118,11 @@ class FlatAdam:
             return self.step(learning_rate, loss)
         norm, finite = self.step_on_cpu(learning_rate, float(loss))
         return torch.tensor(norm), torch.tensor(finite)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The state of ``adam_step``."""
+        return [self.values, self._mean, self._square, self.n_steps]
 
     @property
     def moments(self) -> tuple[Tensor, Tensor]:
