@@ -382,3 +382,23 @@ class LostLifeEnds(gym.Wrapper[Any, Any, Any, Any]):
         self._over = terminated or truncated
         lost = self.env.unwrapped._step % 2 == 0  # type: ignore[attr-defined]
         return self._last, 0.5 * float(reward), terminated or lost, truncated, info
+
+
+class FramesEnv(gym.Env[Any, Any]):
+    """Observes a small random image; about one step in ten ends an episode, in either way."""
+
+    def __init__(self, *, with_vector: bool = False, shape: tuple[int, int] = (2, 3)) -> None:
+        image = spaces.Box(0, 255, tuple(shape), np.uint8)
+        both = spaces.Dict({"image": image, "vector": spaces.Box(-10, 10, (3,), np.float32)})
+        self.observation_space = both if with_vector else image
+        self.action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.observation_space.seed(int(self.np_random.integers(2**31)))
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        draw = float(self.np_random.random())
+        ends = draw < 0.06, 0.04 < draw < 0.1  # sometimes both
+        return self.observation_space.sample(), draw, *ends, {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ml_pipeline.agents.acting_noise import ActingNoise
 from ml_pipeline.agents.adam import FlatAdam, flat_parameters
+from ml_pipeline.agents.fast.mlp_sac import MlpSAC
+from ml_pipeline.agents.fast.sac_check import why_not_sac
 from ml_pipeline.agents.masks import ActionMasks, Mask, find_mask_leaf
 from ml_pipeline.agents.networks import out_features
 from ml_pipeline.agents.observations import ObservationReader, Preprocess
@@ -126,19 +128,23 @@ class SACAgent:
                 ("temperature", self.temperature),
             )
         }
-        self._target_values = flat_parameters(self.targets)
+        self.target_values = flat_parameters(self.targets)
         self._parameters = {
             "actor": list(self.actor.parameters()),
             "critics": list(self.critics.parameters()),
         }
+        self.fast: MlpSAC | None = None
+        if config.fast == "auto" and MlpSAC.covers(self.actor, self.critics, self.preprocess):
+            parts = self.actor, self.critics, self.adams, self.target_values
+            self.fast = MlpSAC(*parts, config, place.programs)
         self.n_updates = 0
         self._noise = ActingNoise(
             self.distribution, n_steps=config.iteration_length, seed=stream_seed(place.seed, "act")
         )
-        self._generator = torch.Generator(self.device).manual_seed(
+        self.update_generator = torch.Generator(self.device).manual_seed(
             stream_seed(place.seed, "update noise")
         )
-        self._last_actor = (torch.zeros((), device=self.device),) * 2  # loss and entropy
+        self.last_actor = torch.zeros(2, device=self.device)  # loss and entropy
 
     def rates(self, progress: float, learning_rate: float) -> SACRates:
         return SACRates(learning_rate)
@@ -208,18 +214,61 @@ class SACAgent:
 
     def update(self, batch: ReplayBatch, rates: SACRates) -> SACResult:
         """One gradient step of the critics, and of actor and temperature if it is their turn."""
+        return self.gradient_step(batch, rates, self.begin_update())
+
+    def begin_update(self) -> bool:
+        """Count an update; returns whether it is the turn of actor and temperature."""
+        self.n_updates += 1
+        return self.n_updates % self.config.policy_delay == 0
+
+    def gradient_step(self, batch: ReplayBatch, rates: SACRates, trains_actor: bool) -> SACResult:
+        """Only tensors change, so that a graph can be captured for each ``trains_actor``."""
+        step = self.plain_step if self.fast is None else self._fast_step
+        return step(batch, rates, trains_actor)
+
+    def plain_step(self, batch: ReplayBatch, rates: SACRates, trains_actor: bool) -> SACResult:
+        """The step in plain torch."""
         obs, mask = self.preprocess(batch.inputs.obs), batch.inputs.action_mask
         target = self._target(batch)
         values = self.actions.taken(self.critics, obs, batch.action)
         loss = critic_loss(values, target, batch.weight)
         finite = self._step("critics", loss, rates)
-        self.n_updates += 1
-        if self.n_updates % self.config.policy_delay == 0:
+        if trains_actor:
             finite = self._update_actor(obs, mask, rates) & finite
-        self._target_values.lerp_(self.adams["critics"].values, self.config.tau)
-        actor, entropy = self._last_actor
+        self.target_values.lerp_(self.adams["critics"].values, self.config.tau)
+        actor, entropy = self.last_actor.clone()
         alpha = self.temperature().detach()
         return SACResult(loss.detach(), actor, values.detach().mean(), entropy, alpha, finite)
+
+    @torch.no_grad()
+    def _fast_step(self, batch: ReplayBatch, rates: SACRates, trains_actor: bool) -> SACResult:
+        fast = cast("MlpSAC", self.fast)
+        inputs = [self.preprocess(each.obs) for each in (batch.inputs, batch.next_inputs)]
+        obs, next_obs = (cast("Tensor", each).flatten(1) for each in inputs)
+
+        def noise() -> Tensor:
+            shape, generator = batch.action.shape, self.update_generator
+            return torch.randn(shape, generator=generator, device=self.device)
+
+        rate, returns = rates.learning_rate, (batch.reward, batch.discount, batch.weight)
+        loss, q, finite = fast.critics_step(obs, batch.action, next_obs, returns, noise(), rate)
+        if trains_actor:
+            actor, entropy, is_finite = fast.actor_step(obs, noise(), rate)
+            finite = finite & is_finite
+            if self.config.temperature is None:
+                target = self.target_entropy(None)
+                finite = fast.temperature_step(entropy, target, rate) & finite
+            self.last_actor.copy_(torch.stack([actor, entropy]))
+        self.target_values.lerp_(self.adams["critics"].values, self.config.tau)
+        actor, entropy = self.last_actor.clone()
+        return SACResult(loss, actor, q, entropy, self.temperature(), torch.as_tensor(finite))
+
+    def check_fast(self) -> str:
+        """Use plain torch from now on if the fast backend computes something else; returns why."""
+        if self.fast is None or (reason := why_not_sac(self)) is None:
+            return ""
+        self.fast = None
+        return f"plain torch runs instead of MlpSAC: {reason}; agent.fast=off skips this check"
 
     @torch.no_grad()
     def _target(self, batch: ReplayBatch) -> Tensor:
@@ -229,7 +278,7 @@ class SACAgent:
         return soft_target(batch.reward, batch.discount, following, self.temperature())
 
     def _soft_value(self, critics: Critics, obs: Obs, mask: Tensor | None) -> SoftValue:
-        return self.actions.soft_value(critics, obs, self.actor(obs, mask), self._generator)
+        return self.actions.soft_value(critics, obs, self.actor(obs, mask), self.update_generator)
 
     def _update_actor(self, obs: Obs, mask: Tensor | None, rates: SACRates) -> Tensor:
         soft = self._soft_value(self.critics, obs, mask)
@@ -240,7 +289,7 @@ class SACAgent:
             # Below the target entropy, the temperature rises.
             gap = self.temperature.log * (entropy - self.target_entropy(mask))
             finite = self._step("temperature", gap, rates) & finite
-        self._last_actor = loss.detach(), entropy
+        self.last_actor.copy_(torch.stack([loss.detach(), entropy]))
         return finite
 
     def target_entropy(self, mask: Tensor | None) -> float | Tensor:
@@ -267,8 +316,8 @@ class SACAgent:
             **parts,
             "adams": {name: adam.state_dict() for name, adam in self.adams.items()},
             "n_updates": self.n_updates,
-            "last_actor": list(self._last_actor),
-            "update_generator": self._generator.get_state(),
+            "last_actor": list(self.last_actor.clone()),
+            "update_generator": self.update_generator.get_state(),
             **self._noise.state_dict(),
         }
 
@@ -279,9 +328,8 @@ class SACAgent:
         for name, adam in self.adams.items():
             adam.load_state_dict(state["adams"][name])
         self.n_updates = state["n_updates"]
-        loss, entropy = state["last_actor"]
-        self._last_actor = loss.to(self.device), entropy.to(self.device)
-        self._generator.set_state(state["update_generator"])
+        self.last_actor.copy_(torch.stack(state["last_actor"]))
+        self.update_generator.set_state(state["update_generator"])
         self._noise.load_state_dict(state)
 
 

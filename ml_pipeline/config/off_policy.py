@@ -27,20 +27,25 @@ class OffPolicyConfig(AgentConfig):
     gamma: float = 0.99
     n_step: int = 1  # rewards that are summed before the bootstrap
     buffer_size: float = 100_000  # transitions, over all envs
+    stacked_frames: int = 1  # above 1: observations are stacks, and replay stores each frame once
     batch_size: int = 256
     learning_starts: float = 1_000  # env steps with random actions before the first update
     updates_per_env_step: float = 1.0
     iteration_length: int = 32  # steps of each env between two log lines
     normalize_obs: bool = False  # by running mean and standard deviation, when sampled
     clip_obs: float = 10.0  # standard deviations
+    fast: str = "auto"  # off: plain torch only
 
     def __post_init__(self) -> None:
+        if self.fast == "False":  # YAML reads an unquoted off as false
+            self.fast = "off"
+        self._check_choice("fast", ("auto", "off"))
         for name, value in vars(self).items():
             if isinstance(value, (int, float)):
                 check(math.isfinite(value), f"agent.{name}", "finite", value)
         for name in ("learning_rate", "adam_eps", "clip_obs"):
             self._check(getattr(self, name) > 0, name, "positive")
-        for name in ("n_step", "batch_size", "iteration_length", "buffer_size"):
+        for name in ("n_step", "batch_size", "iteration_length", "buffer_size", "stacked_frames"):
             self._check(getattr(self, name) >= 1, name, "at least 1")
         for name in ("learning_starts", "updates_per_env_step"):
             self._check(getattr(self, name) >= 0, name, "at least 0")

@@ -16,6 +16,7 @@ from ml_pipeline.protocols import KeepsReplay
 from ml_pipeline.runs.checkpoint import CheckpointError, check_plain, read_sealed, write_sealed
 from ml_pipeline.runs.run_folder import RunFolder, remove
 from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.replay_rows import load_rows, rows_of
 
 
 def save_replay(run: RunFolder, loop: Loop) -> None:
@@ -27,7 +28,7 @@ def save_replay(run: RunFolder, loop: Loop) -> None:
     buffer.segments = [each for each in buffer.segments if each["last"] > buffer.oldest]
     if first >= last:
         return
-    rows = buffer.rows(first, last)
+    rows = rows_of(buffer, first, last)
     check_plain(rows, "replay")
     content = io.BytesIO()
     torch.save(rows, content)
@@ -47,7 +48,7 @@ def load_replay(run: RunFolder, loop: Loop) -> None:
         path = run.replay / str(segment["name"])
         if path.parent != run.replay or not path.is_file():
             raise CheckpointError(f"{path} is missing; it holds transitions of the checkpoint")
-        buffer.load_rows(segment["first"], segment["last"], read_sealed(path))
+        load_rows(buffer, segment["first"], segment["last"], read_sealed(path))
 
 
 def sweep_replay(run: RunFolder, loop: Loop) -> None:

@@ -4,12 +4,13 @@ Row t holds the observation before step t and what the step returned. The next o
 of row t + 1, so each is stored once. Only a truncated episode needs its final observation as
 well: the next row begins with that of the reset. The row at the write head holds the current
 observation, so a window of n steps may end there and still bootstrap from the true successor.
+Stacked frames are stored once each; see ``FrameStacks``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,17 +21,11 @@ from ml_pipeline.agents.distributions import Distribution
 from ml_pipeline.agents.masks import Mask
 from ml_pipeline.agents.observations import ObservationReader
 from ml_pipeline.protocols import Obs, PolicyInput, ReplayBatch, StateDict
+from ml_pipeline.training.final_observations import FinalObservation, FinalObservations
+from ml_pipeline.training.frame_stacks import FrameStacks
+from ml_pipeline.training.gpu.device_rows import DeviceRows
+from ml_pipeline.training.gpu.programs import Programs
 from ml_pipeline.training.sum_tree import SumTree
-
-_FIRST_FINALS = 64  # room for final observations; it doubles when it is full
-
-
-class FinalObservation(NamedTuple):
-    """The last observation of a truncated episode."""
-
-    env: int
-    leaves: dict[str, NDArray[Any]]
-    mask: Mask | None
 
 
 class ReplayBuffer:
@@ -48,14 +43,21 @@ class ReplayBuffer:
         device: torch.device,
         has_masks: bool = False,
         priority_exponent: float = 0.0,
+        stacked_frames: int = 1,
+        programs: Programs | None = None,
+        on_device: bool = False,
     ) -> None:
-        """``capacity`` is that of all envs together."""
+        """``capacity`` is that of all envs together; ``on_device``: ``insert`` writes the rows."""
         self.n_envs = n_envs
-        self.n_rows = max(capacity // n_envs, 1) + 1  # one for the current observation
+        self.capacity_rows = max(capacity // n_envs, 1)  # those that are drawn
+        # One more for the current observation, and those that complete the oldest stack.
+        self.n_rows = self.capacity_rows + stacked_frames
+        self.stacks = FrameStacks(stacked_frames, reader.shapes)
         self.n_step = n_step
         self.gamma = gamma
         self.device = device
         self.n_written = 0  # rows since the start of the run
+        self.first = 0  # no row before this one can be drawn
         self._reader = reader
         self._exponent = priority_exponent
         mask_size = distribution.mask_size if has_masks else 0
@@ -64,59 +66,96 @@ class ReplayBuffer:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         n = self.n_rows * n_envs
+        dtypes = {name: _torch_dtype(dtype) for name, dtype in reader.dtypes.items()}
         self.obs = {
-            name: zeros(n, *shape, dtype=_torch_dtype(reader.dtypes[name]))
+            name: zeros(n, *self.stacks.stored_shape(name, shape), dtype=dtypes[name])
             for name, shape in reader.shapes.items()
         }
         self.mask = zeros(n, mask_size, dtype=torch.bool) if mask_size else None
         self.action = zeros(n, *distribution.action_shape, dtype=distribution.action_dtype)
         self.reward = zeros(n)
         self.terminated = zeros(n, dtype=torch.bool)
-        self.done = zeros(n, dtype=torch.bool)
-        self.final_of = torch.full((n,), -1, dtype=torch.int64, device=device)
-        self.final_obs = {name: leaf[:0].clone() for name, leaf in self.obs.items()}
-        self.final_mask = None if self.mask is None else self.mask[:0].clone()
-        self._free: list[int] = []
+        self.done = ~zeros(n, dtype=torch.bool)  # no episode reaches back beyond the first row
+        self.finals = FinalObservations(
+            {name: zeros(0, *shape, dtype=dtypes[name]) for name, shape in reader.shapes.items()},
+            None if self.mask is None else self.mask[:0].clone(),
+            n,
+            has_all_slots=on_device,
+        )
         self.tree = SumTree(n, device) if priority_exponent > 0 else None
         # Files that hold the transitions: written by runs.replay_files, named in the checkpoint.
         self.segments: list[dict[str, Any]] = []
         self.n_saved = 0  # rows that are in these files
         self._top = zeros() + 1.0  # the largest priority so far, which new transitions get
+        self._device_rows: DeviceRows | None = None
+        if device.type != "cpu" or on_device:
+            self._device_rows = DeviceRows(
+                self._row_tables(),
+                self._next_tables(),
+                programs or Programs(device),
+                n_envs=n_envs,
+                n_drawn=self.capacity_rows,
+            )
+        self._is_reset = True  # the next ``begin`` starts episodes
 
     def __len__(self) -> int:
-        """Complete transitions."""
-        return min(self.n_written, self.n_rows - 1) * self.n_envs
+        """Transitions that can be drawn."""
+        return (self.n_written - self.first_drawn) * self.n_envs
+
+    @property
+    def first_drawn(self) -> int:
+        """The first row that can be drawn, counted from the start of the run."""
+        return max(self.n_written - self.capacity_rows, self.first)
 
     @property
     def oldest(self) -> int:
-        """The first row that is still there, counted from the start of the run."""
-        return max(self.n_written - (self.n_rows - 1), 0)
+        """The first row that is still needed, counted from the start of the run."""
+        return max(self.first_drawn - (self.stacks.n_frames - 1), 0)
 
-    def begin(self, leaves: Mapping[str, NDArray[Any]], mask: Mask | None) -> None:
-        """Store the current observations of all envs: after a reset, and after a resume."""
-        place = self._place(self.n_written)
+    def begin(self, leaves: Mapping[str, Any], mask: Mask | None) -> None:
+        """Store the current observations of all envs: after ``end_episodes`` and a resume."""
+        self._observe(leaves, mask, np.ones(self.n_envs, bool) if self._is_reset else None)
+        self._is_reset = False
+
+    def _observe(
+        self, leaves: Mapping[str, NDArray[Any]], mask: Mask | None, start: NDArray[Any] | None
+    ) -> None:
+        self.stacks.check(leaves, start)
+        place = self.place(self.n_written)
         for name, leaf in leaves.items():
-            self._put(self.obs[name], place, leaf)
+            self._put(self.obs[name], place, self.stacks.newest(name, leaf))
         if self.mask is not None and mask is not None:
             self._put(self.mask, place, mask)
 
     def end_episodes(self) -> None:
         """The envs start new episodes: the current observations are final ones."""
+        self._is_reset = True
+        self.n_saved = min(self.n_saved, max(self.n_written - 1, 0))  # that row changes
         if not self.n_written:
             return
-        newest, head = self._place(self.n_written - 1), self._place(self.n_written)
+        newest, head = self.place(self.n_written - 1), self.place(self.n_written)
+        seen = self._leaves(self._index(self.n_written))
+        current = {name: leaf.cpu().numpy() for name, leaf in seen.items()}
         for env in torch.nonzero(~self.done[newest]).flatten().tolist():
-            at = head.start + env
-            leaves = {name: leaf[at].cpu().numpy() for name, leaf in self.obs.items()}
-            mask = None if self.mask is None else self.mask[at].cpu().numpy()
-            self.done[newest.start + env] = True
-            slot = self._keep(FinalObservation(env, leaves, mask))
-            self.final_of[newest.start + env] = slot
-        self.n_saved = min(self.n_saved, self.n_written - 1)  # that row has changed
+            leaves = {name: leaf[env] for name, leaf in current.items()}
+            mask = None if self.mask is None else self.mask[head.start + env].cpu().numpy()
+            self.finals.keep(newest.start + env, FinalObservation(env, leaves, mask))
+        self.done[newest] = True
+
+    def forget_newest(self) -> None:
+        """Drop the newest row, whose successor is not known; its observations are current."""
+        if not self.n_written:
+            return
+        self.first = self.first_drawn  # the row before it has been overwritten
+        self.n_written -= 1
+        self._tell_device()
+        if self.tree is not None:
+            dropped = self._index(self.n_written)
+            self.tree.set(dropped, torch.zeros(self.n_envs, device=self.device))
 
     def write(
         self,
-        action: Tensor,
+        action: NDArray[Any],
         reward: NDArray[Any],
         terminated: NDArray[Any],
         truncated: NDArray[Any],
@@ -128,102 +167,142 @@ class ReplayBuffer:
 
         ``finals``: one for each episode that was truncated and not terminated.
         """
-        place = self._place(self.n_written)
-        self._release(place)
-        self.action[place] = action
-        self._put(self.reward, place, reward)
-        self._put(self.terminated, place, terminated)
-        self._put(self.done, place, terminated | truncated)
-        for final in finals:
-            self.final_of[place.start + final.env] = self._keep(final)
+        place = self.place(self.n_written)
+        done = terminated | truncated
+        row = {
+            "action": action,
+            "reward": reward,
+            "terminated": terminated,
+            "done": done,
+            "final": self.finals.replace(place, finals),
+        }
         self.n_written += 1
+        if self._device_rows is not None:
+            self.stacks.check(leaves, done)
+            seen = {f"obs {name}": self.stacks.newest(name, leaf) for name, leaf in leaves.items()}
+            self._device_rows.write({**row, **seen, **({} if mask is None else {"mask": mask})})
+        else:
+            for name, table in self._row_tables().items():
+                self._put(table, place, row[name])
+            self._observe(leaves, mask, done)
         if self.tree is not None:
-            index = torch.arange(place.start, place.stop, device=self.device)
-            self.tree.set(index, self._top.expand(self.n_envs))
-            head = self._place(self.n_written)
-            index = torch.arange(head.start, head.stop, device=self.device)
-            self.tree.set(index, torch.zeros(self.n_envs, device=self.device))
-        self.begin(leaves, mask)
+            leaving = self._index(self.n_written - 1 - self.capacity_rows)
+            self._set_new_priorities(self._index(self.n_written - 1), leaving)
+
+    def insert(
+        self,
+        action: Tensor,
+        reward: Tensor,
+        terminated: Tensor,
+        truncated: Tensor,
+        obs: Tensor,
+        final_obs: Tensor,
+    ) -> None:
+        """``write`` for envs on the device; call ``count_row`` as well, which is not captured."""
+        rows = self._on_device()
+        here = rows.place()
+        row = {
+            "action": action,
+            "reward": reward,
+            "terminated": terminated,
+            "done": terminated | truncated,
+            "final": torch.where(truncated & ~terminated, here, -1),
+        }
+        self.finals.leaves[""].index_copy_(0, here, final_obs)
+        rows.insert({**row, "obs ": obs})
+        if self.tree is not None:
+            self._set_new_priorities(here, rows.place(before=1 + self.capacity_rows))
+
+    def count_row(self) -> None:
+        """Count the row of an ``insert``."""
+        self.n_written += 1
+
+    def current_obs(self) -> Tensor:
+        """What the envs on the device observe, [n_envs, *obs]."""
+        return self._leaves(self._on_device().place())[""]
+
+    @property
+    def n_tables_moved(self) -> int:
+        """Changes when tables are at a new address, which a captured graph must learn."""
+        return len(self.finals)
+
+    def _on_device(self) -> DeviceRows:
+        if self._device_rows is None:
+            raise RuntimeError("this buffer is written by the host; call write")
+        return self._device_rows
+
+    def _tell_device(self) -> None:
+        if self._device_rows is not None:
+            self._device_rows.count(self.n_written, self.first)
+
+    def _set_new_priorities(self, new: Tensor, leaving: Tensor) -> None:
+        if self.tree is not None:
+            self.tree.set(new, self._top.expand(self.n_envs))
+            self.tree.set(leaving, torch.zeros(self.n_envs, device=self.device))
+
+    def _index(self, row: int) -> Tensor:
+        place = self.place(row)
+        return torch.arange(place.start, place.stop, device=self.device)
 
     def _put(self, table: Tensor, place: slice, values: NDArray[Any]) -> None:
         if self.device.type == "cpu":
             table.numpy()[place] = values  # several times as fast for a few numbers
         else:
-            table[place] = torch.from_numpy(values).to(self.device, table.dtype)
+            table[place] = torch.as_tensor(values).to(self.device, table.dtype)
 
-    def _place(self, row: int) -> slice:
+    def place(self, row: int) -> slice:
+        """Indices of a row, which is counted from the start of the run."""
         start = (row % self.n_rows) * self.n_envs
         return slice(start, start + self.n_envs)
 
-    def _release(self, place: slice) -> None:
-        """Free the final observations of a row that is overwritten."""
-        if self.n_written >= self.n_rows:
-            held = self.final_of[place]
-            self._free += held[held >= 0].tolist()
-        self.final_of[place] = -1
-
-    def _keep(self, final: FinalObservation) -> int:
-        if not self._free:
-            size = len(next(iter(self.final_obs.values())))
-            self._grow(max(2 * size, _FIRST_FINALS))
-            self._free = list(range(2 * size - 1 if size else _FIRST_FINALS - 1, size - 1, -1))
-        slot = self._free.pop()
-        for name, leaf in final.leaves.items():
-            self.final_obs[name][slot] = torch.as_tensor(leaf).to(self.device)
-        if self.final_mask is not None and final.mask is not None:
-            self.final_mask[slot] = torch.from_numpy(final.mask).to(self.device)
-        return slot
-
-    def _grow(self, size: int) -> None:
-        def grown(old: Tensor) -> Tensor:
-            new = torch.zeros(size, *old.shape[1:], dtype=old.dtype, device=old.device)
-            new[: len(old)] = old
-            return new
-
-        self.final_obs = {name: grown(leaf) for name, leaf in self.final_obs.items()}
-        if self.final_mask is not None:
-            self.final_mask = grown(self.final_mask)
-
     def sample(self, uniform: Tensor, *, beta: float = 1.0) -> tuple[ReplayBatch, Tensor]:
         """Transitions for uniform numbers [B] in [0, 1), and their indices for ``prioritise``."""
-        n_valid = len(self)
+        n_valid, first, _ = self._counts()
         if self.tree is not None:
             index = self.tree.draw(uniform)
             share = self.tree.priorities[index] / self.tree.total
             weight = (n_valid * share).pow(-beta)
             weight = (weight / weight.max()).float()
         else:
-            number = (uniform.double() * n_valid).long().clamp_(max=n_valid - 1)
-            index = (number + self.oldest * self.n_envs) % len(self.done)
+            # torch draws float32 numbers of 24 bits, so the integers are exact.
+            number = ((uniform * 2**24).long() * n_valid) >> 24
+            index = (number + first) % len(self.done)
             weight = torch.ones_like(uniform)
         return self.batch(index, weight), index
+
+    def _counts(self) -> tuple[Any, Any, Any]:
+        """Transitions that can be drawn, index of the first, newest row; tensors on a device."""
+        if self.device.type != "cpu":
+            n_valid, first, newest = self._on_device().counts
+            return n_valid, first, newest
+        first_row, newest_row = self.first_drawn % self.n_rows, (self.n_written - 1) % self.n_rows
+        return len(self), first_row * self.n_envs, newest_row
 
     def batch(self, index: Tensor, weight: Tensor) -> ReplayBatch:
         """The windows of n steps that begin at ``index``."""
         last, steps, reward = self._window(index)
         successor = (last + self.n_envs) % len(self.done)
-        slot = self.final_of[last]
-        next_obs = {name: leaf.index_select(0, successor) for name, leaf in self.obs.items()}
+        slot = self.finals.slot_of[last]
+        next_obs = self._leaves(successor)
         next_mask = None if self.mask is None else self.mask[successor]
         has_final = slot >= 0
         # On a GPU, the question whether there are any would take longer than the work.
-        may_have_final = bool(has_final.any()) if self.device.type == "cpu" else self._has_finals
-        if may_have_final:
+        on_cpu = self.device.type == "cpu"
+        if bool(has_final.any()) if on_cpu else len(self.finals) > 0:
             at = slot.clamp(min=0)
             for name, leaf in next_obs.items():
                 shape = (-1, *[1] * (leaf.ndim - 1))
-                final = self.final_obs[name][at]
+                final = self.finals.leaves[name][at]
                 next_obs[name] = torch.where(has_final.view(shape), final, leaf)
-            if next_mask is not None and self.final_mask is not None:
-                next_mask = torch.where(has_final[:, None], self.final_mask[at], next_mask)
+            if next_mask is not None and self.finals.mask is not None:
+                next_mask = torch.where(has_final[:, None], self.finals.mask[at], next_mask)
         if next_mask is not None:
             # The mask of a terminated episode's last observation may allow nothing.
             next_mask = next_mask | self.terminated[last][:, None]
         discount = self.gamma**steps * (~self.terminated[last]).float()
-        obs = {name: leaf.index_select(0, index) for name, leaf in self.obs.items()}
         mask = None if self.mask is None else self.mask[index]
         return ReplayBatch(
-            PolicyInput(self._obs(obs), mask, None, None),
+            PolicyInput(self._obs(self._leaves(index)), mask, None, None),
             self.action[index],
             reward,
             PolicyInput(self._obs(next_obs), next_mask, None, None),
@@ -231,16 +310,25 @@ class ReplayBuffer:
             weight,
         )
 
-    @property
-    def _has_finals(self) -> bool:
-        return len(next(iter(self.final_obs.values()))) > 0
+    def _leaves(self, index: Tensor) -> dict[str, Tensor]:
+        """The observations of the rows at ``index``, [B, *shape] each."""
+        leaves = {}
+        if self.stacks.names:
+            frames = self.stacks.rows(index, self.done, self.n_envs)
+        for name, table in self.obs.items():
+            if name in self.stacks.names:
+                leaf = table.index_select(0, frames.flatten())
+                leaves[name] = leaf.view(*frames.shape, *table.shape[1:])
+            else:
+                leaves[name] = table.index_select(0, index)
+        return leaves
 
     def _window(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The last transition of each window, its length, and the discounted sum of rewards."""
         if self.n_step == 1:
             return index, torch.ones_like(index), self.reward[index]
         size = len(self.done)
-        newest = self._place(self.n_written - 1).start // self.n_envs
+        newest = self._counts()[2]
         left = (newest - index // self.n_envs) % self.n_rows  # rows before the write head
         last, reward = index, self.reward[index]
         steps = torch.ones_like(index)
@@ -264,59 +352,22 @@ class ReplayBuffer:
         priority = (error.abs() + 1e-6).pow(self._exponent)
         # The same transition may be drawn twice; its errors are equal, so any of them will do.
         self.tree.set(index, priority)
-        self._top = torch.maximum(self._top, priority.max())
+        self._top.copy_(torch.maximum(self._top, priority.max()))
 
-    def rows(self, first: int, last: int) -> dict[str, Any]:
-        """The rows from ``first`` to ``last``, counted from the start of the run, on the CPU."""
-        places = [self._place(row) for row in range(first, last)]
-        index = torch.cat([torch.arange(place.start, place.stop) for place in places])
-        index = index.to(self.device)
-        slot = self.final_of[index]
-        has_final = torch.nonzero(slot >= 0).flatten()
-        rows: dict[str, Any] = {"final_at": has_final}
-        for name, table, finals in self._tables():
-            rows[name] = table[index]
-            if finals is not None:
-                rows[f"final {name}"] = finals[slot[has_final]]
-        return {name: values.cpu() for name, values in rows.items()}
+    def _row_tables(self) -> dict[str, Tensor]:
+        """What a step completes; the tables of observations and masks hold what follows it."""
+        names = ("action", "reward", "terminated", "done")
+        return {**{name: getattr(self, name) for name in names}, "final": self.finals.slot_of}
 
-    def load_rows(self, first: int, last: int, rows: Mapping[str, Tensor]) -> None:
-        """Put rows back; those that are no longer in the ring are ignored."""
-        skipped = max(self.oldest - first, 0) * self.n_envs
-        places = [self._place(row) for row in range(max(first, self.oldest), last)]
-        if not places:
-            return
-        index = torch.cat([torch.arange(place.start, place.stop) for place in places])
-        index = index.to(self.device)
-        for name, table, _ in self._tables():
-            table[index] = rows[name][skipped:].to(self.device)
-        self.final_of[index] = -1
-        finals = {name for name, _, kept in self._tables() if kept is not None}
-        for number, at in enumerate(rows["final_at"].tolist()):
-            if at < skipped:
-                continue
-            one = {name: rows[f"final {name}"][number].numpy() for name in finals}
-            mask = one.pop("mask", None)
-            leaves = {name.removeprefix("obs "): value for name, value in one.items()}
-            place = index[at - skipped]
-            env = int(place) % self.n_envs
-            self.final_of[place] = self._keep(FinalObservation(env, leaves, mask))
-
-    def _tables(self) -> list[tuple[str, Tensor, Tensor | None]]:
-        """Every table by name, and the table of its final values if it has one."""
-        tables: list[tuple[str, Tensor, Tensor | None]] = [
-            (f"obs {name}", leaf, self.final_obs[name]) for name, leaf in self.obs.items()
-        ]
-        if self.mask is not None:
-            tables.append(("mask", self.mask, self.final_mask))
-        for name in ("action", "reward", "terminated", "done"):
-            tables.append((name, getattr(self, name), None))
-        return tables
+    def _next_tables(self) -> dict[str, Tensor]:
+        seen = {f"obs {name}": leaf for name, leaf in self.obs.items()}
+        return seen if self.mask is None else {**seen, "mask": self.mask}
 
     def state_dict(self) -> StateDict:
         """The counters and priorities; ``runs.replay_files`` saves the transitions."""
         return {
             "n_written": self.n_written,
+            "first": self.first,
             "segments": [dict(segment) for segment in self.segments],
             "n_saved": self.n_saved,
             "priorities": None if self.tree is None else self.tree.priorities.float(),
@@ -325,9 +376,12 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: StateDict) -> None:
         self.n_written = state["n_written"]
+        self.first = state.get("first", 0)
         self.segments = [dict(segment) for segment in state["segments"]]
         self.n_saved = state["n_saved"]
-        self._top = state["top_priority"].to(self.device)
+        self._top.copy_(state["top_priority"])
+        self._tell_device()
+        self._is_reset = False  # the saved episodes continue, unless ``end_episodes`` is called
         if self.tree is not None and state["priorities"] is not None:
             self.tree.load(state["priorities"])
 

@@ -63,6 +63,8 @@ def equal(one: Any, other: Any) -> bool:
         pytest.param([*DQN, *PRIORITISED], "parallel", id="workers", marks=pytest.mark.slow),
         pytest.param(SAC, "parallel", id="sac, workers", marks=pytest.mark.slow),
         pytest.param(DQN, "shared", id="shared", marks=pytest.mark.slow),
+        pytest.param([*DQN, *PRIORITISED, "env=torch_cartpole"], "auto", id="tensor env"),
+        pytest.param([*SAC, "env=torch_pendulum"], "auto", id="sac, tensor env"),
     ],
 )
 def test_a_resumed_run_equals_an_unbroken_one(
@@ -145,7 +147,7 @@ def test_evaluate_and_export_work_for_all(here: Path, capsys: Capture) -> None:
         (["agent=dqn", "network=lstm"], "network Recurrent is recurrent, which replay does not"),
         (["agent=dqn", "agent.buffer_size=3"], "holds less than two steps of n_envs=8"),
         (["agent=dqn", "collector=double"], "replay learns while envs step"),
-        (["agent=dqn", "env=torch_cartpole"], "replay supports envs in processes"),
+        (["agent=dqn", "env=torch_cartpole", "agent.stacked_frames=4"], "agent.stacked_frames=4"),
         (["agent=sac", "env=pendulum", "agent.tau=0"], "agent.tau=0.0: must be above 0"),
     ],
 )
