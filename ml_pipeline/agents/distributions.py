@@ -17,6 +17,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ml_pipeline.agents.box_scale import BoxScale
 from ml_pipeline.errors import UserError
 
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -195,7 +196,7 @@ class MultiCategorical(Distribution):
         return np.asarray(np.logical_or.reduceat(mask, self._first, axis=1).all(axis=1))
 
 
-class _BoxDistribution(Distribution):
+class BoxDistribution(Distribution):
     """Box actions: sampled and scored without bounds, clipped only for the env."""
 
     space: spaces.Box
@@ -232,7 +233,7 @@ class _BoxDistribution(Distribution):
         return clipped.round().long() if self._is_integer else clipped
 
 
-class DiagonalGaussian(_BoxDistribution):
+class DiagonalGaussian(BoxDistribution):
     """Box actions; ``outputs`` are the means, the standard deviation is a free parameter."""
 
     def __init__(self, space: spaces.Box, *, log_std_init: float = 0.0) -> None:
@@ -268,41 +269,34 @@ class SquashedGaussian(DiagonalGaussian):
                 f"agent.box_policy=squashed: action space {space} is not bounded on every side; "
                 "use agent.box_policy=gaussian"
             )
-        low, high = (np.asarray(b, dtype=np.float64).flatten() for b in (space.low, space.high))
-        self._low, self._half = low, 0.5 * (high - low)
+        self.scale = BoxScale(space)
         # Gauss-Hermite quadrature for the mean over a normal variable. It gives three digits for
         # standard deviations up to e, and more for smaller ones. Buffers are on the device
         # already: a copy in every update would cost more than the arithmetic.
         nodes, weights = np.polynomial.hermite_e.hermegauss(48)
         for name, numbers in (("_nodes", nodes), ("_weights", weights / weights.sum())):
             self.register_buffer(name, torch.from_numpy(numbers).float(), persistent=False)
-        # A dimension with low == high has no density.
-        self._log_volume = float(np.log(self._half[self._half > 0]).sum())
 
     def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         log_prob, entropy = super().log_prob_and_entropy(outputs, action)
-        log_slope = _log_tanh_slope(action).sum(dim=-1) + self._log_volume
+        log_slope = log_tanh_slope(action).sum(dim=-1) + self.scale.log_volume
         # The entropy has no closed form: integrate the log slope over the Gaussian.
         spread = self.log_std.exp().unsqueeze(-1) * self._nodes
-        slopes = _log_tanh_slope(outputs.unsqueeze(-1) + spread)
-        mean_log_slope = (slopes @ self._weights).sum(dim=-1) + self._log_volume
+        slopes = log_tanh_slope(outputs.unsqueeze(-1) + spread)
+        mean_log_slope = (slopes @ self._weights).sum(dim=-1) + self.scale.log_volume
         return log_prob - log_slope, entropy + mean_log_slope
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
-        return super().to_env(self._low + self._half * (np.tanh(action) + 1.0))
+        return super().to_env(self.scale.array(np.tanh(action)))
 
     def to_env_tensor(self, action: Tensor) -> Tensor:
-        low, half = (
-            torch.tensor(each.tolist(), dtype=torch.float64) for each in (self._low, self._half)
-        )
-        return super().to_env_tensor(low + half * (action.tanh() + 1.0))
+        return super().to_env_tensor(self.scale.exact(action.tanh()))
 
     def to_torch_env(self, action: Tensor) -> Tensor:
-        low, high = self._low_tensor.flatten(), self._high_tensor.flatten()
-        return super().to_torch_env(low + 0.5 * (high - low) * (action.tanh() + 1.0))
+        return super().to_torch_env(self.scale(action.tanh()))
 
 
-class StateDependentNoise(_BoxDistribution):
+class StateDependentNoise(BoxDistribution):
     """gSDE: the noise is a linear function of the features, kept for several steps.
 
     So actions are smooth over time, as real robots require (Raffin et al., 2020).
@@ -367,7 +361,7 @@ def _drawn(probs: Tensor, noise: Tensor) -> Tensor:
     )
 
 
-def _log_tanh_slope(u: Tensor) -> Tensor:
+def log_tanh_slope(u: Tensor) -> Tensor:
     """log(1 - tanh(u)^2), without cancellation."""
     return 2.0 * (math.log(2.0) - u - nn.functional.softplus(-2.0 * u))
 

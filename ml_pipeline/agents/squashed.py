@@ -8,28 +8,25 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ml_pipeline.agents.box_scale import BoxScale
 from ml_pipeline.agents.distributions import (
     LOG_SQRT_2PI,
     ActionSpaceError,
-    Distribution,
+    BoxDistribution,
     StateDependentNoise,
+    log_tanh_slope,
 )
 
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
 
 
-class SquashedPolicy(Distribution):
+class SquashedPolicy(BoxDistribution):
     """Bounded Box actions, stored in [-1, 1]; ``outputs`` are means and log deviations."""
-
-    space: spaces.Box
-    _low: Tensor
-    _half: Tensor
 
     def __init__(self, space: spaces.Box) -> None:
         super().__init__(space)
@@ -40,13 +37,7 @@ class SquashedPolicy(Distribution):
             )
         (self.n_actions,) = self.action_shape
         self.n_outputs = 2 * self.n_actions
-        self._is_integer = np.issubdtype(space.dtype, np.integer)
-        low, high = (np.asarray(b, dtype=np.float64).flatten() for b in (space.low, space.high))
-        self._bounds = low, 0.5 * (high - low)
-        # A dimension with low == high has no density.
-        self.log_volume = float(np.log(self._bounds[1][self._bounds[1] > 0]).sum())
-        for name, numbers in zip(("_low", "_half"), self._bounds, strict=True):
-            self.register_buffer(name, torch.from_numpy(numbers).float(), persistent=False)
+        self.scale = BoxScale(space)
 
     def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
         return n_steps, n_envs, self.n_actions
@@ -64,10 +55,9 @@ class SquashedPolicy(Distribution):
         """Actions with gradients, and their log-probabilities in the units of the env, [...]."""
         mean, log_std = self.split(outputs)
         raw = mean + log_std.exp() * noise
-        # log(1 - tanh(x)^2), in a form that does not overflow.
-        log_slope = 2.0 * (math.log(2.0) - raw - torch.nn.functional.softplus(-2.0 * raw))
+        log_slope = log_tanh_slope(raw)
         log_prob = -(0.5 * noise.square() + log_std + LOG_SQRT_2PI + log_slope).sum(dim=-1)
-        return torch.tanh(raw), log_prob - self.log_volume
+        return torch.tanh(raw), log_prob - self.scale.log_volume
 
     def mode(self, outputs: Tensor) -> Tensor:
         return torch.tanh(self.split(outputs)[0])
@@ -83,27 +73,13 @@ class SquashedPolicy(Distribution):
         return log_prob, -log_prob  # an estimate from one action: the entropy has no closed form
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
-        low, half = self._bounds
-        shaped = (low + half * (action + 1.0)).reshape(len(action), *self.space.shape)
-        clipped: NDArray[Any] = np.clip(shaped, self.space.low, self.space.high)
-        return (np.rint(clipped) if self._is_integer else clipped).astype(self.space.dtype)
+        return super().to_env(self.scale.array(action))
 
     def to_env_tensor(self, action: Tensor) -> Tensor:
-        low, half = (torch.tensor(each.tolist(), dtype=torch.float64) for each in self._bounds)
-        scaled = (low + half * (action.double() + 1.0)).reshape(-1, *self.space.shape)
-        bounds = (
-            torch.tensor(bound.tolist(), dtype=torch.float64)
-            for bound in (self.space.low, self.space.high)
-        )
-        clipped = scaled.clamp(*bounds)
-        if self._is_integer:
-            return clipped.round().long()
-        return clipped if self.space.dtype == np.float64 else clipped.float()
+        return super().to_env_tensor(self.scale.exact(action))
 
     def to_torch_env(self, action: Tensor) -> Tensor:
-        scaled = self._low + self._half * (action + 1.0)
-        shaped = scaled.reshape(-1, *self.space.shape)
-        return shaped.round().long() if self._is_integer else shaped
+        return super().to_torch_env(self.scale(action))
 
 
 class SquashedNoise(SquashedPolicy):
