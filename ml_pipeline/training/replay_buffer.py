@@ -98,6 +98,11 @@ class ReplayBuffer:
         """The first row that is still needed, counted from the start of the run."""
         return max(self.first_drawn - (self.stacks.n_frames - 1), 0)
 
+    @property
+    def n_bytes(self) -> int:
+        """Memory of the transitions, without final observations and priorities."""
+        return sum(table.nbytes for _, table, _ in self._tables()) + self.final_of.nbytes
+
     def begin(self, leaves: Mapping[str, NDArray[Any]], mask: Mask | None) -> None:
         """Store the current observations of all envs: after ``end_episodes`` and a resume."""
         self._observe(leaves, mask, np.ones(self.n_envs, bool) if self._is_reset else None)
@@ -135,8 +140,13 @@ class ReplayBuffer:
             return
         self.first = self.first_drawn  # the row before it has been overwritten
         self.n_written -= 1
-        if self.tree is not None:
-            self._set_priority(self.n_written, 0.0 * self._top)
+        self._set_priority(self.n_written, self.n_written + 1, 0.0 * self._top)
+
+    def forget_before(self, row: int) -> None:
+        """Draw no transition that needs a row before this one."""
+        first_drawn = self.first_drawn
+        self.first = row + self.stacks.n_frames - 1 if row else 0
+        self._set_priority(first_drawn, self.first, 0.0 * self._top)
 
     def write(
         self,
@@ -162,16 +172,16 @@ class ReplayBuffer:
         for final in finals:
             self.final_of[place.start + final.env] = self.finals.keep(final)
         self.n_written += 1
-        if self.tree is not None:
-            self._set_priority(self.n_written - 1, self._top)
-            self._set_priority(self.n_written - 1 - self.capacity_rows, 0.0 * self._top)
+        row, left = self.n_written - 1, self.n_written - 1 - self.capacity_rows
+        self._set_priority(row, row + 1, self._top)
+        self._set_priority(left, left + 1, 0.0 * self._top)
         self._observe(leaves, mask, done)
 
-    def _set_priority(self, row: int, priority: Tensor) -> None:
-        place = self._place(row)
-        index = torch.arange(place.start, place.stop, device=self.device)
-        if self.tree is not None:
-            self.tree.set(index, priority.expand(self.n_envs))
+    def _set_priority(self, first: int, last: int, priority: Tensor) -> None:
+        """Give the rows from ``first`` to ``last`` one priority."""
+        if self.tree is not None and first < last:
+            number = torch.arange(first * self.n_envs, last * self.n_envs, device=self.device)
+            self.tree.set(number % len(self.done), priority.expand(len(number)))
 
     def _put(self, table: Tensor, place: slice, values: NDArray[Any]) -> None:
         if self.device.type == "cpu":
@@ -355,8 +365,11 @@ class ReplayBuffer:
         self.n_saved = state["n_saved"]
         self._top = state["top_priority"].to(self.device)
         self._is_reset = False  # the saved episodes continue, unless ``end_episodes`` is called
-        if self.tree is not None and state["priorities"] is not None:
-            self.tree.load(state["priorities"])
+        priorities = state["priorities"]
+        if self.tree is not None and priorities is not None and len(priorities) == len(self.done):
+            self.tree.load(priorities)
+        else:  # agent.priority_exponent was 0, or agent.buffer_size has changed
+            self._set_priority(self.first_drawn, self.n_written, self._top)
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
