@@ -38,7 +38,7 @@ def save_replay(run: RunFolder, loop: Loop) -> None:
         return
     first, last = max(buffer.n_saved, buffer.oldest), buffer.n_written
     buffer.segments = [each for each in buffer.segments if each["last"] > buffer.oldest]
-    n_rows = max(_FILE_BYTES // (buffer.n_bytes // buffer.n_rows), 1)
+    n_rows = max(_FILE_BYTES // buffer.row_bytes, 1)
     for start in range(first, last, n_rows):
         _write(run, buffer, start, min(start + n_rows, last))
 

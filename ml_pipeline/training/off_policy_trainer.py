@@ -228,19 +228,24 @@ class OffPolicyTrainer:
     def load_state_dict(self, state: StateDict) -> None:
         """Everything except the current episodes and the transitions."""
         self.agent.load_state_dict(state["agent"])
-        self.replay.load_state_dict(state["replay"])
+        load_position(self.replay, state)
         self.n_updates = state["n_updates"]
         self._check.n_steps = state["n_steps"]
         self._noise.set_state(state["noise_generator"])
         self._draws.set_state(state["draw_generator"])
         self.episodes.load_state_dict(state)
-        if state["positions"] is None:
-            self.replay.forget_newest()  # stopped during an iteration
-        elif state["positions"][0]["leaves"]:
-            position = state["positions"][0]
-            leaves = {name: leaf.numpy() for name, leaf in position["leaves"].items()}
-            mask = position["mask"]
-            self.replay.begin(leaves, None if mask is None else mask.numpy())
+
+
+def load_position(replay: ReplayBuffer, state: StateDict) -> None:
+    """Everything of a buffer except the transitions: its counters and current observations."""
+    replay.load_state_dict(state["replay"])
+    if state["positions"] is None:
+        replay.forget_newest()  # stopped during an iteration
+    elif state["positions"][0]["leaves"]:
+        position = state["positions"][0]
+        leaves = {name: leaf.numpy() for name, leaf in position["leaves"].items()}
+        mask = position["mask"]
+        replay.begin(leaves, None if mask is None else mask.numpy())
 
 
 def check_envs(envs: Envs) -> None:

@@ -99,9 +99,16 @@ class ReplayBuffer:
         return max(self.first_drawn - (self.stacks.n_frames - 1), 0)
 
     @property
+    def row_bytes(self) -> int:
+        """What a row holds, without final observations and priorities."""
+        return sum(table.nbytes for _, table, _ in self._tables()) // self.n_rows
+
+    @property
     def n_bytes(self) -> int:
-        """Memory of the transitions, without final observations and priorities."""
-        return sum(table.nbytes for _, table, _ in self._tables()) + self.final_of.nbytes
+        """Memory of the buffer."""
+        finals = sum(kept.nbytes for _, _, kept in self._tables() if kept is not None)
+        tree = 0 if self.tree is None else self.tree.n_bytes
+        return self.n_rows * self.row_bytes + self.final_of.nbytes + finals + tree
 
     def begin(self, leaves: Mapping[str, NDArray[Any]], mask: Mask | None) -> None:
         """Store the current observations of all envs: after ``end_episodes`` and a resume."""
@@ -216,7 +223,7 @@ class ReplayBuffer:
 
     def batch(self, index: Tensor, weight: Tensor) -> ReplayBatch:
         """The windows of n steps that begin at ``index``."""
-        last, steps, reward = self._window(index)
+        last, steps, reward = self.window(index)
         successor = (last + self.n_envs) % len(self.done)
         slot = self.final_of[last]
         next_obs = self._leaves(successor)
@@ -259,7 +266,7 @@ class ReplayBuffer:
                 leaves[name] = table.index_select(0, index)
         return leaves
 
-    def _window(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def window(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The last transition of each window, its length, and the discounted sum of rewards."""
         if self.n_step == 1:
             return index, torch.ones_like(index), self.reward[index]

@@ -58,9 +58,9 @@ def replay_rows(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def _template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 192 env steps; copied, never changed."""
-    folder = tmp_path_factory.mktemp("template")
+    folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         train([*DQN, "total_steps=192"])
@@ -68,8 +68,8 @@ def _template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(_template: Path, here: Path) -> Path:
-    shutil.copytree(_template / "runs", here / "runs")
+def run(_trained: Path, here: Path) -> Path:
+    shutil.copytree(_trained / "runs", here / "runs")
     return only_run(here)
 
 
