@@ -34,10 +34,15 @@ _FILE_BYTES = 2**28  # about the size of a file at most, since saving copies its
 def save_replay(run: RunFolder, loop: Loop) -> None:
     """Write the rows that are not in a file yet; call this before the checkpoint is saved."""
     buffer = _buffer_of(loop)
-    if buffer is None:
-        return
+    if buffer is not None:
+        write_replay(run, buffer)
+
+
+def write_replay(run: RunFolder, buffer: ReplayBuffer) -> None:
+    """Write the rows that are not in a file yet, and name the files in the buffer's state."""
     first, last = max(buffer.n_saved, buffer.oldest), buffer.n_written
     buffer.segments = [each for each in buffer.segments if each["last"] > buffer.oldest]
+    run.replay.mkdir(exist_ok=True)
     n_rows = max(_FILE_BYTES // buffer.row_bytes, 1)
     for start in range(first, last, n_rows):
         _write(run, buffer, start, min(start + n_rows, last))
@@ -48,7 +53,6 @@ def _write(run: RunFolder, buffer: ReplayBuffer, first: int, last: int) -> None:
     check_plain(rows, "replay")
     content = io.BytesIO()
     torch.save(rows, content)
-    run.replay.mkdir(exist_ok=True)
     name = f"{first}-{last}-{secrets.token_hex(4)}.rows"
     write_sealed(run.replay / name, content.getvalue())
     buffer.segments = [*buffer.segments, {"name": name, "first": first, "last": last}]

@@ -55,10 +55,13 @@ class FrameStacks:
             leaf = leaves[name]
             if start is not None:
                 before = self._current.get(name, leaf)
-                is_start = start.reshape(-1, *[1] * (leaf.ndim - 1))
-                expected = np.where(is_start, leaf[:, -1:], before[:, 1:])
-                differs = (leaf[:, :-1] != expected).reshape(len(leaf), -1).any(axis=1)
-                for env in np.flatnonzero(differs).tolist():
+                expected = before[:, 1:]
+                if start.any():
+                    is_start = start.reshape(-1, *[1] * (leaf.ndim - 1))
+                    expected = np.where(is_start, leaf[:, -1:], expected)
+                if not np.array_equal(leaf[:, :-1], expected):
+                    differs = (leaf[:, :-1] != expected).reshape(len(leaf), -1).any(axis=1)
+                    env = int(differs.argmax())
                     raise TrainingError(self._misfit(name, env, is_start=bool(start[env])))
             self._current[name] = leaf.copy()  # a vector env may use its arrays again
 

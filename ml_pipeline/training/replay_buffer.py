@@ -235,7 +235,7 @@ class ReplayBuffer:
             at = slot.clamp(min=0)
             for name, leaf in next_obs.items():
                 shape = (-1, *[1] * (leaf.ndim - 1))
-                final = self.finals.leaves[name][at]
+                final = self.finals.leaves[name].index_select(0, at)
                 next_obs[name] = torch.where(has_final.view(shape), final, leaf)
             if next_mask is not None and self.finals.mask is not None:
                 next_mask = torch.where(has_final[:, None], self.finals.mask[at], next_mask)
@@ -299,14 +299,12 @@ class ReplayBuffer:
 
     def rows(self, first: int, last: int) -> dict[str, Any]:
         """The rows from ``first`` to ``last``, counted from the start of the run, on the CPU."""
-        places = [self._place(row) for row in range(first, last)]
-        index = torch.cat([torch.arange(place.start, place.stop) for place in places])
-        index = index.to(self.device)
-        slot = self.final_of[index]
+        spans = self._spans(first, last)
+        slot = torch.cat([self.final_of[span] for span in spans])
         has_final = torch.nonzero(slot >= 0).flatten()
         rows: dict[str, Any] = {"final_at": has_final}
         for name, table, finals in self._tables():
-            rows[name] = table[index]
+            rows[name] = torch.cat([table[span] for span in spans])
             if finals is not None:
                 rows[f"final {name}"] = finals[slot[has_final]]
         return {name: values.cpu() for name, values in rows.items()}
@@ -315,14 +313,13 @@ class ReplayBuffer:
         """Put rows back; those that are no longer in the ring are ignored."""
         self._check_rows(rows, last - first)
         skipped = max(self.oldest - first, 0) * self.n_envs
-        places = [self._place(row) for row in range(max(first, self.oldest), last)]
-        if not places:
-            return
-        index = torch.cat([torch.arange(place.start, place.stop) for place in places])
-        index = index.to(self.device)
-        for name, table, _ in self._tables():
-            table[index] = rows[name][skipped:].to(self.device)
-        self.final_of[index] = -1
+        read = skipped
+        for span in self._spans(max(first, self.oldest), last):
+            part = slice(read, read + span.stop - span.start)
+            for name, table, _ in self._tables():
+                table[span] = rows[name][part].to(self.device)
+            self.final_of[span] = -1
+            read = part.stop
         finals = {name for name, _, kept in self._tables() if kept is not None}
         for number, at in enumerate(rows["final_at"].tolist()):
             if at < skipped:
@@ -330,9 +327,15 @@ class ReplayBuffer:
             one = {name: rows[f"final {name}"][number].numpy() for name in finals}
             mask = one.pop("mask", None)
             leaves = {name.removeprefix("obs "): value for name, value in one.items()}
-            place = index[at - skipped]
-            env = int(place) % self.n_envs
-            self.final_of[place] = self.finals.keep(FinalObservation(env, leaves, mask))
+            place = (first * self.n_envs + at) % len(self.done)
+            final = FinalObservation(place % self.n_envs, leaves, mask)
+            self.final_of[place] = self.finals.keep(final)
+
+    def _spans(self, first: int, last: int) -> list[slice]:
+        """The rows from ``first`` to ``last`` as slices: two if they pass the end of the ring."""
+        start, size = self._place(first).start, len(self.done)
+        stop = start + max(last - first, 0) * self.n_envs
+        return [slice(start, min(stop, size)), slice(0, max(stop - size, 0))]
 
     def _check_rows(self, rows: Mapping[str, Tensor], n_rows: int) -> None:
         if len(rows["reward"]) != n_rows * self.n_envs:
