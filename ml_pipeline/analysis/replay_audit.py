@@ -13,12 +13,13 @@ _CHUNK = 4_096  # transitions at a time
 
 
 class ReplayAudit(NamedTuple):
-    """Counts over all transitions that can be drawn; the last three must be 0."""
+    """Counts over all transitions that can be drawn; the last four must be 0."""
 
     n_transitions: int
     n_terminated: int
     n_truncated: int
     n_finals: int  # final observations of truncated episodes
+    n_outside: int  # priorities above 0 of rows that must not be drawn
     n_over_head: int  # windows of n steps with a row that is not written yet
     n_over_end: int  # windows of n steps that continue after the end of an episode
     n_resets: int  # transitions that would bootstrap from the first observation of an episode
@@ -27,6 +28,7 @@ class ReplayAudit(NamedTuple):
     def fault(self) -> str:
         """What is wrong, or an empty string."""
         faults = {
+            "rows outside the buffer have a priority": self.n_outside,
             "windows cross the write head": self.n_over_head,
             "windows cross the end of an episode": self.n_over_end,
             "transitions have a reset observation as the next one": self.n_resets,
@@ -53,12 +55,18 @@ def audit(buffer: ReplayBuffer) -> ReplayAudit:
         n_over_head += int(over_head.sum())
         n_over_end += int((ends_before[known - first] > ends_before[number - first]).sum())
         n_resets += _count_resets(buffer, index, last)
+    n_outside = 0
+    if buffer.tree is not None:
+        outside = torch.ones_like(buffer.done)
+        outside[numbers % size] = False
+        n_outside = int((buffer.tree.priorities[outside] > 0).sum())
     terminated = buffer.terminated[numbers % size]
     return ReplayAudit(
         len(numbers),
         int(terminated.sum()),
         int((done.flatten() & ~terminated).sum()),
         int((buffer.final_of[numbers % size] >= 0).sum()),
+        n_outside,
         n_over_head,
         n_over_end,
         n_resets,

@@ -34,6 +34,7 @@ def run(options: Namespace) -> None:
         ("terminated", f"{found.n_terminated:,} ({found.n_terminated / n:.2%})"),
         ("truncated", f"{found.n_truncated:,} ({found.n_truncated / n:.2%})"),
         ("final observations", f"{found.n_finals:,}"),
+        ("priorities outside the buffer", f"{found.n_outside:,}"),
         ("windows over the write head", f"{found.n_over_head:,}"),
         ("windows over the end of an episode", f"{found.n_over_end:,}"),
         ("next observations of a reset", f"{found.n_resets:,}"),

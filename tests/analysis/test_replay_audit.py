@@ -16,20 +16,22 @@ from ml_pipeline.__main__ import main
 from ml_pipeline.analysis.replay_audit import audit
 from ml_pipeline.build import train
 from ml_pipeline.door.load import load_replay_buffer
-from ml_pipeline.runs.checkpoint import read_sealed, write_sealed
+from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint, read_sealed, write_sealed
+from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.training.checks import BadValueError
 from ml_pipeline.training.replay_buffer import ReplayBuffer
 
+COMMON = [
+    *("agent=dqn", "n_envs=2", "vec_env=serial", "device=cpu", "logger=none"),
+    *("agent.buffer_size=60", "agent.learning_starts=32", "agent.batch_size=4", "agent.n_step=3"),
+    *("agent.iteration_length=8", "agent.priority_exponent=0.6", "network.hidden_sizes=[8]"),
+    "~callbacks.evaluation",
+]
 # Episodes of 5 steps, which are truncated; the buffer holds the last 30 steps of each env.
 RUN = [
-    *(
-        "agent=dqn",
-        "env.target=tiny_envs.CountingEnv",
-        "+env.kwargs={length: 5, ending: truncated}",
-    ),
-    *("n_envs=2", "vec_env=serial", "device=cpu", "logger=none", "network.hidden_sizes=[8]"),
-    *("agent.buffer_size=60", "agent.learning_starts=32", "agent.batch_size=4", "agent.n_step=3"),
-    *("agent.iteration_length=8", "total_steps=96", "~callbacks.evaluation"),
-    *("agent.priority_exponent=0.6", "callbacks.checkpoints.every_steps=16"),
+    *COMMON,
+    *("env.target=tiny_envs.CountingEnv", "+env.kwargs={length: 5, ending: truncated}"),
+    *("total_steps=96", "callbacks.checkpoints.every_steps=16"),
 ]
 
 
@@ -60,6 +62,7 @@ def test_the_command_prints_what_is_in_the_buffer(run: Path, capsys: Capture) ->
     assert shown["terminated"] == "0 (0.00%)"
     assert shown["truncated"] == "12 (20.00%)"
     assert shown["final observations"] == "12"
+    assert shown["priorities outside the buffer"] == "0"
     assert shown["windows over the write head"] == "0"
     assert shown["windows over the end of an episode"] == "0"
     assert shown["next observations of a reset"] == "0"
@@ -93,6 +96,23 @@ def test_a_lost_final_observation_is_found(run: Path, capsys: Capture) -> None:
     assert error_line(capsys) == f"{run}: {expected}; do not train from this replay buffer"
 
 
+def test_a_run_that_failed_during_an_iteration_leaves_no_bad_transition(
+    here: Path, capsys: Capture
+) -> None:
+    with pytest.raises(BadValueError, match="reward nan"):  # in step 20 of an env
+        train([*COMMON, "env.target=tiny_envs.NanEnv", "total_steps=64"])
+    run = only_run(here)
+
+    assert main(["replay", str(run)]) == 0
+    train([f"resume={run}"])  # new envs, which fail later
+    assert main(["replay", str(run)]) == 0
+
+    # The successor of row 19 is not known; the resumed run adds 16 rows.
+    shown = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "  rows" in line]
+    assert shown == ["18", "30"]
+    assert load_checkpoint(RunFolder.open(run), LATEST)["replay"]["n_written"] == 18 + 16
+
+
 class Careless(ReplayBuffer):
     """Its windows always have n steps."""
 
@@ -106,8 +126,10 @@ def test_windows_over_the_write_head_and_over_ends_are_found(run: Path) -> None:
     assert audit(buffer).fault == ""
 
     buffer.__class__ = Careless
+    buffer.tree.set(torch.tensor([buffer.n_written % buffer.n_rows * 2]), torch.ones(1))
     found = audit(buffer)
 
+    assert found.n_outside == 1  # the current observation of env 0
     assert found.n_over_head == 2 * 2  # the last two rows of each env
     assert found.n_over_end == 2 * 2 * 6  # those that begin one or two steps before an end
     assert "4 windows cross the write head, 24 windows cross the end of an episode" in found.fault

@@ -17,6 +17,7 @@ import torch
 from conftest import only_run, read_rows
 from stopped_runs import checkpoint_numbers
 
+from ml_pipeline.__main__ import main
 from ml_pipeline.build import train
 from ml_pipeline.runs import replay_files
 from ml_pipeline.runs.checkpoint import (
@@ -34,6 +35,11 @@ COMMON = [
     *("agent.iteration_length=8", "~callbacks.evaluation", "callbacks.checkpoints.every_steps=32"),
 ]
 DQN = ["agent=dqn", "env=cartpole", *COMMON, "agent.n_step=3"]
+STACK = "{_target_: gymnasium.wrappers.FrameStackObservation, stack_size: 4}"
+FRAMES = [
+    *("agent=dqn", "env.target=tiny_envs.FramesEnv", f"+env.wrappers.stack={STACK}"),
+    *(*COMMON, "agent.n_step=3", "agent.stacked_frames=4"),
+]
 SAC = ["agent=sac", "env=pendulum", *COMMON]
 
 
@@ -153,7 +159,7 @@ def _train_in_process(settings: list[str], death: tuple[str, int] | None) -> Non
 @pytest.mark.parametrize(
     ("settings", "n_kills"),
     [
-        pytest.param([*DQN, "agent.priority_exponent=0.6", "total_steps=1536"], 20, id="dqn"),
+        pytest.param([*FRAMES, "agent.priority_exponent=0.6", "total_steps=1536"], 20, id="dqn"),
         pytest.param([*SAC, "total_steps=512"], 6, id="sac"),
     ],
 )
@@ -196,6 +202,7 @@ def test_a_run_killed_many_times_equals_an_unbroken_one(
     ours, theirs = checkpoint_numbers(run), checkpoint_numbers(whole)
     assert [name for name in theirs if ours[name] != theirs[name] and "'name'" not in name] == []
     assert replay_rows(run) == replay_rows(whole)
+    assert main(["replay", str(run)]) == 0
 
 
 def _wait_for_a_save(here: Path, saved: int) -> None:
