@@ -112,12 +112,11 @@ class FlatAdam:
         )
         return norm, True
 
-    def quick_step(self, learning_rate: float, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """``step_on_cpu`` on a CPU, else ``step``; not for captured graphs."""
+    def quick_step(self, learning_rate: float, loss: Any) -> tuple[Any, Any]:
+        """``step_on_cpu`` on a CPU, which returns plain numbers, else ``step``."""
         if self.values.device.type != "cpu":
             return self.step(learning_rate, loss)
-        norm, finite = self.step_on_cpu(learning_rate, float(loss))
-        return torch.tensor(norm), torch.tensor(finite)
+        return self.step_on_cpu(learning_rate, float(loss))
 
     @property
     def tensors(self) -> list[Tensor]:

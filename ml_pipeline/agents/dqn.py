@@ -59,12 +59,12 @@ class DQNRates(NamedTuple):
 
 
 class DQNResult(NamedTuple):
-    """Metrics of one gradient step, 0-d tensors, and the TD error of each transition."""
+    """Metrics of one gradient step, 0-d tensors or numbers, and the TD error of each transition."""
 
-    loss: Tensor
-    q: Tensor  # mean value of the actions in the batch
-    grad_norm: Tensor
-    finite: Tensor  # False if loss or gradient was not finite; such a step changes nothing
+    loss: Any
+    q: Any  # mean value of the actions in the batch
+    grad_norm: Any
+    finite: Any  # False if loss or gradient was not finite; such a step changes nothing
     error: Tensor  # [B]
 
 
@@ -214,11 +214,11 @@ class DQNAgent:
     @torch.no_grad()
     def sample_batch(self, inputs: PolicyInput, noise: Tensor, epsilon: float) -> PolicySample:
         """The best action in each env, or with probability ``epsilon`` a random allowed one."""
+        if self.fast is not None:
+            return PolicySample(self.fast.explore(inputs, noise, epsilon), None)
         values = self._values(inputs)
         best = self.distribution.mode(values)
         explores = noise[:, 0] < epsilon
-        if self.device.type == "cpu" and not explores.any():
-            return PolicySample(best, None)  # saves time; elsewhere the question would take longer
         equal = torch.where(values > 0.5 * FORBIDDEN, 0.0, FORBIDDEN)
         which = noise[:, 1:] if self.distribution.action_shape else noise[:, 1]
         drawn = self.distribution.sample(equal, which)
@@ -285,7 +285,7 @@ class DQNAgent:
 
     def gradient_step(self, batch: ReplayBatch, rates: DQNRates, copies: bool) -> DQNResult:
         """Only tensors change, so that a graph can be captured for each ``copies``."""
-        gradient = self.plain_gradient if self.fast is None else self.fast.gradient
+        gradient: Any = self.plain_gradient if self.fast is None else self.fast.gradient
         loss, mean, error = gradient(batch)
         norm, finite = self.adam.quick_step(rates.learning_rate, loss)
         if copies:

@@ -56,7 +56,7 @@ class SACResult(NamedTuple):
     q: Tensor  # mean value of the actions in the batch
     entropy: Tensor  # of the actor; for a Box, the mean -log_prob of new actions
     temperature: Tensor
-    finite: Tensor  # False if a loss or a gradient was not finite; such a step changes nothing
+    finite: Any  # False if a loss or a gradient was not finite; such a step changes nothing
 
 
 def critic_loss(values: Tensor, target: Tensor, weight: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class SACAgent:
             self.last_actor.copy_(torch.stack([actor, entropy]))
         self.target_values.lerp_(self.adams["critics"].values, self.config.tau)
         actor, entropy = self.last_actor.clone()
-        return SACResult(loss, actor, q, entropy, self.temperature(), torch.as_tensor(finite))
+        return SACResult(loss, actor, q, entropy, self.temperature(), finite)
 
     def check_fast(self) -> str:
         """Use plain torch from now on if the fast backend computes something else; returns why."""
@@ -280,7 +280,7 @@ class SACAgent:
     def _soft_value(self, critics: Critics, obs: Obs, mask: Tensor | None) -> SoftValue:
         return self.actions.soft_value(critics, obs, self.actor(obs, mask), self.update_generator)
 
-    def _update_actor(self, obs: Obs, mask: Tensor | None, rates: SACRates) -> Tensor:
+    def _update_actor(self, obs: Obs, mask: Tensor | None, rates: SACRates) -> Any:
         soft = self._soft_value(self.critics, obs, mask)
         loss = actor_loss(soft, self.temperature().detach())
         finite = self._step("actor", loss, rates)
@@ -297,7 +297,7 @@ class SACAgent:
         given = self.config.target_entropy
         return self.actions.target_entropy(mask) if given is None else given
 
-    def _step(self, name: str, loss: Tensor, rates: SACRates) -> Tensor:
+    def _step(self, name: str, loss: Tensor, rates: SACRates) -> Any:
         adam = self.adams[name]
         adam.grad.zero_()
         # Only these parameters: the actor's loss must not train the critics.

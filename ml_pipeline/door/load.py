@@ -13,6 +13,7 @@ import gymnasium as gym
 import torch
 
 from ml_pipeline.agents.space_data import space_to_data
+from ml_pipeline.config.off_policy import OffPolicyConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.deploy.export import Agreement, export_policy
 from ml_pipeline.deploy.exported import ExportedPolicy
@@ -25,13 +26,17 @@ from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.errors import first_line
 from ml_pipeline.protocols import Agent, Policy
 from ml_pipeline.runs.checkpoint import (
+    LATEST,
     best_or_latest,
     check_fits,
     load_checkpoint,
     misfit_explained,
     named_checkpoint,
 )
+from ml_pipeline.runs.replay_files import read_replay
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.training.off_policy_trainer import load_position
+from ml_pipeline.training.replay_buffer import ReplayBuffer
 
 
 class TrainedAgent(NamedTuple):
@@ -81,6 +86,38 @@ def _load_agent(
     make_envs = partial(make_evaluation_envs, make_env, config.vec_env)
     name = config.evaluated_env.name
     return TrainedAgent(agent, env, make_envs, name, config.seed, checkpoint, env_steps)
+
+
+def load_replay_buffer(path: Path | str, *, trust: bool = False) -> tuple[ReplayBuffer, int]:
+    """The transitions of a run's latest checkpoint on the CPU, and its env steps."""
+    run = RunFolder.open(path)
+    config = stored_config(run, trust=trust)
+    settings = config.agent
+    if not isinstance(settings, OffPolicyConfig):
+        raise ConfigError(
+            f"agent.algorithm={settings.algorithm}: {run.path} has no replay buffer; "
+            "choose a run of an off-policy agent"
+        )
+    trained = _load_agent(run, config, LATEST, None)
+    close_env(trained.env)
+    state = load_checkpoint(run, LATEST)
+    agent: Any = trained.agent
+    buffer = ReplayBuffer(
+        int(settings.buffer_size),
+        int(config.n_envs),
+        agent.reader,
+        agent.distribution,
+        n_step=settings.n_step,
+        gamma=settings.gamma,
+        device=torch.device("cpu"),
+        has_masks=agent.masks.are_used,
+        priority_exponent=getattr(settings, "priority_exponent", 0.0),
+        stacked_frames=settings.stacked_frames,
+    )
+    with misfit_explained(run):
+        load_position(buffer, state)
+        read_replay(run, buffer)
+    return buffer, trained.env_steps
 
 
 def load_policy(

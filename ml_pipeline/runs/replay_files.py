@@ -1,38 +1,59 @@
 """Replay files: the transitions of an off-policy run on disk, each written once.
 
-A checkpoint names the files that hold its transitions. Saving writes one new file with the rows
-since the last checkpoint. Files are removed once all their rows have left the replay buffer.
+A checkpoint names the files that hold its transitions. Saving writes the rows since the last
+checkpoint into new files. A file is removed once no checkpoint names it: that is after all its
+rows have left the replay buffer.
 """
 
 from __future__ import annotations
 
 import io
 import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ml_pipeline.protocols import KeepsReplay
-from ml_pipeline.runs.checkpoint import CheckpointError, check_plain, read_sealed, write_sealed
+from ml_pipeline.runs.checkpoint import (
+    CheckpointError,
+    check_plain,
+    load_checkpoint,
+    numbered_name,
+    numbered_steps,
+    read_sealed,
+    write_sealed,
+)
 from ml_pipeline.runs.run_folder import RunFolder, remove
 from ml_pipeline.training.loop import Loop
-from ml_pipeline.training.replay_rows import load_rows, rows_of
+from ml_pipeline.training.replay_buffer import ReplayBuffer
+from ml_pipeline.training.replay_rows import load_rows, row_bytes, rows_of
+
+_FILE_BYTES = 2**28  # about the size of a file at most, since saving copies its content in memory
 
 
 def save_replay(run: RunFolder, loop: Loop) -> None:
     """Write the rows that are not in a file yet; call this before the checkpoint is saved."""
     buffer = _buffer_of(loop)
-    if buffer is None:
-        return
+    if buffer is not None:
+        write_replay(run, buffer)
+
+
+def write_replay(run: RunFolder, buffer: ReplayBuffer) -> None:
+    """Write the rows that are not in a file yet, and name the files in the buffer's state."""
     first, last = max(buffer.n_saved, buffer.oldest), buffer.n_written
     buffer.segments = [each for each in buffer.segments if each["last"] > buffer.oldest]
-    if first >= last:
-        return
+    run.replay.mkdir(exist_ok=True)
+    n_rows = max(_FILE_BYTES // row_bytes(buffer), 1)
+    for start in range(first, last, n_rows):
+        _write(run, buffer, start, min(start + n_rows, last))
+
+
+def _write(run: RunFolder, buffer: ReplayBuffer, first: int, last: int) -> None:
     rows = rows_of(buffer, first, last)
     check_plain(rows, "replay")
     content = io.BytesIO()
     torch.save(rows, content)
-    run.replay.mkdir(exist_ok=True)
     name = f"{first}-{last}-{secrets.token_hex(4)}.rows"
     write_sealed(run.replay / name, content.getvalue())
     buffer.segments = [*buffer.segments, {"name": name, "first": first, "last": last}]
@@ -42,25 +63,51 @@ def save_replay(run: RunFolder, loop: Loop) -> None:
 def load_replay(run: RunFolder, loop: Loop) -> None:
     """Read the transitions of the checkpoint that ``loop`` has just loaded."""
     buffer = _buffer_of(loop)
-    if buffer is None:
-        return
+    if buffer is not None:
+        read_replay(run, buffer)
+
+
+def read_replay(run: RunFolder, buffer: ReplayBuffer) -> None:
+    """Read the files that the state of ``buffer`` names."""
     for segment in buffer.segments:  # in order: a later file replaces rows of an earlier one
         path = run.replay / str(segment["name"])
         if path.parent != run.replay or not path.is_file():
             raise CheckpointError(f"{path} is missing; it holds transitions of the checkpoint")
         load_rows(buffer, segment["first"], segment["last"], read_sealed(path))
+    first = buffer.n_written
+    for segment in reversed(buffer.segments):
+        if segment["last"] >= first:
+            first = min(first, segment["first"])
+    if first == buffer.n_written > 0:
+        raise CheckpointError(
+            f"{run.path}: the checkpoint was saved without its newest transitions; "
+            "resume from latest"
+        )
+    if first > buffer.oldest:  # agent.buffer_size is larger than it was
+        buffer.forget_before(first)
 
 
 def sweep_replay(run: RunFolder, loop: Loop) -> None:
-    """Remove the files that the saved checkpoint does not name."""
+    """Remove the files that no checkpoint names."""
     buffer = _buffer_of(loop)
     if buffer is None or not run.replay.is_dir():
         return
-    kept = {segment["name"] for segment in buffer.segments}
-    for path in run.replay.glob("*.rows"):
+    kept = _names(buffer.segments)
+    unused = [path for path in run.replay.glob("*.rows") if path.name not in kept]
+    for env_steps in numbered_steps(run) if unused else ():
+        try:
+            state = load_checkpoint(run, numbered_name(env_steps))
+        except CheckpointError:  # nothing can be resumed from it
+            continue
+        kept |= _names(state["replay"]["segments"])
+    for path in unused:
         if path.name not in kept:
             remove(path)
 
 
-def _buffer_of(loop: Loop) -> Any:
+def _names(segments: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {segment["name"] for segment in segments}
+
+
+def _buffer_of(loop: Loop) -> ReplayBuffer | None:
     return loop.trainer.replay if isinstance(loop.trainer, KeepsReplay) else None

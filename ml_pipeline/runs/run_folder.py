@@ -116,7 +116,7 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Remove unfinished files of a killed process."""
-        for folder in (self.path, self.checkpoints):
+        for folder in (self.path, self.checkpoints, self.replay):
             for path in folder.glob(".*.tmp"):
                 remove(path)
 

@@ -55,10 +55,13 @@ class FrameStacks:
             leaf = leaves[name]
             if start is not None:
                 before = self._current.get(name, leaf)
-                is_start = start.reshape(-1, *[1] * (leaf.ndim - 1))
-                expected = np.where(is_start, leaf[:, -1:], before[:, 1:])
-                differs = (leaf[:, :-1] != expected).reshape(len(leaf), -1).any(axis=1)
-                for env in np.flatnonzero(differs).tolist():
+                expected = before[:, 1:]
+                if start.any():
+                    is_start = start.reshape(-1, *[1] * (leaf.ndim - 1))
+                    expected = np.where(is_start, leaf[:, -1:], expected)
+                if not np.array_equal(leaf[:, :-1], expected):
+                    differs = (leaf[:, :-1] != expected).reshape(len(leaf), -1).any(axis=1)
+                    env = int(differs.argmax())
                     raise TrainingError(self._misfit(name, env, is_start=bool(start[env])))
             self._current[name] = leaf.copy()  # a vector env may use its arrays again
 
@@ -74,10 +77,14 @@ class FrameStacks:
             f"{_FIX}"
         )
 
-    def rows(self, index: Tensor, done: Tensor, n_envs: int) -> Tensor:
-        """Indices of the frames in the stacks of ``index`` [B], oldest first: [B, n_frames]."""
+    def rows(self, index: Any, done: Any, n_envs: int) -> Any:
+        """Indices of the frames in the stacks of ``index`` [B], oldest first: [B, n_frames].
+
+        Arguments are arrays, or tensors of one device.
+        """
+        library: Any = torch if isinstance(index, Tensor) else np
         rows = [index]
         for _ in range(self.n_frames - 1):
             before = (rows[-1] - n_envs) % len(done)
-            rows.append(torch.where(done[before], rows[-1], before))
-        return torch.stack(rows[::-1], dim=1)
+            rows.append(library.where(done[before], rows[-1], before))
+        return library.stack(rows[::-1], 1)

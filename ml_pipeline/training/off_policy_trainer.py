@@ -146,13 +146,25 @@ class OffPolicyTrainer:
     def load_state_dict(self, state: StateDict) -> None:
         """Everything except the current episodes and the transitions."""
         self.agent.load_state_dict(state["agent"])
-        self.replay.load_state_dict(state["replay"])
+        load_position(self.replay, state)
         self._learning.load_state_dict(state)
         self._noise.set_state(state["noise_generator"])
         self.episodes.load_state_dict(state)
-        if state["positions"] is None:
-            self.replay.forget_newest()  # stopped during an iteration
         self._steps.load_state_dict(state)
+
+
+def load_position(replay: ReplayBuffer, state: StateDict) -> None:
+    """Everything of a buffer except the transitions: its counters and current observations."""
+    replay.load_state_dict(state["replay"])
+    positions = state["positions"]
+    if positions is None:
+        replay.forget_newest()  # stopped during an iteration
+    elif isinstance(positions, dict):  # of a tensor env
+        replay.begin({"": positions["obs"]}, None)
+    elif positions[0]["leaves"]:
+        leaves = {name: leaf.numpy() for name, leaf in positions[0]["leaves"].items()}
+        mask = positions[0]["mask"]
+        replay.begin(leaves, None if mask is None else mask.numpy())
 
 
 def check_envs(envs: Envs, config: OffPolicyConfig) -> None:

@@ -20,11 +20,12 @@ from torch import Tensor
 from ml_pipeline.agents.distributions import Distribution
 from ml_pipeline.agents.masks import Mask
 from ml_pipeline.agents.observations import ObservationReader
-from ml_pipeline.protocols import Obs, PolicyInput, ReplayBatch, StateDict
+from ml_pipeline.protocols import ReplayBatch, StateDict
 from ml_pipeline.training.final_observations import FinalObservation, FinalObservations
 from ml_pipeline.training.frame_stacks import FrameStacks
 from ml_pipeline.training.gpu.device_rows import DeviceRows
 from ml_pipeline.training.gpu.programs import Programs
+from ml_pipeline.training.replay_windows import Windows
 from ml_pipeline.training.sum_tree import SumTree
 
 
@@ -53,12 +54,9 @@ class ReplayBuffer:
         # One more for the current observation, and those that complete the oldest stack.
         self.n_rows = self.capacity_rows + stacked_frames
         self.stacks = FrameStacks(stacked_frames, reader.shapes)
-        self.n_step = n_step
-        self.gamma = gamma
         self.device = device
         self.n_written = 0  # rows since the start of the run
         self.first = 0  # no row before this one can be drawn
-        self._reader = reader
         self._exponent = priority_exponent
         mask_size = distribution.mask_size if has_masks else 0
 
@@ -96,6 +94,15 @@ class ReplayBuffer:
                 n_envs=n_envs,
                 n_drawn=self.capacity_rows,
             )
+        self.windows = Windows(
+            {**self._row_tables(), **self._next_tables()},
+            self.finals,
+            self.stacks,
+            is_single=reader.is_single,
+            n_envs=n_envs,
+            n_step=n_step,
+            gamma=gamma,
+        )
         self._is_reset = True  # the next ``begin`` starts episodes
         self._compiled_batch: Callable[[Tensor, Tensor], ReplayBatch] = self.batch
         if device.type == "cuda" and programs is not None:
@@ -129,10 +136,13 @@ class ReplayBuffer:
     ) -> None:
         self.stacks.check(leaves, start)
         place = self.place(self.n_written)
-        for name, leaf in leaves.items():
-            self._put(self.obs[name], place, self.stacks.newest(name, leaf))
+        seen = {f"obs {name}": self.stacks.newest(name, leaf) for name, leaf in leaves.items()}
         if self.mask is not None and mask is not None:
-            self._put(self.mask, place, mask)
+            seen["mask"] = mask
+        for name, values in seen.items():
+            on_host = self.device.type == "cpu"
+            table = self.windows.tables[name]
+            table[place] = values if on_host else torch.as_tensor(values).to(table)
 
     def end_episodes(self) -> None:
         """The envs start new episodes: the current observations are final ones."""
@@ -141,7 +151,7 @@ class ReplayBuffer:
         if not self.n_written:
             return
         newest, head = self.place(self.n_written - 1), self.place(self.n_written)
-        seen = self._leaves(self._index(self.n_written))
+        seen = self.windows.observed(torch.arange(head.start, head.stop, device=self.device))
         current = {name: leaf.cpu().numpy() for name, leaf in seen.items()}
         for env in torch.nonzero(~self.done[newest]).flatten().tolist():
             leaves = {name: leaf[env] for name, leaf in current.items()}
@@ -156,9 +166,14 @@ class ReplayBuffer:
         self.first = self.first_drawn  # the row before it has been overwritten
         self.n_written -= 1
         self._tell_device()
-        if self.tree is not None:
-            dropped = self._index(self.n_written)
-            self.tree.set(dropped, torch.zeros(self.n_envs, device=self.device))
+        self._set_priority(self.n_written, self.n_written + 1, 0.0 * self._top)
+
+    def forget_before(self, row: int) -> None:
+        """Draw no transition that needs a row before this one."""
+        first_drawn = self.first_drawn
+        self.first = row + self.stacks.n_frames - 1 if row else 0
+        self._tell_device()
+        self._set_priority(first_drawn, self.first, 0.0 * self._top)
 
     def write(
         self,
@@ -189,12 +204,13 @@ class ReplayBuffer:
             seen = {f"obs {name}": self.stacks.newest(name, leaf) for name, leaf in leaves.items()}
             self._device_rows.write({**row, **seen, **({} if mask is None else {"mask": mask})})
         else:
-            for name, table in self._row_tables().items():
-                self._put(table, place, row[name])
+            for name, values in row.items():
+                self.windows.tables[name][place] = values
             self._observe(leaves, mask, done)
         if self.tree is not None:
-            leaving = self._index(self.n_written - 1 - self.capacity_rows)
-            self._set_new_priorities(self._index(self.n_written - 1), leaving)
+            new, left = self.n_written - 1, self.n_written - 1 - self.capacity_rows
+            self._set_priority(new, new + 1, self._top)
+            self._set_priority(left, left + 1, 0.0 * self._top)
 
     def insert(
         self,
@@ -218,7 +234,9 @@ class ReplayBuffer:
         self.finals.leaves[""].index_copy_(0, here, final_obs)
         rows.insert({**row, "obs ": obs})
         if self.tree is not None:
-            self._set_new_priorities(here, rows.place(before=1 + self.capacity_rows))
+            self.tree.set(here, self._top.expand(self.n_envs))
+            leaving = rows.place(before=1 + self.capacity_rows)
+            self.tree.set(leaving, torch.zeros(self.n_envs, device=self.device))
 
     def count_row(self) -> None:
         """Count the row of an ``insert``."""
@@ -226,7 +244,7 @@ class ReplayBuffer:
 
     def current_obs(self) -> Tensor:
         """What the envs on the device observe, [n_envs, *obs]."""
-        return self._leaves(self._on_device().place())[""]
+        return self.windows.observed(self._on_device().place())[""]
 
     @property
     def n_tables_moved(self) -> int:
@@ -242,27 +260,18 @@ class ReplayBuffer:
         if self._device_rows is not None:
             self._device_rows.count(self.n_written, self.first)
 
-    def _set_new_priorities(self, new: Tensor, leaving: Tensor) -> None:
-        if self.tree is not None:
-            self.tree.set(new, self._top.expand(self.n_envs))
-            self.tree.set(leaving, torch.zeros(self.n_envs, device=self.device))
-
-    def _index(self, row: int) -> Tensor:
-        place = self.place(row)
-        return torch.arange(place.start, place.stop, device=self.device)
-
-    def _put(self, table: Tensor, place: slice, values: NDArray[Any]) -> None:
-        if self.device.type == "cpu":
-            table.numpy()[place] = values  # several times as fast for a few numbers
-        else:
-            table[place] = torch.as_tensor(values).to(self.device, table.dtype)
+    def _set_priority(self, first: int, last: int, priority: Tensor) -> None:
+        """Give the rows from ``first`` to ``last`` one priority."""
+        if self.tree is not None and first < last:
+            number = torch.arange(first * self.n_envs, last * self.n_envs, device=self.device)
+            self.tree.set(number % len(self.done), priority.expand(len(number)))
 
     def place(self, row: int) -> slice:
         """Indices of a row, which is counted from the start of the run."""
         start = (row % self.n_rows) * self.n_envs
         return slice(start, start + self.n_envs)
 
-    def sample(self, uniform: Tensor, *, beta: float = 1.0) -> tuple[ReplayBatch, Tensor]:
+    def sample(self, uniform: Tensor, *, beta: Any = 1.0) -> tuple[ReplayBatch, Tensor]:
         """Transitions for uniform numbers [B] in [0, 1), and their indices for ``prioritise``."""
         n_valid, first, _ = self._counts()
         if self.tree is not None:
@@ -287,70 +296,7 @@ class ReplayBuffer:
 
     def batch(self, index: Tensor, weight: Tensor) -> ReplayBatch:
         """The windows of n steps that begin at ``index``."""
-        last, steps, reward = self._window(index)
-        successor = (last + self.n_envs) % len(self.done)
-        slot = self.finals.slot_of[last]
-        next_obs = self._leaves(successor)
-        next_mask = None if self.mask is None else self.mask[successor]
-        has_final = slot >= 0
-        # On a GPU, the question whether there are any would take longer than the work.
-        on_cpu = self.device.type == "cpu"
-        if bool(has_final.any()) if on_cpu else len(self.finals) > 0:
-            at = slot.clamp(min=0)
-            for name, leaf in next_obs.items():
-                shape = (-1, *[1] * (leaf.ndim - 1))
-                final = self.finals.leaves[name][at]
-                next_obs[name] = torch.where(has_final.view(shape), final, leaf)
-            if next_mask is not None and self.finals.mask is not None:
-                next_mask = torch.where(has_final[:, None], self.finals.mask[at], next_mask)
-        if next_mask is not None:
-            # The mask of a terminated episode's last observation may allow nothing.
-            next_mask = next_mask | self.terminated[last][:, None]
-        discount = self.gamma**steps * (~self.terminated[last]).float()
-        mask = None if self.mask is None else self.mask[index]
-        return ReplayBatch(
-            PolicyInput(self._obs(self._leaves(index)), mask, None, None),
-            self.action[index],
-            reward,
-            PolicyInput(self._obs(next_obs), next_mask, None, None),
-            discount,
-            weight,
-        )
-
-    def _leaves(self, index: Tensor) -> dict[str, Tensor]:
-        """The observations of the rows at ``index``, [B, *shape] each."""
-        leaves = {}
-        if self.stacks.names:
-            frames = self.stacks.rows(index, self.done, self.n_envs)
-        for name, table in self.obs.items():
-            if name in self.stacks.names:
-                leaf = table.index_select(0, frames.flatten())
-                leaves[name] = leaf.view(*frames.shape, *table.shape[1:])
-            else:
-                leaves[name] = table.index_select(0, index)
-        return leaves
-
-    def _window(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The last transition of each window, its length, and the discounted sum of rewards."""
-        if self.n_step == 1:
-            return index, torch.ones_like(index), self.reward[index]
-        size = len(self.done)
-        newest = self._counts()[2]
-        left = (newest - index // self.n_envs) % self.n_rows  # rows before the write head
-        last, reward = index, self.reward[index]
-        steps = torch.ones_like(index)
-        is_open = ~self.done[index]
-        for k in range(1, self.n_step):
-            is_open = is_open & (left >= k)
-            step = (index + k * self.n_envs) % size
-            last = torch.where(is_open, step, last)
-            reward = reward + torch.where(is_open, self.gamma**k * self.reward[step], 0.0)
-            steps = steps + is_open
-            is_open = is_open & ~self.done[step]
-        return last, steps, reward
-
-    def _obs(self, leaves: dict[str, Tensor]) -> Obs:
-        return leaves[""] if self._reader.is_single else leaves
+        return self.windows.batch(index, weight, self._counts()[2])
 
     def prioritise(self, index: Tensor, error: Tensor) -> None:
         """Set priorities by the absolute TD error, [B]; without prioritised replay does nothing."""
@@ -389,8 +335,11 @@ class ReplayBuffer:
         self._top.copy_(state["top_priority"])
         self._tell_device()
         self._is_reset = False  # the saved episodes continue, unless ``end_episodes`` is called
-        if self.tree is not None and state["priorities"] is not None:
-            self.tree.load(state["priorities"])
+        priorities = state["priorities"]
+        if self.tree is not None and priorities is not None and len(priorities) == len(self.done):
+            self.tree.load(priorities)
+        else:  # agent.priority_exponent was 0, or agent.buffer_size has changed
+            self._set_priority(self.first_drawn, self.n_written, self._top)
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:

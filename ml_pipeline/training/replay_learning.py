@@ -78,8 +78,8 @@ class ReplayLearning:
 
             def update() -> None:
                 result = self._update(is_turn)
-                report = [*(getattr(result, name) for name in self._names), result.finite.float()]
-                self._device_sums += torch.stack(report)
+                report = [*(getattr(result, name) for name in self._names), result.finite]
+                self._device_sums += torch.stack([each.float() for each in report])
 
             generators = self._generator, self._agent.update_generator
             self._captured[key] = self._programs.captured(update, "the update", generators)

@@ -14,12 +14,12 @@ from ml_pipeline.training.replay_buffer import ReplayBuffer
 
 def rows_of(buffer: ReplayBuffer, first: int, last: int) -> dict[str, Tensor]:
     """The rows from ``first`` to ``last``, counted from the start of the run, on the CPU."""
-    index = _index(buffer, first, last)
-    slot = buffer.finals.slot_of[index]
+    spans = _spans(buffer, first, last)
+    slot = torch.cat([buffer.finals.slot_of[span] for span in spans])
     has_final = torch.nonzero(slot >= 0).flatten()
     rows: dict[str, Any] = {"final_at": has_final}
     for name, table, finals in _tables(buffer):
-        rows[name] = table[index]
+        rows[name] = torch.cat([table[span] for span in spans])
         if finals is not None:
             rows[f"final {name}"] = finals[slot[has_final]]
     return {name: values.cpu() for name, values in rows.items()}
@@ -29,13 +29,14 @@ def load_rows(buffer: ReplayBuffer, first: int, last: int, rows: Mapping[str, Te
     """Put rows back; those that are no longer in the ring are ignored."""
     _check(buffer, rows, last - first)
     skipped = max(buffer.oldest - first, 0) * buffer.n_envs
-    if max(first, buffer.oldest) >= last:
-        return
-    index = _index(buffer, max(first, buffer.oldest), last)
-    for name, table, _ in _tables(buffer):
-        table[index] = rows[name][skipped:].to(buffer.device)
-    buffer.finals.release(index.cpu().numpy())
-    buffer.finals.slot_of[index] = -1
+    read = skipped
+    for span in _spans(buffer, max(first, buffer.oldest), last):
+        part = slice(read, read + span.stop - span.start)
+        for name, table, _ in _tables(buffer):
+            table[span] = rows[name][part].to(buffer.device)
+        buffer.finals.release(span)
+        buffer.finals.slot_of[span] = -1
+        read = part.stop
     finals = {name for name, _, kept in _tables(buffer) if kept is not None}
     for number, at in enumerate(rows["final_at"].tolist()):
         if at < skipped:
@@ -43,14 +44,27 @@ def load_rows(buffer: ReplayBuffer, first: int, last: int, rows: Mapping[str, Te
         one = {name: rows[f"final {name}"][number].numpy() for name in finals}
         mask = one.pop("mask", None)
         leaves = {name.removeprefix("obs "): value for name, value in one.items()}
-        place = int(index[at - skipped])
+        place = (first * buffer.n_envs + at) % len(buffer.done)
         buffer.finals.keep(place, FinalObservation(place % buffer.n_envs, leaves, mask))
 
 
-def _index(buffer: ReplayBuffer, first: int, last: int) -> Tensor:
-    places = [buffer.place(row) for row in range(first, last)]
-    index = torch.cat([torch.arange(place.start, place.stop) for place in places])
-    return index.to(buffer.device)
+def row_bytes(buffer: ReplayBuffer) -> int:
+    """What a row holds, without final observations and priorities."""
+    return sum(table.nbytes for _, table, _ in _tables(buffer)) // buffer.n_rows
+
+
+def n_bytes(buffer: ReplayBuffer) -> int:
+    """Memory of the buffer."""
+    finals = sum(kept.nbytes for _, _, kept in _tables(buffer) if kept is not None)
+    tree = 0 if buffer.tree is None else buffer.tree.n_bytes
+    return buffer.n_rows * row_bytes(buffer) + buffer.finals.slot_of.nbytes + finals + tree
+
+
+def _spans(buffer: ReplayBuffer, first: int, last: int) -> list[slice]:
+    """The rows from ``first`` to ``last`` as slices: two if they pass the end of the ring."""
+    start, size = buffer.place(first).start, len(buffer.done)
+    stop = start + max(last - first, 0) * buffer.n_envs
+    return [slice(start, min(stop, size)), slice(0, max(stop - size, 0))]
 
 
 def _check(buffer: ReplayBuffer, rows: Mapping[str, Tensor], n_rows: int) -> None:

@@ -137,8 +137,3 @@ class ReplaySteps:
     def load_state_dict(self, state: StateDict) -> None:
         """Everything except the current episodes."""
         self._check.n_steps = state["n_steps"]
-        positions = state["positions"]
-        if positions is not None and positions[0]["leaves"]:
-            leaves = {name: leaf.numpy() for name, leaf in positions[0]["leaves"].items()}
-            mask = positions[0]["mask"]
-            self._replay.begin(leaves, None if mask is None else mask.numpy())

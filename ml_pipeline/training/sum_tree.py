@@ -29,6 +29,10 @@ class SumTree:
     def priorities(self) -> Tensor:
         return self._nodes[self._first_leaf : self._first_leaf + self.n_leaves]
 
+    @property
+    def n_bytes(self) -> int:
+        return self._nodes.nbytes
+
     def set(self, index: Tensor, priority: Tensor) -> None:
         """Set the priorities of the items at ``index``; equal indices need equal priorities."""
         nodes, node = self._nodes, index + self._first_leaf

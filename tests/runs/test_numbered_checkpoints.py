@@ -94,3 +94,24 @@ def test_without_keep_no_checkpoint_is_numbered(finished_run: Path, here: Path) 
 def test_keep_must_be_a_count(keep: str, here: Path) -> None:
     with pytest.raises(Exception, match=r"callbacks\.checkpoints\.keep=.*: must be an integer"):
         train([*small(), f"callbacks.checkpoints.keep={keep}"])
+
+
+def test_numbered_checkpoints_keep_their_transitions(here: Path) -> None:
+    settings = [
+        *("agent=dqn", "env=cartpole", "n_envs=2", "vec_env=serial", "device=cpu", "logger=none"),
+        *("agent.buffer_size=40", "agent.learning_starts=16", "agent.batch_size=4"),
+        *("agent.iteration_length=8", "network.hidden_sizes=[8]", "~callbacks.evaluation"),
+        *("total_steps=192", "callbacks.checkpoints.every_steps=16"),
+        "callbacks.checkpoints.keep=4",
+    ]
+    run = train(settings).run_dir
+    rows = read_rows(run)
+
+    train([f"resume={run}/checkpoints/step_144.pt"])
+
+    assert read_rows(run) == rows
+    named = set()
+    for name in ("latest", "step_144", "step_160", "step_176", "step_192"):
+        state = load_checkpoint(RunFolder.open(run), name)
+        named |= {segment["name"] for segment in state["replay"]["segments"]}
+    assert {path.name for path in (run / "replay").iterdir()} == named

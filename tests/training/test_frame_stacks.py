@@ -114,7 +114,7 @@ def test_rows_in_files_and_new_episodes_keep_their_stacks(n_step: int) -> None:
         if row % 7 == 0 or row == 52:
             first = max(segments[-1][1] if segments else 0, frames.oldest)
             segments.append((first, frames.n_written, rows_of(frames, first, frames.n_written)))
-    head = frames._leaves(torch.arange(N_ENVS) + frames.place(frames.n_written).start)
+    head = frames.windows.observed(torch.arange(N_ENVS) + frames.place(frames.n_written).start)
 
     restored = made(space, stacked_frames=N_FRAMES, **options)
     restored.load_state_dict(frames.state_dict())

@@ -60,7 +60,8 @@ def _transitions(agent: DQNAgent) -> ReplayBatch:
 def _results(agent: DQNAgent, batch: ReplayBatch, values: Any, gradient: Any) -> dict[str, Tensor]:
     with torch.no_grad():
         results = {"values": values(batch.inputs)}
-    results["the loss"], results["the mean value"], results["TD errors"] = gradient(batch)
+    loss, mean, results["TD errors"] = gradient(batch)
+    results |= {"the loss": torch.as_tensor(loss), "the mean value": torch.as_tensor(mean)}
     for name, (_, grad) in agent.adam.views.items():
         results[f"the gradient of {name}"] = grad.flatten().clone()
     return {name: each.detach().clone() for name, each in results.items()}

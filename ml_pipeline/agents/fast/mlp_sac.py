@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ml_pipeline.agents.adam import FlatAdam, adam_step
-from ml_pipeline.agents.distributions import LOG_SQRT_2PI
+from ml_pipeline.agents.distributions import LOG_SQRT_2PI, log_tanh_slope
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.squashed import LOG_STD_MAX, LOG_STD_MIN, SquashedPolicy
 from ml_pipeline.config.sac import SACConfig
@@ -104,7 +104,7 @@ class MlpSAC:
         self._targets = target_values
         self._actor_layers = Layers(actor, actor.trunk, 1)
         self._critic_layers = Layers(critics[0], critics[0].trunk, 2)
-        self._log_volume = actor.distribution.log_volume
+        self._log_volume = actor.distribution.scale.log_volume
         self._n_actions = actor.distribution.n_actions
         self._on_cpu = target_values.device.type == "cpu"
 
@@ -217,7 +217,7 @@ class MlpSAC:
         log_std = log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
         std = log_std.exp()
         raw = mean + std * noise
-        log_slope = 2.0 * (math.log(2.0) - raw - nn.functional.softplus(-2.0 * raw))
+        log_slope = log_tanh_slope(raw)
         log_prob = -(0.5 * noise.square() + log_std + LOG_SQRT_2PI + log_slope).sum(dim=-1)
         return _Sampled(torch.tanh(raw), log_prob - self._log_volume, log_std, std, passed)
 

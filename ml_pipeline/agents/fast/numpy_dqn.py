@@ -71,13 +71,33 @@ class NumpyDQN:
         self._target = _Values(model, adam, target)
         self._prepared = Normaliser(preprocess, config.clip_obs)
         self._is_double = config.double
+        self._n_actions = int(model.head.n_outputs)
 
     def values(self, inputs: PolicyInput) -> Tensor:
         """Mean values, [B, n_actions]; very low for forbidden actions."""
         values, _ = self._online.forward(self._prepared(_numpy(inputs.obs)))
         return torch.from_numpy(_masked(values, inputs.action_mask))
 
-    def gradient(self, batch: ReplayBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def explore(self, inputs: PolicyInput, noise: Tensor, epsilon: float) -> Tensor:
+        """The best actions, or with probability ``epsilon`` random allowed ones, [B]."""
+        drawn: Array = noise.numpy()
+        explores = drawn[:, 0] < epsilon
+        mask = None if inputs.action_mask is None else _numpy(inputs.action_mask)
+        if explores.all():
+            action = np.zeros(len(drawn), np.int64)
+        else:
+            action = _numpy(self.values(inputs)).argmax(axis=1)
+        if explores.any():
+            # The same draw as ``Categorical`` makes from equal values.
+            allowed = np.ones((len(drawn), self._n_actions)) if mask is None else mask
+            cumulative = allowed.astype(np.float32).cumsum(axis=1)
+            threshold = drawn[:, 1] * cumulative[:, -1]
+            which = (cumulative <= threshold[:, None]).sum(axis=1)
+            random = np.minimum(which, self._n_actions - 1)
+            action = np.where(explores, random, action)
+        return torch.from_numpy(action)
+
+    def gradient(self, batch: ReplayBatch) -> tuple[float, float, Tensor]:
         """Write the gradients; returns the loss, the mean value and the TD errors [B]."""
         target = self._targets(batch)
         values, passed = self._online.forward(self._prepared(_numpy(batch.inputs.obs)))
@@ -93,7 +113,7 @@ class NumpyDQN:
         self._online.backward(passed, grad)
         loss = float(huber @ weight) / len(values)
         mean = float(np.add.reduce(chosen)) / len(values)
-        return torch.tensor(loss), torch.tensor(mean), torch.from_numpy(size)
+        return loss, mean, torch.from_numpy(size)
 
     def _targets(self, batch: ReplayBatch) -> Array:
         """The return after each window, [B]."""

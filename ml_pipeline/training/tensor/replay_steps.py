@@ -132,6 +132,4 @@ class TensorReplaySteps:
         return {"n_steps": 0}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """The current observations; ``resume_at`` restores the envs."""
-        if isinstance(state["positions"], dict):
-            self._replay.begin({"": state["positions"]["obs"].to(self._replay.device)}, None)
+        """Nothing: ``resume_at`` restores the envs."""
