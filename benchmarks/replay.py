@@ -31,6 +31,7 @@ from ml_pipeline.runs.replay_files import read_replay, write_replay
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.training.final_observations import FinalObservation
 from ml_pipeline.training.replay_buffer import ReplayBuffer
+from ml_pipeline.training.replay_rows import row_bytes
 
 N_ENVS, N_FRAMES, SIDE, EPISODE = 8, 4, 84, 1_000
 
@@ -65,7 +66,7 @@ class Game:
     def play(self, n_transitions: int) -> float:
         """Write transitions; returns the CPU time per row that the buffer needs."""
         no = np.zeros(N_ENVS, bool)
-        action, reward = torch.zeros(N_ENVS, dtype=torch.int64), np.zeros(N_ENVS)
+        action, reward = np.zeros(N_ENVS, np.int64), np.zeros(N_ENVS)
         seconds, n_rows = 0.0, n_transitions // N_ENVS
         for _ in range(n_rows):
             self._stack = np.concatenate([self._stack[:, 1:], self._frame()], axis=1)
@@ -139,7 +140,7 @@ def whole_stacks(n: int) -> dict[str, str]:
     buffer = made(n // 10, 1)
     Game(buffer).play(n // 10)
     return {
-        "memory, whole stacks (computed)": f"{buffer.row_bytes / N_ENVS * n / 1e9:.2f} GB",
+        "memory, whole stacks (computed)": f"{row_bytes(buffer) / N_ENVS * n / 1e9:.2f} GB",
         "batch of 32, whole stacks": f"{batch_seconds(buffer) * 1e6:.0f} µs",
     }
 

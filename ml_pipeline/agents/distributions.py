@@ -311,11 +311,19 @@ class StateDependentNoise(_BoxDistribution):
     reads_features = True
 
     def __init__(
-        self, space: spaces.Box, n_features: int, *, log_std_init: float, every_steps: int
+        self,
+        space: spaces.Box,
+        n_features: int,
+        *,
+        log_std_init: float,
+        every_steps: int,
+        learns_features: bool = False,
     ) -> None:
+        """``learns_features``: whether the gradient of the noise also trains the features."""
         super().__init__(space)
         self.log_std = nn.Parameter(torch.full((n_features, self.n_outputs), log_std_init))
         self._every_steps = every_steps
+        self._learns_features = learns_features
 
     def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
         return 1 + self.noise_row(n_steps - 1), n_envs, *self.log_std.shape
@@ -332,16 +340,20 @@ class StateDependentNoise(_BoxDistribution):
         return self._split(outputs)[0]
 
     def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        mean, features = self._split(outputs)
-        variance = features.square() @ self.log_std.exp().square() + 1e-6
+        mean, variance = self.mean_and_variance(outputs)
         log_std = 0.5 * variance.log()
         z = (action - mean).square() / variance
         log_prob = -(0.5 * z + log_std + LOG_SQRT_2PI).sum(dim=-1)
         return log_prob, (log_std + LOG_SQRT_2PI + 0.5).sum(dim=-1)
 
+    def mean_and_variance(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of an action whose noise is not known, [..., n_outputs] each."""
+        mean, features = self._split(outputs)
+        return mean, features.square() @ self.log_std.exp().square() + 1e-6
+
     def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        # Detached: the gradient of the noise must not train the features.
-        return outputs[..., : self.n_outputs], outputs[..., self.n_outputs :].detach()
+        mean, features = outputs[..., : self.n_outputs], outputs[..., self.n_outputs :]
+        return mean, features if self._learns_features else features.detach()
 
 
 def _drawn(probs: Tensor, noise: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ class DQNAgent:
     """Deep Q-learning (Mnih et al., 2015) with double, duelling and quantile variants."""
 
     memory_size = 0  # not recurrent
+    update_generator: torch.Generator | None = None  # an update draws nothing
     metric_names: ClassVar[dict[str, str]] = {  # field of DQNResult -> name in the log
         "loss": "loss/value",
         "q": "value/mean",
@@ -275,11 +276,19 @@ class DQNAgent:
 
     def update(self, batch: ReplayBatch, rates: DQNRates) -> DQNResult:
         """One gradient step; every ``target_every`` of them, the target network is replaced."""
+        return self.gradient_step(batch, rates, self.begin_update())
+
+    def begin_update(self) -> bool:
+        """Count an update; returns whether the target network is replaced after it."""
+        self.n_updates += 1
+        return self.n_updates % self.config.target_every == 0
+
+    def gradient_step(self, batch: ReplayBatch, rates: DQNRates, copies: bool) -> DQNResult:
+        """Only tensors change, so that a graph can be captured for each ``copies``."""
         gradient = self.plain_gradient if self.fast is None else self.fast.gradient
         loss, mean, error = gradient(batch)
         norm, finite = self.adam.quick_step(rates.learning_rate, loss)
-        self.n_updates += 1
-        if self.n_updates % self.config.target_every == 0:
+        if copies:
             self._copy_to_target()
         return DQNResult(loss, mean, norm, finite, error)
 

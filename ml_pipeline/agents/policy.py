@@ -100,12 +100,19 @@ class ActorCritic(nn.Module):
         )
 
     def _outputs(self, features: Tensor, action_mask: Tensor | None) -> Tensor:
-        outputs: Tensor = self.policy_head(features)
-        if action_mask is not None:
-            outputs = outputs.masked_fill(~action_mask, FORBIDDEN)
-        if self.distribution.reads_features:
-            outputs = torch.cat([outputs, features], dim=-1)
-        return outputs
+        return policy_outputs(features, self.policy_head, action_mask, self.distribution)
+
+
+def policy_outputs(
+    features: Tensor, head: nn.Module, action_mask: Tensor | None, distribution: Distribution
+) -> Tensor:
+    """Outputs for the distribution, from the features of a network."""
+    outputs: Tensor = head(features)
+    if action_mask is not None:
+        outputs = outputs.masked_fill(~action_mask, FORBIDDEN)
+    if distribution.reads_features:
+        outputs = torch.cat([outputs, features], dim=-1)
+    return outputs
 
 
 def init_orthogonal(module: nn.Module, *, gain: float, generator: torch.Generator) -> None:

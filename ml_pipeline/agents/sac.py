@@ -1,7 +1,7 @@
 """SACAgent: a stochastic actor, two critics, and a temperature that keeps the actor random.
 
 ``critic_loss``, ``actor_loss`` and the temperature's loss are the algorithm (Haarnoja et al.,
-2018). Box actions only.
+2018). ``soft_actions`` knows how Box actions differ from discrete ones.
 """
 
 from __future__ import annotations
@@ -9,24 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
-import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium import spaces
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
+from ml_pipeline.agents.acting_noise import ActingNoise
 from ml_pipeline.agents.adam import FlatAdam, flat_parameters
-from ml_pipeline.agents.distributions import ActionSpaceError
-from ml_pipeline.agents.masks import ActionMasks, Mask
-from ml_pipeline.agents.networks import MLP, out_features
+from ml_pipeline.agents.fast.mlp_sac import MlpSAC
+from ml_pipeline.agents.fast.sac_check import why_not_sac
+from ml_pipeline.agents.masks import ActionMasks, Mask, find_mask_leaf
+from ml_pipeline.agents.networks import out_features
 from ml_pipeline.agents.observations import ObservationReader, Preprocess
 from ml_pipeline.agents.policy import GreedyPolicy
 from ml_pipeline.agents.recurrent import refuse_recurrent
+from ml_pipeline.agents.sac_networks import Actor, Critics, Temperature, add_layer_norm
+from ml_pipeline.agents.soft_actions import SoftValue, soft_actions
 from ml_pipeline.agents.space_data import check_spaces, space_to_data
-from ml_pipeline.agents.squashed import SquashedPolicy
 from ml_pipeline.config.sac import SACConfig
 from ml_pipeline.protocols import (
     NetworkBuilder,
@@ -53,7 +54,7 @@ class SACResult(NamedTuple):
     critic_loss: Tensor
     actor_loss: Tensor
     q: Tensor  # mean value of the actions in the batch
-    entropy: Tensor  # mean -log_prob of new actions
+    entropy: Tensor  # of the actor; for a Box, the mean -log_prob of new actions
     temperature: Tensor
     finite: Tensor  # False if a loss or a gradient was not finite; such a step changes nothing
 
@@ -63,74 +64,16 @@ def critic_loss(values: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     return 0.5 * (weight * (values - target).square()).mean(dim=1).sum()
 
 
-def actor_loss(values: Tensor, log_prob: Tensor, temperature: Tensor) -> Tensor:
-    """New actions should have a high value and a high entropy; ``values`` are [2, B]."""
-    return (temperature * log_prob - values.amin(dim=0)).mean()
+def actor_loss(soft: SoftValue, temperature: Tensor) -> Tensor:
+    """The actor's actions should have a high value and a high entropy."""
+    return (temperature * soft.log_prob - soft.value).mean()
 
 
-class Critic(nn.Module):
-    """The value of an action: a network over observation and action, and a linear head.
-
-    For images and Dict observations, the action joins the features of the network instead.
-    """
-
-    def __init__(
-        self, observation_space: gym.Space[Any], n_actions: int, build_network: NetworkBuilder
-    ) -> None:
-        super().__init__()
-        shape = observation_space.shape
-        self.joins_input = isinstance(observation_space, spaces.Box) and len(shape or ()) == 1
-        if self.joins_input:
-            size = int(np.prod(shape or ())) + n_actions
-            joint: Any = spaces.Box(-np.inf, np.inf, (size,))
-            self.trunk = build_network(joint)
-            self.head: nn.Module = nn.Linear(out_features(self.trunk), 1)
-        else:
-            self.trunk = build_network(observation_space)
-            joint = spaces.Box(-np.inf, np.inf, (out_features(self.trunk) + n_actions,))
-            mixer = MLP(joint, hidden_sizes=(256,), activation="relu")
-            self.head = nn.Sequential(mixer, nn.Linear(mixer.out_features, 1))
-
-    def forward(self, obs: Obs, action: Tensor) -> Tensor:
-        """[B]"""
-        if self.joins_input and isinstance(obs, Tensor):
-            features = self.trunk(torch.cat([obs, action], dim=-1))
-        else:
-            features = torch.cat([self.trunk(obs), action], dim=-1)
-        value: Tensor = self.head(features)
-        return value.squeeze(-1)
-
-
-class Critics(nn.ModuleList):
-    """Two critics; their minimum is less optimistic than either."""
-
-    def forward(self, obs: Obs, action: Tensor) -> Tensor:
-        """[2, B]"""
-        return torch.stack([critic(obs, action) for critic in self])
-
-
-class Actor(nn.Module):
-    """A network and a head for means and log deviations."""
-
-    def __init__(self, trunk: nn.Module, n_outputs: int) -> None:
-        super().__init__()
-        self.trunk = trunk
-        self.head = nn.Linear(out_features(trunk), n_outputs)
-
-    def forward(self, obs: Obs) -> Tensor:
-        outputs: Tensor = self.head(self.trunk(obs))
-        return outputs
-
-
-class Temperature(nn.Module):
-    """The weight of the entropy, as its logarithm."""
-
-    def __init__(self, initial: float) -> None:
-        super().__init__()
-        self.log = nn.Parameter(torch.tensor(math.log(initial) if initial > 0 else -math.inf))
-
-    def forward(self) -> Tensor:
-        return self.log.exp()
+def soft_target(
+    reward: Tensor, discount: Tensor, following: SoftValue, temperature: Tensor
+) -> Tensor:
+    """What the critics should predict, [B]; ``following`` is the state after the window."""
+    return reward + discount * (following.value - temperature * following.log_prob)
 
 
 class SACAgent:
@@ -148,10 +91,6 @@ class SACAgent:
     def __init__(
         self, env_spaces: Spaces, build_network: NetworkBuilder, config: SACConfig, place: Place
     ) -> None:
-        if not isinstance(env_spaces.action, spaces.Box):
-            raise ActionSpaceError(
-                f"agent=sac: action space {env_spaces.action} is not a Box; use agent=dqn"
-            )
         self.config = config
         self.device = place.device
         self.spaces = {
@@ -159,26 +98,27 @@ class SACAgent:
             "action_space": env_spaces.action,
         }
         self.reader = ObservationReader(env_spaces.observation)
-        self.distribution = SquashedPolicy(env_spaces.action).to(self.device)
-        self.masks = ActionMasks("none", self.reader, self.distribution)
+        leaf = find_mask_leaf(config.action_mask, self.reader)
         clip = config.clip_obs if config.normalize_obs else None
-        self.preprocess = Preprocess(self.reader, ignored=None, clip=clip).to(self.device)
-        space, n_actions = self.preprocess.space, self.distribution.n_actions
+        self.preprocess = Preprocess(self.reader, ignored=leaf, clip=clip).to(self.device)
+        space = self.preprocess.space
         # Layers draw their first weights from torch's global generator, so seed it here.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(stream_seed(place.seed, "weights"))
-            actor = Actor(refuse_recurrent(build_network(space)), self.distribution.n_outputs)
-            critics = Critics([Critic(space, n_actions, build_network) for _ in range(2)])
+            trunk = refuse_recurrent(build_network(space))
+            self.actions = soft_actions(env_spaces.action, out_features(trunk), config)
+            actor = Actor(trunk, self.actions.distribution)
+            critics = Critics([self.actions.new_critic(space, build_network) for _ in range(2)])
+        self.distribution = self.actions.distribution
+        self.masks = ActionMasks(config.action_mask, self.reader, self.distribution)
         if config.critic_layer_norm:
-            _add_layer_norm(critics)
+            add_layer_norm(critics)
         self.actor = actor.to(self.device).eval()
         self.critics = critics.to(self.device).eval()
         self.targets = deepcopy(self.critics).requires_grad_(False)
         fixed = config.temperature
         self.temperature = Temperature(config.temperature_init if fixed is None else fixed)
         self.temperature.to(self.device)
-        target = config.target_entropy
-        self.target_entropy = -float(n_actions) if target is None else target
         norm = math.inf if config.max_grad_norm is None else config.max_grad_norm
         self.adams = {
             name: FlatAdam(module, eps=config.adam_eps, max_grad_norm=norm)
@@ -188,17 +128,23 @@ class SACAgent:
                 ("temperature", self.temperature),
             )
         }
-        self._target_values = flat_parameters(self.targets)
+        self.target_values = flat_parameters(self.targets)
         self._parameters = {
             "actor": list(self.actor.parameters()),
             "critics": list(self.critics.parameters()),
         }
+        self.fast: MlpSAC | None = None
+        if config.fast == "auto" and MlpSAC.covers(self.actor, self.critics, self.preprocess):
+            parts = self.actor, self.critics, self.adams, self.target_values
+            self.fast = MlpSAC(*parts, config, place.programs)
         self.n_updates = 0
-        self._act_generator = torch.Generator().manual_seed(stream_seed(place.seed, "act"))
-        self._generator = torch.Generator(self.device).manual_seed(
+        self._noise = ActingNoise(
+            self.distribution, n_steps=config.iteration_length, seed=stream_seed(place.seed, "act")
+        )
+        self.update_generator = torch.Generator(self.device).manual_seed(
             stream_seed(place.seed, "update noise")
         )
-        self._last_actor = (torch.zeros((), device=self.device),) * 2  # loss and entropy
+        self.last_actor = torch.zeros(2, device=self.device)  # loss and entropy
 
     def rates(self, progress: float, learning_rate: float) -> SACRates:
         return SACRates(learning_rate)
@@ -211,21 +157,22 @@ class SACAgent:
         episode_start: Tensor | None = None,
     ) -> PolicyInput:
         """Arrays as the reader returns them, moved to the agent's device."""
-        return PolicyInput(self.reader.to_tensors(leaves, self.device), None, None, None)
+        obs = self.reader.to_tensors(leaves, self.device)
+        mask = None if action_mask is None else torch.from_numpy(action_mask).to(self.device)
+        return PolicyInput(obs, mask, memory, episode_start)
 
     def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
-        """Normal noise, [n_steps, n_envs, n_actions], on the agent's device."""
+        """Noise for ``n_steps`` steps, [n_rows, n_envs, ...], on the agent's device."""
         return self.distribution.draw_noise(n_steps, n_envs, generator).to(self.device)
 
     @torch.no_grad()
     def explore(
         self, inputs: PolicyInput, noise: Tensor, rates: SACRates, *, is_random: bool
     ) -> PolicySample:
-        """Actions for training; ``is_random``: spread evenly over the bounds."""
+        """Actions for training; ``is_random``: all with the same probability."""
         if is_random:
-            return PolicySample(self.distribution.uniform(noise), None)
-        outputs = self.actor(self.preprocess(inputs.obs))
-        return PolicySample(self.distribution.sample(outputs, noise), None)
+            return PolicySample(self.actions.random(noise, inputs.action_mask), None)
+        return PolicySample(self.distribution.sample(self._outputs(inputs), noise), None)
 
     @torch.no_grad()
     def act_batch(
@@ -236,20 +183,21 @@ class SACAgent:
         action_mask: Mask | None = None,
         memory: Tensor | None = None,
     ) -> NDArray[np.generic]:
-        """[n_envs, *obs] -> [n_envs, *act], ready for ``env.step``."""
+        """[n_envs, *obs] -> [n_envs, *act]; gSDE keeps its noise for several calls."""
         leaves = self.reader.read(obs)
-        inputs = self.inputs(leaves)
-        outputs = self.actor(self.preprocess(inputs.obs))
-        noise = None
-        if not deterministic:
-            noise = self.draw_noise(1, len(outputs), self._act_generator)[0]
+        outputs = self._outputs(self.inputs(leaves, self.masks.in_call(leaves, action_mask)))
+        noise = None if deterministic else self._noise.next(len(outputs)).to(self.device)
         return self.distribution.chosen(outputs, noise)
+
+    def _outputs(self, inputs: PolicyInput) -> Tensor:
+        outputs: Tensor = self.actor(self.preprocess(inputs.obs), inputs.action_mask)
+        return outputs
 
     def new_memory(self, n_envs: int) -> None:
         return None
 
-    def mask_of(self, infos: Mapping[str, Any]) -> None:
-        return None
+    def mask_of(self, infos: Mapping[str, Any]) -> Mask | None:
+        return self.masks.of_infos(infos)
 
     def for_playing(self) -> SACAgent:
         return self
@@ -266,45 +214,88 @@ class SACAgent:
 
     def update(self, batch: ReplayBatch, rates: SACRates) -> SACResult:
         """One gradient step of the critics, and of actor and temperature if it is their turn."""
-        obs = self.preprocess(batch.inputs.obs)
+        return self.gradient_step(batch, rates, self.begin_update())
+
+    def begin_update(self) -> bool:
+        """Count an update; returns whether it is the turn of actor and temperature."""
+        self.n_updates += 1
+        return self.n_updates % self.config.policy_delay == 0
+
+    def gradient_step(self, batch: ReplayBatch, rates: SACRates, trains_actor: bool) -> SACResult:
+        """Only tensors change, so that a graph can be captured for each ``trains_actor``."""
+        step = self.plain_step if self.fast is None else self._fast_step
+        return step(batch, rates, trains_actor)
+
+    def plain_step(self, batch: ReplayBatch, rates: SACRates, trains_actor: bool) -> SACResult:
+        """The step in plain torch."""
+        obs, mask = self.preprocess(batch.inputs.obs), batch.inputs.action_mask
         target = self._target(batch)
-        values = self.critics(obs, batch.action)
+        values = self.actions.taken(self.critics, obs, batch.action)
         loss = critic_loss(values, target, batch.weight)
         finite = self._step("critics", loss, rates)
-        self.n_updates += 1
-        if self.n_updates % self.config.policy_delay == 0:
-            finite = self._update_actor(obs, rates) & finite
-        self._target_values.lerp_(self.adams["critics"].values, self.config.tau)
-        actor, entropy = self._last_actor
+        if trains_actor:
+            finite = self._update_actor(obs, mask, rates) & finite
+        self.target_values.lerp_(self.adams["critics"].values, self.config.tau)
+        actor, entropy = self.last_actor.clone()
         alpha = self.temperature().detach()
         return SACResult(loss.detach(), actor, values.detach().mean(), entropy, alpha, finite)
 
     @torch.no_grad()
+    def _fast_step(self, batch: ReplayBatch, rates: SACRates, trains_actor: bool) -> SACResult:
+        fast = cast("MlpSAC", self.fast)
+        inputs = [self.preprocess(each.obs) for each in (batch.inputs, batch.next_inputs)]
+        obs, next_obs = (cast("Tensor", each).flatten(1) for each in inputs)
+
+        def noise() -> Tensor:
+            shape, generator = batch.action.shape, self.update_generator
+            return torch.randn(shape, generator=generator, device=self.device)
+
+        rate, returns = rates.learning_rate, (batch.reward, batch.discount, batch.weight)
+        loss, q, finite = fast.critics_step(obs, batch.action, next_obs, returns, noise(), rate)
+        if trains_actor:
+            actor, entropy, is_finite = fast.actor_step(obs, noise(), rate)
+            finite = finite & is_finite
+            if self.config.temperature is None:
+                target = self.target_entropy(None)
+                finite = fast.temperature_step(entropy, target, rate) & finite
+            self.last_actor.copy_(torch.stack([actor, entropy]))
+        self.target_values.lerp_(self.adams["critics"].values, self.config.tau)
+        actor, entropy = self.last_actor.clone()
+        return SACResult(loss, actor, q, entropy, self.temperature(), torch.as_tensor(finite))
+
+    def check_fast(self) -> str:
+        """Use plain torch from now on if the fast backend computes something else; returns why."""
+        if self.fast is None or (reason := why_not_sac(self)) is None:
+            return ""
+        self.fast = None
+        return f"plain torch runs instead of MlpSAC: {reason}; agent.fast=off skips this check"
+
+    @torch.no_grad()
     def _target(self, batch: ReplayBatch) -> Tensor:
         """The soft value of the action taken, [B]."""
-        obs = self.preprocess(batch.next_inputs.obs)
-        action, log_prob = self._new_actions(obs)
-        values: Tensor = self.targets(obs, action).amin(dim=0) - self.temperature() * log_prob
-        return batch.reward + batch.discount * values
+        obs, mask = self.preprocess(batch.next_inputs.obs), batch.next_inputs.action_mask
+        following = self._soft_value(self.targets, obs, mask)
+        return soft_target(batch.reward, batch.discount, following, self.temperature())
 
-    def _new_actions(self, obs: Obs) -> tuple[Tensor, Tensor]:
-        outputs = self.actor(obs)
-        shape = (len(outputs), self.distribution.n_actions)
-        noise = torch.randn(shape, generator=self._generator, device=self.device)
-        return self.distribution.sample_and_log_prob(outputs, noise)
+    def _soft_value(self, critics: Critics, obs: Obs, mask: Tensor | None) -> SoftValue:
+        return self.actions.soft_value(critics, obs, self.actor(obs, mask), self.update_generator)
 
-    def _update_actor(self, obs: Obs, rates: SACRates) -> Tensor:
-        action, log_prob = self._new_actions(obs)
-        alpha = self.temperature().detach()
-        loss = actor_loss(self.critics(obs, action), log_prob, alpha)
+    def _update_actor(self, obs: Obs, mask: Tensor | None, rates: SACRates) -> Tensor:
+        soft = self._soft_value(self.critics, obs, mask)
+        loss = actor_loss(soft, self.temperature().detach())
         finite = self._step("actor", loss, rates)
-        entropy = -log_prob.detach().mean()
+        entropy = -soft.log_prob.detach().mean()
         if self.config.temperature is None:
             # Below the target entropy, the temperature rises.
-            gap = self.temperature.log * (entropy - self.target_entropy)
+            gap = self.temperature.log * (entropy - self.target_entropy(mask))
             finite = self._step("temperature", gap, rates) & finite
-        self._last_actor = loss.detach(), entropy
+        self.last_actor.copy_(torch.stack([loss.detach(), entropy]))
         return finite
+
+    def target_entropy(self, mask: Tensor | None) -> float | Tensor:
+        """The entropy that a learned temperature aims for; ``mask`` [B, n] of discrete actions."""
+        given = self.config.target_entropy
+        return self.actions.target_entropy(mask) if given is None else given
 
     def _step(self, name: str, loss: Tensor, rates: SACRates) -> Tensor:
         adam = self.adams[name]
@@ -325,9 +316,9 @@ class SACAgent:
             **parts,
             "adams": {name: adam.state_dict() for name, adam in self.adams.items()},
             "n_updates": self.n_updates,
-            "last_actor": list(self._last_actor),
-            "act_generator": self._act_generator.get_state(),
-            "update_generator": self._generator.get_state(),
+            "last_actor": list(self.last_actor.clone()),
+            "update_generator": self.update_generator.get_state(),
+            **self._noise.state_dict(),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -337,20 +328,9 @@ class SACAgent:
         for name, adam in self.adams.items():
             adam.load_state_dict(state["adams"][name])
         self.n_updates = state["n_updates"]
-        loss, entropy = state["last_actor"]
-        self._last_actor = loss.to(self.device), entropy.to(self.device)
-        self._act_generator.set_state(state["act_generator"])
-        self._generator.set_state(state["update_generator"])
+        self.last_actor.copy_(torch.stack(state["last_actor"]))
+        self.update_generator.set_state(state["update_generator"])
+        self._noise.load_state_dict(state)
 
 
 _PARTS = ("actor", "critics", "targets", "temperature", "preprocess")
-
-
-def _add_layer_norm(module: nn.Module) -> None:
-    """Normalise the output of every linear layer except the last, which gives the value."""
-    for name, child in list(module.named_children()):
-        if isinstance(child, nn.Linear) and child.out_features > 1:
-            norm = nn.LayerNorm(child.out_features)
-            setattr(module, name, nn.Sequential(child, norm))
-        else:
-            _add_layer_norm(child)

@@ -1,4 +1,7 @@
-"""SquashedPolicy: a Gaussian whose mean and deviation the network gives, squashed by tanh."""
+"""SquashedPolicy: a Gaussian whose mean and deviation the network gives, squashed by tanh.
+
+``SquashedNoise`` is its gSDE variant: noise that depends on the state and lasts several steps.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.agents.distributions import LOG_SQRT_2PI, ActionSpaceError, Distribution
+from ml_pipeline.agents.distributions import (
+    LOG_SQRT_2PI,
+    ActionSpaceError,
+    Distribution,
+    StateDependentNoise,
+)
 
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
 
@@ -96,3 +104,45 @@ class SquashedPolicy(Distribution):
         scaled = self._low + self._half * (action + 1.0)
         shaped = scaled.reshape(-1, *self.space.shape)
         return shaped.round().long() if self._is_integer else shaped
+
+
+class SquashedNoise(SquashedPolicy):
+    """gSDE: a squashed ``StateDependentNoise``; ``outputs`` are means and features.
+
+    Rollouts keep their noise for several steps. An update scores single actions, whose noise may
+    be any: it samples from their Gaussian, with the variance that the features give.
+    """
+
+    reads_features = True
+
+    def __init__(
+        self, space: spaces.Box, n_features: int, *, log_std_init: float, every_steps: int
+    ) -> None:
+        super().__init__(space)
+        self.n_outputs = self.n_actions
+        self.unsquashed = StateDependentNoise(
+            space,
+            n_features,
+            log_std_init=log_std_init,
+            every_steps=every_steps,
+            learns_features=True,
+        )
+
+    def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
+        return self.unsquashed.noise_shape(n_steps, n_envs)
+
+    def noise_row(self, t: int) -> int:
+        return self.unsquashed.noise_row(t)
+
+    def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        mean, variance = self.unsquashed.mean_and_variance(outputs)
+        return mean, 0.5 * variance.log()
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        return torch.tanh(self.unsquashed.sample(outputs, noise))
+
+    def mode(self, outputs: Tensor) -> Tensor:
+        return torch.tanh(self.unsquashed.mode(outputs))
+
+    def uniform(self, noise: Tensor) -> Tensor:
+        return super().uniform(noise[..., 0, :])

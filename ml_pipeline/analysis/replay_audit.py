@@ -65,7 +65,7 @@ def audit(buffer: ReplayBuffer) -> ReplayAudit:
         len(numbers),
         int(terminated.sum()),
         int((done.flatten() & ~terminated).sum()),
-        int((buffer.final_of[numbers % size] >= 0).sum()),
+        int((buffer.finals.slot_of[numbers % size] >= 0).sum()),
         n_outside,
         n_over_head,
         n_over_end,
@@ -76,7 +76,7 @@ def audit(buffer: ReplayBuffer) -> ReplayAudit:
 def _count_resets(buffer: ReplayBuffer, index: Tensor, last: Tensor) -> int:
     """Windows that are truncated at ``last``, and whose next observation is not the final one."""
     is_cut = buffer.done[last] & ~buffer.terminated[last]
-    index, slot = index[is_cut], buffer.final_of[last[is_cut]]
+    index, slot = index[is_cut], buffer.finals.slot_of[last[is_cut]]
     lacks_final = slot < 0
     if not len(index) or not len(buffer.finals):
         return int(lacks_final.sum())

@@ -27,13 +27,9 @@ class DQNConfig(OffPolicyConfig):
     epsilon_share: float = 0.2  # share of the run in which epsilon falls to epsilon_end
     priority_exponent: float = 0.0  # 0: uniform replay; 0.6 is usual for prioritised replay
     priority_beta: float = 0.4  # exponent of the importance weights; rises to 1 at the end
-    fast: str = "auto"  # off: plain torch only
 
     def __post_init__(self) -> None:
-        if self.fast == "False":  # YAML reads an unquoted off as false
-            self.fast = "off"
         super().__post_init__()
-        self._check_choice("fast", ("auto", "off"))
         for name in ("epsilon_start", "epsilon_end", "epsilon_share", "priority_beta"):
             self._check(0 <= getattr(self, name) <= 1, name, "between 0 and 1")
         for name in ("n_quantiles", "target_every"):

@@ -34,8 +34,12 @@ class OffPolicyConfig(AgentConfig):
     iteration_length: int = 32  # steps of each env between two log lines
     normalize_obs: bool = False  # by running mean and standard deviation, when sampled
     clip_obs: float = 10.0  # standard deviations
+    fast: str = "auto"  # off: plain torch only
 
     def __post_init__(self) -> None:
+        if self.fast == "False":  # YAML reads an unquoted off as false
+            self.fast = "off"
+        self._check_choice("fast", ("auto", "off"))
         for name, value in vars(self).items():
             if isinstance(value, (int, float)):
                 check(math.isfinite(value), f"agent.{name}", "finite", value)

@@ -35,7 +35,6 @@ from ml_pipeline.runs.checkpoint import (
 )
 from ml_pipeline.runs.replay_files import read_replay
 from ml_pipeline.runs.run_folder import RunFolder
-from ml_pipeline.training.off_policy_trainer import load_position
 from ml_pipeline.training.replay_buffer import ReplayBuffer
 
 
@@ -115,7 +114,9 @@ def load_replay_buffer(path: Path | str, *, trust: bool = False) -> tuple[Replay
         stacked_frames=settings.stacked_frames,
     )
     with misfit_explained(run):
-        load_position(buffer, state)
+        buffer.load_state_dict(state["replay"])
+        if state["positions"] is None:
+            buffer.forget_newest()  # stopped during an iteration
         read_replay(run, buffer)
     return buffer, trained.env_steps
 

@@ -27,6 +27,7 @@ from ml_pipeline.runs.checkpoint import (
 from ml_pipeline.runs.run_folder import RunFolder, remove
 from ml_pipeline.training.loop import Loop
 from ml_pipeline.training.replay_buffer import ReplayBuffer
+from ml_pipeline.training.replay_rows import load_rows, row_bytes, rows_of
 
 _FILE_BYTES = 2**28  # about the size of a file at most, since saving copies its content in memory
 
@@ -43,13 +44,13 @@ def write_replay(run: RunFolder, buffer: ReplayBuffer) -> None:
     first, last = max(buffer.n_saved, buffer.oldest), buffer.n_written
     buffer.segments = [each for each in buffer.segments if each["last"] > buffer.oldest]
     run.replay.mkdir(exist_ok=True)
-    n_rows = max(_FILE_BYTES // buffer.row_bytes, 1)
+    n_rows = max(_FILE_BYTES // row_bytes(buffer), 1)
     for start in range(first, last, n_rows):
         _write(run, buffer, start, min(start + n_rows, last))
 
 
 def _write(run: RunFolder, buffer: ReplayBuffer, first: int, last: int) -> None:
-    rows = buffer.rows(first, last)
+    rows = rows_of(buffer, first, last)
     check_plain(rows, "replay")
     content = io.BytesIO()
     torch.save(rows, content)
@@ -72,7 +73,7 @@ def read_replay(run: RunFolder, buffer: ReplayBuffer) -> None:
         path = run.replay / str(segment["name"])
         if path.parent != run.replay or not path.is_file():
             raise CheckpointError(f"{path} is missing; it holds transitions of the checkpoint")
-        buffer.load_rows(segment["first"], segment["last"], read_sealed(path))
+        load_rows(buffer, segment["first"], segment["last"], read_sealed(path))
     first = buffer.n_written
     for segment in reversed(buffer.segments):
         if segment["last"] >= first:

@@ -101,7 +101,9 @@ class Collector:
             columns.action = None
             if agent.device.type == "cuda" and columns.acting is None:
                 programs = self._programs or Programs(agent.device)
-                columns.acting = GpuActing(agent, columns.env.num_envs, programs)
+                columns.acting = GpuActing(
+                    agent, columns.env.num_envs, programs, agent.sample_batch
+                )
             if not columns.leaves:
                 columns.reset(agent, self._env_seed + columns.place.start)
                 self._check.obs(columns.leaves, first_env=columns.place.start, t=0)

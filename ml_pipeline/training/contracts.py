@@ -65,6 +65,11 @@ class ReplayAgent(Agent, Observer, Protocol):
 
     # Field of the result of ``update`` -> name in the log.
     metric_names: ClassVar[dict[str, str]]
+    config: Any  # OffPolicyConfig
+
+    @property
+    def update_generator(self) -> torch.Generator | None:
+        """For the noise of updates, on the agent's device."""
 
     def rates(self, progress: float, learning_rate: float) -> Any: ...
 
@@ -74,7 +79,11 @@ class ReplayAgent(Agent, Observer, Protocol):
         self, inputs: PolicyInput, noise: Tensor, rates: Any, *, is_random: bool
     ) -> PolicySample: ...
 
-    def update(self, batch: ReplayBatch, rates: Any) -> Any: ...
+    def begin_update(self) -> bool:
+        """Count an update; returns whether it has the part that only some updates have."""
+
+    def gradient_step(self, batch: ReplayBatch, rates: Any, is_turn: bool, /) -> Any:
+        """One update that only changes tensors, with or without that part."""
 
     def learn_moments(self, obs: Obs) -> None: ...
 

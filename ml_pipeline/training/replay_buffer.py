@@ -23,6 +23,8 @@ from ml_pipeline.agents.observations import ObservationReader
 from ml_pipeline.protocols import Obs, PolicyInput, ReplayBatch, StateDict
 from ml_pipeline.training.final_observations import FinalObservation, FinalObservations
 from ml_pipeline.training.frame_stacks import FrameStacks
+from ml_pipeline.training.gpu.device_rows import DeviceRows
+from ml_pipeline.training.gpu.programs import Programs
 from ml_pipeline.training.sum_tree import SumTree
 
 
@@ -42,8 +44,10 @@ class ReplayBuffer:
         has_masks: bool = False,
         priority_exponent: float = 0.0,
         stacked_frames: int = 1,
+        programs: Programs | None = None,
+        on_device: bool = False,
     ) -> None:
-        """``capacity`` is that of all envs together."""
+        """``capacity`` is that of all envs together; ``on_device``: ``insert`` writes the rows."""
         self.n_envs = n_envs
         self.capacity_rows = max(capacity // n_envs, 1)  # those that are drawn
         # One more for the current observation, and those that complete the oldest stack.
@@ -72,16 +76,26 @@ class ReplayBuffer:
         self.reward = zeros(n)
         self.terminated = zeros(n, dtype=torch.bool)
         self.done = ~zeros(n, dtype=torch.bool)  # no episode reaches back beyond the first row
-        self.final_of = torch.full((n,), -1, dtype=torch.int64, device=device)
         self.finals = FinalObservations(
             {name: zeros(0, *shape, dtype=dtypes[name]) for name, shape in reader.shapes.items()},
             None if self.mask is None else self.mask[:0].clone(),
+            n,
+            has_all_slots=on_device,
         )
         self.tree = SumTree(n, device) if priority_exponent > 0 else None
         # Files that hold the transitions: written by runs.replay_files, named in the checkpoint.
         self.segments: list[dict[str, Any]] = []
         self.n_saved = 0  # rows that are in these files
         self._top = zeros() + 1.0  # the largest priority so far, which new transitions get
+        self._device_rows: DeviceRows | None = None
+        if device.type != "cpu" or on_device:
+            self._device_rows = DeviceRows(
+                self._row_tables(),
+                self._next_tables(),
+                programs or Programs(device),
+                n_envs=n_envs,
+                n_drawn=self.capacity_rows,
+            )
         self._is_reset = True  # the next ``begin`` starts episodes
 
     def __len__(self) -> int:
@@ -98,19 +112,7 @@ class ReplayBuffer:
         """The first row that is still needed, counted from the start of the run."""
         return max(self.first_drawn - (self.stacks.n_frames - 1), 0)
 
-    @property
-    def row_bytes(self) -> int:
-        """What a row holds, without final observations and priorities."""
-        return sum(table.nbytes for _, table, _ in self._tables()) // self.n_rows
-
-    @property
-    def n_bytes(self) -> int:
-        """Memory of the buffer."""
-        finals = sum(kept.nbytes for _, _, kept in self._tables() if kept is not None)
-        tree = 0 if self.tree is None else self.tree.n_bytes
-        return self.n_rows * self.row_bytes + self.final_of.nbytes + finals + tree
-
-    def begin(self, leaves: Mapping[str, NDArray[Any]], mask: Mask | None) -> None:
+    def begin(self, leaves: Mapping[str, Any], mask: Mask | None) -> None:
         """Store the current observations of all envs: after ``end_episodes`` and a resume."""
         self._observe(leaves, mask, np.ones(self.n_envs, bool) if self._is_reset else None)
         self._is_reset = False
@@ -119,7 +121,7 @@ class ReplayBuffer:
         self, leaves: Mapping[str, NDArray[Any]], mask: Mask | None, start: NDArray[Any] | None
     ) -> None:
         self.stacks.check(leaves, start)
-        place = self._place(self.n_written)
+        place = self.place(self.n_written)
         for name, leaf in leaves.items():
             self._put(self.obs[name], place, self.stacks.newest(name, leaf))
         if self.mask is not None and mask is not None:
@@ -131,14 +133,13 @@ class ReplayBuffer:
         self.n_saved = min(self.n_saved, max(self.n_written - 1, 0))  # that row changes
         if not self.n_written:
             return
-        newest, head = self._place(self.n_written - 1), self._place(self.n_written)
-        index = torch.arange(head.start, head.stop, device=self.device)
-        current = {name: leaf.cpu().numpy() for name, leaf in self._leaves(index).items()}
+        newest, head = self.place(self.n_written - 1), self.place(self.n_written)
+        seen = self._leaves(self._index(self.n_written))
+        current = {name: leaf.cpu().numpy() for name, leaf in seen.items()}
         for env in torch.nonzero(~self.done[newest]).flatten().tolist():
             leaves = {name: leaf[env] for name, leaf in current.items()}
             mask = None if self.mask is None else self.mask[head.start + env].cpu().numpy()
-            slot = self.finals.keep(FinalObservation(env, leaves, mask))
-            self.final_of[newest.start + env] = slot
+            self.finals.keep(newest.start + env, FinalObservation(env, leaves, mask))
         self.done[newest] = True
 
     def forget_newest(self) -> None:
@@ -147,17 +148,18 @@ class ReplayBuffer:
             return
         self.first = self.first_drawn  # the row before it has been overwritten
         self.n_written -= 1
-        self._set_priority(self.n_written, self.n_written + 1, 0.0 * self._top)
+        self._tell_device()
+        self._set_priority(self._index(self.n_written), 0.0 * self._top)
 
     def forget_before(self, row: int) -> None:
         """Draw no transition that needs a row before this one."""
-        first_drawn = self.first_drawn
-        self.first = row + self.stacks.n_frames - 1 if row else 0
-        self._set_priority(first_drawn, self.first, 0.0 * self._top)
+        before, self.first = self.first_drawn, row + self.stacks.n_frames - 1
+        self._tell_device()
+        self._set_priority(self._index(before, self.first - before), 0.0 * self._top)
 
     def write(
         self,
-        action: Tensor,
+        action: NDArray[Any],
         reward: NDArray[Any],
         terminated: NDArray[Any],
         truncated: NDArray[Any],
@@ -169,63 +171,122 @@ class ReplayBuffer:
 
         ``finals``: one for each episode that was truncated and not terminated.
         """
-        place = self._place(self.n_written)
-        self._release(place)
-        self.action[place] = action
-        self._put(self.reward, place, reward)
-        self._put(self.terminated, place, terminated)
+        place = self.place(self.n_written)
         done = terminated | truncated
-        self._put(self.done, place, done)
-        for final in finals:
-            self.final_of[place.start + final.env] = self.finals.keep(final)
+        row = {
+            "action": action,
+            "reward": reward,
+            "terminated": terminated,
+            "done": done,
+            "final": self.finals.replace(place, finals),
+        }
         self.n_written += 1
-        row, left = self.n_written - 1, self.n_written - 1 - self.capacity_rows
-        self._set_priority(row, row + 1, self._top)
-        self._set_priority(left, left + 1, 0.0 * self._top)
-        self._observe(leaves, mask, done)
+        if self._device_rows is not None:
+            self.stacks.check(leaves, done)
+            seen = {f"obs {name}": self.stacks.newest(name, leaf) for name, leaf in leaves.items()}
+            self._device_rows.write({**row, **seen, **({} if mask is None else {"mask": mask})})
+        else:
+            for name, table in self._row_tables().items():
+                self._put(table, place, row[name])
+            self._observe(leaves, mask, done)
+        if self.tree is not None:
+            leaving = self._index(self.n_written - 1 - self.capacity_rows)
+            self._set_priority(self._index(self.n_written - 1), self._top)
+            self._set_priority(leaving, 0.0 * self._top)
 
-    def _set_priority(self, first: int, last: int, priority: Tensor) -> None:
-        """Give the rows from ``first`` to ``last`` one priority."""
-        if self.tree is not None and first < last:
-            number = torch.arange(first * self.n_envs, last * self.n_envs, device=self.device)
-            self.tree.set(number % len(self.done), priority.expand(len(number)))
+    def insert(
+        self,
+        action: Tensor,
+        reward: Tensor,
+        terminated: Tensor,
+        truncated: Tensor,
+        obs: Tensor,
+        final_obs: Tensor,
+    ) -> None:
+        """``write`` for envs on the device; call ``count_row`` as well, which is not captured."""
+        rows = self._on_device()
+        here = rows.place()
+        row = {
+            "action": action,
+            "reward": reward,
+            "terminated": terminated,
+            "done": terminated | truncated,
+            "final": torch.where(truncated & ~terminated, here, -1),
+        }
+        self.finals.leaves[""].index_copy_(0, here, final_obs)
+        rows.insert({**row, "obs ": obs})
+        self._set_priority(here, self._top)
+        self._set_priority(rows.place(before=1 + self.capacity_rows), 0.0 * self._top)
+
+    def count_row(self) -> None:
+        """Count the row of an ``insert``."""
+        self.n_written += 1
+
+    def current_obs(self) -> Tensor:
+        """What the envs on the device observe, [n_envs, *obs]."""
+        return self._leaves(self._on_device().place())[""]
+
+    @property
+    def n_tables_moved(self) -> int:
+        """Changes when tables are at a new address, which a captured graph must learn."""
+        return len(self.finals)
+
+    def _on_device(self) -> DeviceRows:
+        if self._device_rows is None:
+            raise RuntimeError("this buffer is written by the host; call write")
+        return self._device_rows
+
+    def _tell_device(self) -> None:
+        if self._device_rows is not None:
+            self._device_rows.count(self.n_written, self.first)
+
+    def _set_priority(self, index: Tensor, priority: Tensor) -> None:
+        if self.tree is not None:
+            self.tree.set(index, priority.expand(len(index)))
+
+    def _index(self, row: int, n_rows: int = 1) -> Tensor:
+        number = torch.arange(n_rows * self.n_envs, device=self.device)
+        return (row * self.n_envs + number) % len(self.done)
 
     def _put(self, table: Tensor, place: slice, values: NDArray[Any]) -> None:
         if self.device.type == "cpu":
             table.numpy()[place] = values  # several times as fast for a few numbers
         else:
-            table[place] = torch.from_numpy(values).to(self.device, table.dtype)
+            table[place] = torch.as_tensor(values).to(self.device, table.dtype)
 
-    def _place(self, row: int) -> slice:
+    def place(self, row: int) -> slice:
+        """Indices of a row, which is counted from the start of the run."""
         start = (row % self.n_rows) * self.n_envs
         return slice(start, start + self.n_envs)
 
-    def _release(self, place: slice) -> None:
-        """Free the final observations of a row that is overwritten."""
-        if self.n_written >= self.n_rows:
-            held = self.final_of[place]
-            self.finals.release(held[held >= 0].tolist())
-        self.final_of[place] = -1
-
     def sample(self, uniform: Tensor, *, beta: float = 1.0) -> tuple[ReplayBatch, Tensor]:
         """Transitions for uniform numbers [B] in [0, 1), and their indices for ``prioritise``."""
-        n_valid = len(self)
+        n_valid, first, _ = self._counts()
         if self.tree is not None:
             index = self.tree.draw(uniform)
             share = self.tree.priorities[index] / self.tree.total
             weight = (n_valid * share).pow(-beta)
             weight = (weight / weight.max()).float()
         else:
-            number = (uniform.double() * n_valid).long().clamp_(max=n_valid - 1)
-            index = (number + self.first_drawn * self.n_envs) % len(self.done)
+            # torch draws float32 numbers of 24 bits, so the integers are exact.
+            number = ((uniform * 2**24).long() * n_valid) >> 24
+            index = (number + first) % len(self.done)
             weight = torch.ones_like(uniform)
         return self.batch(index, weight), index
+
+    def _counts(self) -> tuple[Any, Any, Any]:
+        """Transitions that can be drawn, index of the first, newest row; tensors on a device."""
+        if self.device.type != "cpu":
+            n_valid, first, newest = self._on_device().counts
+            return n_valid, first, newest
+        first_row, newest_row = self.first_drawn % self.n_rows, (self.n_written - 1) % self.n_rows
+        return len(self), first_row * self.n_envs, newest_row
 
     def batch(self, index: Tensor, weight: Tensor) -> ReplayBatch:
         """The windows of n steps that begin at ``index``."""
         last, steps, reward = self.window(index)
         successor = (last + self.n_envs) % len(self.done)
-        slot = self.final_of[last]
+        slot = self.finals.slot_of[last]
         next_obs = self._leaves(successor)
         next_mask = None if self.mask is None else self.mask[successor]
         has_final = slot >= 0
@@ -271,7 +332,7 @@ class ReplayBuffer:
         if self.n_step == 1:
             return index, torch.ones_like(index), self.reward[index]
         size = len(self.done)
-        newest = self._place(self.n_written - 1).start // self.n_envs
+        newest = self._counts()[2]
         left = (newest - index // self.n_envs) % self.n_rows  # rows before the write head
         last, reward = index, self.reward[index]
         steps = torch.ones_like(index)
@@ -295,67 +356,16 @@ class ReplayBuffer:
         priority = (error.abs() + 1e-6).pow(self._exponent)
         # The same transition may be drawn twice; its errors are equal, so any of them will do.
         self.tree.set(index, priority)
-        self._top = torch.maximum(self._top, priority.max())
+        self._top.copy_(torch.maximum(self._top, priority.max()))
 
-    def rows(self, first: int, last: int) -> dict[str, Any]:
-        """The rows from ``first`` to ``last``, counted from the start of the run, on the CPU."""
-        spans = self._spans(first, last)
-        slot = torch.cat([self.final_of[span] for span in spans])
-        has_final = torch.nonzero(slot >= 0).flatten()
-        rows: dict[str, Any] = {"final_at": has_final}
-        for name, table, finals in self._tables():
-            rows[name] = torch.cat([table[span] for span in spans])
-            if finals is not None:
-                rows[f"final {name}"] = finals[slot[has_final]]
-        return {name: values.cpu() for name, values in rows.items()}
+    def _row_tables(self) -> dict[str, Tensor]:
+        """What a step completes; the tables of observations and masks hold what follows it."""
+        names = ("action", "reward", "terminated", "done")
+        return {**{name: getattr(self, name) for name in names}, "final": self.finals.slot_of}
 
-    def load_rows(self, first: int, last: int, rows: Mapping[str, Tensor]) -> None:
-        """Put rows back; those that are no longer in the ring are ignored."""
-        self._check_rows(rows, last - first)
-        skipped = max(self.oldest - first, 0) * self.n_envs
-        read = skipped
-        for span in self._spans(max(first, self.oldest), last):
-            part = slice(read, read + span.stop - span.start)
-            for name, table, _ in self._tables():
-                table[span] = rows[name][part].to(self.device)
-            self.final_of[span] = -1
-            read = part.stop
-        finals = {name for name, _, kept in self._tables() if kept is not None}
-        for number, at in enumerate(rows["final_at"].tolist()):
-            if at < skipped:
-                continue
-            one = {name: rows[f"final {name}"][number].numpy() for name in finals}
-            mask = one.pop("mask", None)
-            leaves = {name.removeprefix("obs "): value for name, value in one.items()}
-            place = (first * self.n_envs + at) % len(self.done)
-            final = FinalObservation(place % self.n_envs, leaves, mask)
-            self.final_of[place] = self.finals.keep(final)
-
-    def _spans(self, first: int, last: int) -> list[slice]:
-        """The rows from ``first`` to ``last`` as slices: two if they pass the end of the ring."""
-        start, size = self._place(first).start, len(self.done)
-        stop = start + max(last - first, 0) * self.n_envs
-        return [slice(start, min(stop, size)), slice(0, max(stop - size, 0))]
-
-    def _check_rows(self, rows: Mapping[str, Tensor], n_rows: int) -> None:
-        if len(rows["reward"]) != n_rows * self.n_envs:
-            n_envs = len(rows["reward"]) // n_rows
-            raise ValueError(f"n_envs={self.n_envs}: the replay files have {n_envs} envs")
-        for name, table, _ in self._tables():
-            if name not in rows or rows[name].shape[1:] != table.shape[1:]:
-                key = f"agent.stacked_frames={self.stacks.n_frames}"
-                raise ValueError(f"{key}: {name!r} has another shape in the replay files")
-
-    def _tables(self) -> list[tuple[str, Tensor, Tensor | None]]:
-        """Every table by name, and the table of its final values if it has one."""
-        tables: list[tuple[str, Tensor, Tensor | None]] = [
-            (f"obs {name}", leaf, self.finals.leaves[name]) for name, leaf in self.obs.items()
-        ]
-        if self.mask is not None:
-            tables.append(("mask", self.mask, self.finals.mask))
-        for name in ("action", "reward", "terminated", "done"):
-            tables.append((name, getattr(self, name), None))
-        return tables
+    def _next_tables(self) -> dict[str, Tensor]:
+        seen = {f"obs {name}": leaf for name, leaf in self.obs.items()}
+        return seen if self.mask is None else {**seen, "mask": self.mask}
 
     def state_dict(self) -> StateDict:
         """The counters and priorities; ``runs.replay_files`` saves the transitions."""
@@ -373,13 +383,15 @@ class ReplayBuffer:
         self.first = state.get("first", 0)
         self.segments = [dict(segment) for segment in state["segments"]]
         self.n_saved = state["n_saved"]
-        self._top = state["top_priority"].to(self.device)
+        self._top.copy_(state["top_priority"])
+        self._tell_device()
         self._is_reset = False  # the saved episodes continue, unless ``end_episodes`` is called
         priorities = state["priorities"]
         if self.tree is not None and priorities is not None and len(priorities) == len(self.done):
             self.tree.load(priorities)
         else:  # agent.priority_exponent was 0, or agent.buffer_size has changed
-            self._set_priority(self.first_drawn, self.n_written, self._top)
+            index = self._index(self.first_drawn, self.n_written - self.first_drawn)
+            self._set_priority(index, self._top)
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:

@@ -11,7 +11,8 @@ import torch
 from gymnasium import spaces
 
 from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.sac import SACAgent, actor_loss, critic_loss
+from ml_pipeline.agents.sac import SACAgent, actor_loss, critic_loss, soft_target
+from ml_pipeline.agents.soft_actions import SoftValue
 from ml_pipeline.agents.squashed import SquashedPolicy
 from ml_pipeline.config.sac import SACConfig
 from ml_pipeline.distributed import World
@@ -69,10 +70,13 @@ def test_sampled_actions_have_the_log_prob_that_scoring_gives() -> None:
 def test_losses_by_hand() -> None:
     values = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
     target, weight, log_prob = torch.tensor([2.0, 2.0]), torch.ones(2), torch.tensor([0.5, -1.0])
+    soft, temperature = SoftValue(values.amin(dim=0), log_prob), torch.tensor(0.1)
 
     assert critic_loss(values, target, weight).item() == 0.5 * ((1 + 0) / 2 + (1 + 4) / 2)
     expected = ((0.1 * 0.5 - 1.0) + (0.1 * -1.0 - 0.0)) / 2
-    assert actor_loss(values, log_prob, torch.tensor(0.1)).item() == pytest.approx(expected)
+    assert actor_loss(soft, temperature).item() == pytest.approx(expected)
+    target = soft_target(torch.ones(2), torch.tensor([0.9, 0.0]), soft, temperature)
+    assert target.tolist() == pytest.approx([1 + 0.9 * (1.0 - 0.1 * 0.5), 1.0])  # 0: terminated
 
 
 def test_the_temperature_rises_below_the_target_entropy_and_falls_above_it() -> None:
@@ -85,7 +89,7 @@ def test_the_temperature_rises_below_the_target_entropy_and_falls_above_it() -> 
     fixed = made(temperature=0.2)
     fixed.update(batch_of(16), fixed.rates(0.0, 1e-3))
     assert fixed.temperature().item() == pytest.approx(0.2)
-    assert made().target_entropy == -2.0
+    assert made().target_entropy(None) == -2.0
 
 
 def test_the_actors_loss_does_not_train_the_critics() -> None:
@@ -96,7 +100,7 @@ def test_the_actors_loss_does_not_train_the_critics() -> None:
     agent.update(batch, rates)
     assert torch.equal(agent.adams["actor"].values, actor)  # not its turn
     critics = agent.adams["critics"].values.clone()
-    agent._update_actor(agent.preprocess(batch.inputs.obs), rates)
+    agent._update_actor(agent.preprocess(batch.inputs.obs), None, rates)
 
     assert not torch.equal(agent.adams["actor"].values, actor)
     assert torch.equal(agent.adams["critics"].values, critics)

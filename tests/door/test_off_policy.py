@@ -30,6 +30,8 @@ COMMON = [
 ]
 DQN = ["agent=dqn", "env=cartpole", *COMMON, "agent.buffer_size=100", "agent.target_every=4"]
 SAC = ["agent=sac", "env=pendulum", *COMMON, "agent.buffer_size=100"]
+GSDE = [*SAC, "agent.box_policy=gsde", "agent.gsde_every_steps=3"]
+DISCRETE = ["agent=sac", "env=cartpole", *COMMON, "agent.buffer_size=100"]
 OPTIONS = ["experiment=dqn_cartpole", "--cfg", "job"]
 PRIORITISED = ["agent.priority_exponent=0.6", "agent.n_step=3", "agent.n_quantiles=5"]
 
@@ -56,9 +58,13 @@ def equal(one: Any, other: Any) -> bool:
     [
         pytest.param([*DQN, *PRIORITISED], "serial", id="prioritised"),
         pytest.param(SAC, "serial", id="sac", marks=pytest.mark.slow),
+        pytest.param(GSDE, "serial", id="gsde", marks=pytest.mark.slow),
+        pytest.param(DISCRETE, "serial", id="discrete sac", marks=pytest.mark.slow),
         pytest.param([*DQN, *PRIORITISED], "parallel", id="workers", marks=pytest.mark.slow),
         pytest.param(SAC, "parallel", id="sac, workers", marks=pytest.mark.slow),
         pytest.param(DQN, "shared", id="shared", marks=pytest.mark.slow),
+        pytest.param([*DQN, *PRIORITISED, "env=torch_cartpole"], "auto", id="tensor env"),
+        pytest.param([*SAC, "env=torch_pendulum"], "auto", id="sac, tensor env"),
     ],
 )
 def test_a_resumed_run_equals_an_unbroken_one(
@@ -112,20 +118,22 @@ def test_the_update_ratio_does_not_depend_on_the_number_of_envs(here: Path) -> N
         assert np.mean(measured[-8:]) == pytest.approx(0.25, abs=0.02)
 
 
-@pytest.mark.parametrize("where", ["info", "obs"])
-def test_dqn_never_takes_a_forbidden_action(here: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "where"), [(DQN, "info"), (DQN, "obs"), (DISCRETE, "info"), (DISCRETE, "obs")]
+)
+def test_forbidden_actions_are_never_taken(here: Path, settings: list[str], where: str) -> None:
     env = ["env.target=tiny_envs.ForbiddingEnv", f"+env.kwargs.where={where}"]  # raises at one
 
-    run = train([*DQN, *env, "total_steps=256", "vec_env=serial"]).run_dir
+    run = train([*settings, *env, "total_steps=256", "vec_env=serial"]).run_dir
 
     assert load_agent(run).agent.greedy().mask_leaf == (None if where == "info" else "action_mask")
     assert isinstance(ForbiddingEnv(where).action_space, spaces.Discrete)
 
 
 @pytest.mark.slow
-def test_evaluate_and_export_work_for_both(here: Path, capsys: Capture) -> None:
+def test_evaluate_and_export_work_for_all(here: Path, capsys: Capture) -> None:
     pytest.importorskip("onnxruntime", reason="the extra export installs it; .ci/run does")
-    for settings in (DQN, SAC):
+    for settings in (DQN, SAC, GSDE, DISCRETE):
         run = train([*settings, "vec_env=serial", "total_steps=64"]).run_dir
         assert main(["evaluate", str(run), "--episodes", "2", "--deterministic"]) == 0
         assert main(["export", str(run), "--format", "onnx"]) == 0
@@ -136,11 +144,10 @@ def test_evaluate_and_export_work_for_both(here: Path, capsys: Capture) -> None:
     ("settings", "words"),
     [
         (["agent=dqn", "env=pendulum"], "agent=dqn: action space .* is not discrete"),
-        (["agent=sac", "env=cartpole"], "agent=sac: action space .* is not a Box"),
         (["agent=dqn", "network=lstm"], "network Recurrent is recurrent, which replay does not"),
         (["agent=dqn", "agent.buffer_size=3"], "holds less than two steps of n_envs=8"),
         (["agent=dqn", "collector=double"], "replay learns while envs step"),
-        (["agent=dqn", "env=torch_cartpole"], "replay supports envs in processes"),
+        (["agent=dqn", "env=torch_cartpole", "agent.stacked_frames=4"], "agent.stacked_frames=4"),
         (["agent=sac", "env=pendulum", "agent.tau=0"], "agent.tau=0.0: must be above 0"),
     ],
 )

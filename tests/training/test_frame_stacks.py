@@ -18,6 +18,7 @@ from ml_pipeline.agents.observations import ObservationReader
 from ml_pipeline.training.checks import TrainingError
 from ml_pipeline.training.final_observations import FinalObservation
 from ml_pipeline.training.replay_buffer import ReplayBuffer
+from ml_pipeline.training.replay_rows import load_rows, rows_of
 
 N_ENVS, CAPACITY, N_FRAMES = 3, 20 * 3, 4
 
@@ -112,14 +113,14 @@ def test_rows_in_files_and_new_episodes_keep_their_stacks(n_step: int) -> None:
     for row in play([frames, whole], 53):
         if row % 7 == 0 or row == 52:
             first = max(segments[-1][1] if segments else 0, frames.oldest)
-            segments.append((first, frames.n_written, frames.rows(first, frames.n_written)))
-    head = frames._leaves(torch.arange(N_ENVS) + frames._place(frames.n_written).start)
+            segments.append((first, frames.n_written, rows_of(frames, first, frames.n_written)))
+    head = frames._leaves(torch.arange(N_ENVS) + frames.place(frames.n_written).start)
 
     restored = made(space, stacked_frames=N_FRAMES, **options)
     restored.load_state_dict(frames.state_dict())
     restored.begin({name: leaf.numpy() for name, leaf in head.items()}, None)
     for first, last, rows in segments:
-        restored.load_rows(first, last, rows)
+        load_rows(restored, first, last, rows)
 
     uniform = torch.rand(200, generator=torch.Generator().manual_seed(0))
     drawn = [tensors(each.sample(uniform)[0]) for each in (restored, frames)]
@@ -188,6 +189,6 @@ def test_files_of_another_setting_are_refused() -> None:
     frames.load_state_dict(whole.state_dict())
 
     with pytest.raises(ValueError, match="stacked_frames=4: 'obs ' has another shape"):
-        frames.load_rows(0, 5, whole.rows(0, 5))
+        load_rows(frames, 0, 5, rows_of(whole, 0, 5))
     with pytest.raises(ValueError, match="n_envs=3: the replay files have 6 envs"):
-        whole.load_rows(0, 1, whole.rows(0, 2))
+        load_rows(whole, 0, 1, rows_of(whole, 0, 2))

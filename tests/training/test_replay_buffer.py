@@ -13,6 +13,7 @@ from ml_pipeline.agents.distributions import Categorical
 from ml_pipeline.agents.observations import ObservationReader
 from ml_pipeline.training.final_observations import FinalObservation
 from ml_pipeline.training.replay_buffer import ReplayBuffer
+from ml_pipeline.training.replay_rows import load_rows, rows_of
 from ml_pipeline.training.sum_tree import SumTree
 
 CPU = torch.device("cpu")
@@ -134,7 +135,7 @@ def test_rows_can_be_saved_in_parts_and_put_back() -> None:
     buffer, restored = (made(12, 2, n_step=2, priority_exponent=0.5) for _ in range(2))
     fill(buffer, 4, ends)
     parts = [(0, 3)]
-    saved = [buffer.rows(0, 3)]
+    saved = [rows_of(buffer, 0, 3)]
     for t in range(4, 11):  # rows 0 to 3 leave the ring
         end = ends.get(t)
         finals = []
@@ -144,12 +145,12 @@ def test_rows_can_be_saved_in_parts_and_put_back() -> None:
         buffer.write(torch.full((2,), t), np.full(2, t * 1.0), *flags, obs(t, t), None, finals)
     for first, last in ((3, 7), (7, 11)):
         parts.append((max(first, buffer.oldest), last))
-        saved.append(buffer.rows(*parts[-1]))
+        saved.append(rows_of(buffer, *parts[-1]))
     buffer.prioritise(torch.arange(4), torch.arange(4.0))
 
     restored.load_state_dict(buffer.state_dict())
     for (first, last), rows in zip(parts, saved, strict=True):
-        restored.load_rows(first, last, rows)
+        load_rows(restored, first, last, rows)
     restored.begin(obs(10, 10), None)
 
     uniform = torch.rand(500, generator=torch.Generator().manual_seed(0))
@@ -198,3 +199,45 @@ def test_prioritised_replay_weighs_what_it_draws_more_often_less() -> None:
     assert share.tolist() == pytest.approx([0.0, 0.25, 0.25, 0.5], abs=0.01)
     weights = {int(i): float(w) for i, w in zip(index, batch.weight, strict=True) if i > 0}
     assert weights[1] == pytest.approx(2 * weights[3], rel=1e-5)
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("exponent", [0.0, 0.6])
+def test_rows_that_a_tensor_env_inserts_equal_those_that_the_host_writes(
+    n_step: int, exponent: float
+) -> None:
+    n_envs, options = 3, {"n_step": n_step, "priority_exponent": exponent}
+    host, device = made(12, n_envs, **options), made(12, n_envs, on_device=True, **options)
+    rng = np.random.default_rng(0)
+    for buffer in (host, device):
+        buffer.begin(obs(0.0, 1.0, 2.0), None)
+    for t in range(30):
+        terminated, truncated = rng.random((2, n_envs)) < 0.2
+        reward, seen, final = rng.standard_normal((3, n_envs)).astype(np.float32)
+        finals = [
+            FinalObservation(int(env), {"": final[env : env + 1]}, None)
+            for env in np.flatnonzero(truncated & ~terminated)
+        ]
+        action = rng.integers(100, size=n_envs)
+        step = reward, terminated, truncated
+        host.write(action, *step, obs(*seen), None, finals)
+        tensors = [torch.from_numpy(each) for each in (action, *step, seen[:, None])]
+        device.insert(*tensors, torch.from_numpy(final)[:, None])
+        device.count_row()
+        uniform = torch.rand(64, generator=torch.Generator().manual_seed(t))
+        (batch, index), (other, other_index) = host.sample(uniform), device.sample(uniform)
+        assert torch.equal(index, other_index)
+        for one, two in zip(batch[1:3], other[1:3], strict=True):
+            assert torch.equal(one, two)
+        assert torch.equal(batch.next_inputs.obs, other.next_inputs.obs)  # type: ignore[arg-type]
+        assert torch.equal(batch.discount, other.discount)
+        for buffer in (host, device):
+            buffer.prioritise(index, uniform)
+    saved = [rows_of(buffer, host.oldest, host.n_written) for buffer in (host, device)]
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+    restored = made(12, n_envs, on_device=True, **options)
+    restored.load_state_dict(device.state_dict())
+    load_rows(restored, host.oldest, host.n_written, saved[1])
+    restored.begin(obs(*seen), None)
+    batch, other = restored.sample(uniform)[0], device.sample(uniform)[0]
+    assert torch.equal(batch.next_inputs.obs, other.next_inputs.obs)  # type: ignore[arg-type]

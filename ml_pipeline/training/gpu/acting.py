@@ -6,6 +6,7 @@ copy back are queued together. If graphs are enabled, they are captured as one g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.agents.masks import Mask
-from ml_pipeline.protocols import PolicyInput
-from ml_pipeline.training.contracts import Actor
+from ml_pipeline.protocols import PolicyInput, PolicySample
+from ml_pipeline.training.contracts import Observer
 from ml_pipeline.training.gpu.programs import Programs
+
+SampleActions = Callable[[PolicyInput, Tensor], PolicySample]
 
 
 class GpuActing:
     """Acts in ``n_envs`` envs, always the same ones; it keeps their recurrent state."""
 
-    def __init__(self, agent: Actor, n_envs: int, programs: Programs) -> None:
+    def __init__(
+        self, agent: Observer, n_envs: int, programs: Programs, sample: SampleActions
+    ) -> None:
         reader, distribution = agent.reader, agent.distribution
         self._agent = agent
+        self._sample = sample
         self.n_envs = n_envs
         self._leaves = {
             name: _pinned((n_envs, *reader.shapes[name]), reader.dtypes[name])
@@ -36,8 +42,7 @@ class GpuActing:
         self.memory = agent.new_memory(n_envs)
         if self.memory is not None:
             self._start = _pinned((n_envs,), np.bool_)
-        noise_shape = distribution.noise_shape(1, n_envs)[1:]
-        self._noise = torch.zeros(noise_shape, device=agent.device)
+        self._noise: Tensor | None = None
         shape = (n_envs, *distribution.action_shape)
         self._action = torch.zeros(shape, dtype=distribution.action_dtype, pin_memory=True)
         self._act = programs.captured(self._run, "acting")
@@ -59,6 +64,8 @@ class GpuActing:
             self._start.numpy()[...] = episode_start
             if memory is not self.memory:  # of a new or a resumed run
                 self.memory.copy_(memory)
+        if self._noise is None:
+            self._noise = torch.empty_like(noise, device=self._agent.device)
         self._noise.copy_(noise)
         self._act()
 
@@ -73,7 +80,9 @@ class GpuActing:
         leaves = {name: leaf.to(device, non_blocking=True) for name, leaf in self._leaves.items()}
         obs = leaves[""] if self._agent.reader.is_single else leaves
         inputs = PolicyInput(obs, self._sent(self._mask), self.memory, self._sent(self._start))
-        sample = self._agent.sample_batch(inputs, self._noise)
+        if self._noise is None:
+            raise RuntimeError("there is no noise yet; call begin")
+        sample = self._sample(inputs, self._noise)
         if self.memory is not None and sample.memory is not None:
             self.memory.copy_(sample.memory)
         self._action.copy_(sample.action, non_blocking=True)

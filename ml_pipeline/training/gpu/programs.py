@@ -8,7 +8,7 @@ for the device. A function that cannot be compiled or captured runs eagerly; the
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -50,11 +50,20 @@ class Programs:
             return function
         return cast("Function", _Compiled(function, name, self.tell))
 
-    def captured(self, function: Callable[[], Any], name: str) -> Callable[[], Any]:
-        """``function`` as a graph: the first call runs eagerly, later calls replay the graph."""
+    def captured(
+        self,
+        function: Callable[[], Any],
+        name: str,
+        generators: Sequence[torch.Generator | None] = (),
+    ) -> Callable[[], Any]:
+        """``function`` as a graph: the first call runs eagerly, later calls replay the graph.
+
+        ``generators``: those on the device that it draws from; every replay draws new numbers.
+        """
         if self.mode != "graph" or self._device.type != "cuda":
             return function
-        return _Captured(function, name, self._device, self.tell)
+        drawn_from = [each for each in generators if each is not None]
+        return _Captured(function, name, self._device, self.tell, drawn_from)
 
 
 def send(numbers: Tensor, place: Tensor) -> None:
@@ -122,10 +131,12 @@ class _Captured:
         name: str,
         device: torch.device,
         tell: Callable[[str], None],
+        generators: Sequence[torch.Generator],
     ) -> None:
         self._function = function
         self._name = name
         self._tell = tell
+        self._generators = generators
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Any = None
@@ -155,19 +166,22 @@ class _Captured:
     def _capture(self) -> Any:
         gc.collect()  # an older graph must not be destroyed during the capture
         graph = torch.cuda.CUDAGraph()
-        # A failed capture leaves torch's generator in capture mode, where every draw raises.
-        generator = torch.cuda.default_generators[self._stream.device.index]
-        before = generator.clone_state()
+        # A failed capture leaves generators in capture mode, where every draw raises.
+        device = self._stream.device.index
+        generators = [torch.cuda.default_generators[device], *self._generators]
+        before = [each.clone_state() for each in generators]
+        for each in self._generators:
+            graph.register_generator_state(each)
         try:
             with torch.cuda.graph(graph, stream=self._stream):
                 self._result = self._function()
         except torch.OutOfMemoryError:
-            generator.graphsafe_set_state(before)
+            _restore(generators, before)
             raise
         except Exception as error:  # a wait for the device, or an operation without capture
             self._gave_up = True
             torch.cuda.synchronize()
-            generator.graphsafe_set_state(before)
+            _restore(generators, before)
             first = _first(error)
             self._tell(
                 f"{self._name} is not captured as a CUDA graph and runs slower: "
@@ -177,6 +191,11 @@ class _Captured:
         self._graph = graph
         graph.replay()
         return self._result
+
+
+def _restore(generators: Sequence[torch.Generator], states: Sequence[torch.Generator]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.graphsafe_set_state(state)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -134,13 +134,13 @@ class TensorCollector:
             It returns the new positions instead of writing them in place, so readers need not wait.
             """
             env_action = distribution.to_torch_env(action)
-            position, outcome = env.transition(_position(parts), env_action)
+            position, outcome = env.transition(join_position(parts), env_action)
             next_obs.copy_(outcome.obs)
             final_obs.copy_(outcome.final_obs)
             reward.copy_(outcome.reward)
             terminated.copy_(outcome.terminated)
             truncated.copy_(outcome.truncated)
-            return _parts(position), _with_ended(ended, outcome)
+            return position_parts(position), with_ended(ended, outcome)
 
         draw_noise = self._programs.compiled(noise, "the noise of the actions")
         step = self._programs.compiled(advance, f"a step of {type(env).__name__}")
@@ -148,7 +148,7 @@ class TensorCollector:
         def rollout() -> None:
             drawn = draw_noise(self._key)
             buffer.obs[0].copy_(buffer.obs[-1])
-            held = _parts(env.position)
+            held = position_parts(env.position)
             parts, ended = held, [self._nothing] * 3
             for t in range(buffer.n_steps):
                 inputs = PolicyInput(buffer.obs[t], None, None, None)
@@ -176,7 +176,9 @@ class TensorCollector:
 
     def _hold_position(self) -> None:
         """Give the envs their own tensors for their positions: each rollout overwrites them."""
-        self.env.position = _position([part.clone() for part in _parts(self.env.position)])
+        self.env.position = join_position(
+            [part.clone() for part in position_parts(self.env.position)]
+        )
 
     def _mark(self) -> Any:
         """A point in time; on a GPU an event in its stream."""
@@ -234,15 +236,15 @@ class TensorCollector:
         self._buffer = None  # an earlier program reads the envs at another address
 
 
-def _parts(position: Position) -> list[Tensor]:
+def position_parts(position: Position) -> list[Tensor]:
     return [*position.state, *position[1:]]
 
 
-def _position(parts: list[Tensor]) -> Position:
+def join_position(parts: list[Tensor]) -> Position:
     return Position(tuple(parts[:-3]), *parts[-3:])
 
 
-def _with_ended(ended: list[Tensor], outcome: StepResult) -> list[Tensor]:
+def with_ended(ended: list[Tensor], outcome: StepResult) -> list[Tensor]:
     """Number, returns and lengths of ended episodes per env, added to ``ended``."""
     done = outcome.terminated | outcome.truncated
     told = (torch.ones_like(outcome.reward), outcome.episode_return, outcome.episode_length)

@@ -1,0 +1,119 @@
+"""ReplayLearning: gradient steps on transitions from a replay buffer.
+
+On a device, sampling, the gradient step and new priorities are captured as one graph; the metrics
+of an iteration are added up there and read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ml_pipeline.protocols import Metrics
+from ml_pipeline.training.checks import TrainingError
+from ml_pipeline.training.contracts import ReplayAgent
+from ml_pipeline.training.gpu.programs import Programs, send
+from ml_pipeline.training.replay_buffer import ReplayBuffer
+
+_NOT_FINITE = (
+    "a loss or a gradient is not finite, and that step changed nothing. Try a smaller "
+    "agent.learning_rate, and look for huge observations or rewards (agent.normalize_obs)"
+)
+
+
+class ReplayLearning:
+    """Improves ``agent`` with batches of ``replay``."""
+
+    def __init__(
+        self,
+        agent: ReplayAgent,
+        replay: ReplayBuffer,
+        programs: Programs,
+        *,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        self._agent = agent
+        self._replay = replay
+        self._programs = programs
+        self._batch_size = batch_size
+        self.n_updates = 0
+        self._generator = torch.Generator(replay.device).manual_seed(seed)
+        self._names = agent.metric_names
+        self._on_host = replay.device.type == "cpu"
+        self._rates: Any = None
+        self._n_results = 0
+        self._sums = [0.0] * (len(self._names) + 1)  # the last one: steps that were finite
+        self._device_sums = torch.zeros(len(self._sums), device=replay.device)
+        self._captured: dict[tuple[bool, int], Callable[[], None]] = {}
+
+    def begin(self, rates: Any) -> Any:
+        """Use these rates from now on; returns them as the agent must read them."""
+        if self._on_host:
+            self._rates = rates
+        else:
+            if self._rates is None:
+                place = torch.zeros(len(rates), device=self._replay.device)
+                self._rates = type(rates)(*place.unbind())
+                self._rate_place = place
+            send(torch.tensor(rates), self._rate_place)
+        return self._rates
+
+    def run(self, n_updates: int) -> None:
+        for _ in range(n_updates):
+            is_turn = self._agent.begin_update()
+            if self._on_host:
+                self._add(self._update(is_turn))
+            else:
+                self._program(is_turn)()
+            self._n_results += 1
+        self.n_updates += n_updates
+
+    def _program(self, is_turn: bool) -> Callable[[], None]:
+        key = is_turn, self._replay.n_tables_moved
+        if key not in self._captured:
+            self._captured = {each: p for each, p in self._captured.items() if each[1] == key[1]}
+
+            def update() -> None:
+                result = self._update(is_turn)
+                report = [*(getattr(result, name) for name in self._names), result.finite.float()]
+                self._device_sums += torch.stack(report)
+
+            generators = self._generator, self._agent.update_generator
+            self._captured[key] = self._programs.captured(update, "the update", generators)
+        return self._captured[key]
+
+    def _update(self, is_turn: bool) -> Any:
+        replay, rates = self._replay, self._rates
+        uniform = torch.rand(self._batch_size, generator=self._generator, device=replay.device)
+        batch, index = replay.sample(uniform, beta=getattr(rates, "beta", 1.0))
+        result = self._agent.gradient_step(batch, rates, is_turn)
+        if replay.tree is not None:
+            replay.prioritise(index, result.error)
+        return result
+
+    def _add(self, result: Any) -> None:
+        for place, name in enumerate(self._names):
+            self._sums[place] += float(getattr(result, name))
+        self._sums[-1] += float(result.finite)
+
+    def means(self) -> Metrics:
+        """The mean of each metric since the last call; waits for the device."""
+        n, self._n_results = self._n_results, 0
+        if not n:
+            return {}
+        *sums, n_finite = self._sums if self._on_host else self._device_sums.tolist()
+        self._sums = [0.0] * len(self._sums)
+        self._device_sums.zero_()
+        if n_finite != n:
+            raise TrainingError(_NOT_FINITE)
+        return {self._names[name]: each / n for name, each in zip(self._names, sums, strict=True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_updates": self.n_updates, "draw_generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n_updates = state["n_updates"]
+        self._generator.set_state(state["draw_generator"])
