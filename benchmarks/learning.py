@@ -4,7 +4,8 @@
     python benchmarks/learning.py --all --jobs 2     # hours; stop it any time, run it again
     python benchmarks/learning.py --table            # only prints the known results
 
-Each training is one ``train_ppo.py experiment=NAME seed=N`` in ``--out``; a stopped one is resumed.
+Each training is one ``ml_pipeline train experiment=NAME seed=N`` in ``--out``; a stopped one is
+resumed.
 Then the policy plays 100 greedy episodes with seeds that training never used. The results are in
 benchmarks/results/learning.json, one entry per experiment and seed; known entries do not run again.
 The table shows mean and 95 % interval (Student's t) over the seeds.
@@ -71,6 +72,14 @@ GOALS = {
     "walker2d": Goal("greedy", 3478.8, "rl-baselines3-zoo, one run, Walker2d-v3"),
     "pong": Goal("train", 21.0, "rl-baselines3-zoo, one run"),
     "breakout": Goal("train", 398.0, "rl-baselines3-zoo, one run"),
+    "dqn_cartpole": Goal("greedy", 500.0, "rl-baselines3-zoo"),
+    "dqn_acrobot": Goal("greedy", -76.6, "rl-baselines3-zoo"),
+    "dqn_mountain_car": Goal("greedy", -100.8, "rl-baselines3-zoo"),
+    "dqn_lunar_lander": Goal("greedy", 154.0, "rl-baselines3-zoo"),
+    "sac_pendulum": Goal("greedy", -157.0, "rl-baselines3-zoo"),
+    "sac_half_cheetah": Goal("greedy", 11_100.0, "rl_games"),
+    "sac_hopper": Goal("greedy", 3542.0, "Tianshou"),
+    "sac_walker2d": Goal("greedy", 5007.0, "Tianshou"),
 }
 
 
@@ -78,7 +87,7 @@ def experiment_of(name: str) -> str:
     return name.removesuffix("_unmasked")
 
 
-def train(name: str, seed: int, out: Path) -> Path:
+def train(name: str, seed: int, out: Path, device: str) -> Path:
     """Train an experiment with a seed to the end, resuming a stopped run; returns its folder."""
     folder = out / name / f"seed{seed}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,11 +99,12 @@ def train(name: str, seed: int, out: Path) -> Path:
             return run
         if (run / "checkpoints" / "latest.pt").exists():
             arguments = [f"resume={run}"]
-    command = [sys.executable, str(REPOSITORY / "train_ppo.py"), *arguments]
+    command = [sys.executable, "-m", "ml_pipeline", "train", *arguments]
     if len(arguments) > 1:
-        command += ["device=cpu", "logger=none", "vec_env=serial"]
+        command += [f"device={device}", "logger=none"]
+        command += ["vec_env=serial"] if device == "cpu" else ["precision=tf32"]
     with (folder / "log").open("a") as log:
-        subprocess.run(command, cwd=folder, stdout=log, stderr=log, check=True)
+        subprocess.run(command, cwd=folder, env=_environment(), stdout=log, stderr=log, check=True)
     (run,) = {path.parent for path in folder.glob("runs/*/*/config.yaml")}
     return run
 
@@ -108,11 +118,9 @@ def measured(name: str, seed: int, run: Path) -> dict[str, Any]:
         "e = evaluate(t.agent, t.env, n_episodes=100, seed=10**6, deterministic=True); "
         "print(json.dumps([e.mean, e.std, t.env_steps]))"
     )
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     output = subprocess.run(
         [sys.executable, "-c", script, str(run)],
-        env=environment,
+        env=_environment(),
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -133,11 +141,16 @@ def measured(name: str, seed: int, run: Path) -> dict[str, Any]:
     }
 
 
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
 def known_results() -> list[dict[str, Any]]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
 
 
-def run_all(names: Sequence[str], seeds: Sequence[int], out: Path, jobs: int) -> None:
+def run_all(names: Sequence[str], seeds: Sequence[int], out: Path, jobs: int, device: str) -> None:
     results, lock = known_results(), Lock()
     done = {(each["experiment"], each["seed"]) for each in results}
     todo = [(name, seed) for name in names for seed in seeds if (name, seed) not in done]
@@ -145,7 +158,7 @@ def run_all(names: Sequence[str], seeds: Sequence[int], out: Path, jobs: int) ->
     def work(task: tuple[str, int]) -> None:
         name, seed = task
         try:
-            result = measured(name, seed, train(name, seed, out))
+            result = measured(name, seed, train(name, seed, out, device))
         except subprocess.CalledProcessError as error:
             log = out / name / f"seed{seed}" / "log"
             print(f"{name} seed {seed} failed ({error.returncode}); see {log}", flush=True)
@@ -198,12 +211,13 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every experiment")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--jobs", type=int, default=1, help="parallel trainings")
+    parser.add_argument("--device", default="cpu", help="of the training")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="folder for runs")
     parser.add_argument("--table", action="store_true", help="print the table only")
     args = parser.parse_args()
     names = list(GOALS) if args.all or args.table else args.experiments
     if not args.table:
-        run_all(names, args.seeds, args.out.resolve(), args.jobs)
+        run_all(names, args.seeds, args.out.resolve(), args.jobs, args.device)
     print_table(names)
 
 
