@@ -104,7 +104,7 @@ class MlpSAC:
         self._targets = target_values
         self._actor_layers = Layers(actor, actor.trunk, 1)
         self._critic_layers = Layers(critics[0], critics[0].trunk, 2)
-        self._log_volume = actor.distribution.log_volume
+        self._log_volume = actor.distribution.scale.log_volume
         self._n_actions = actor.distribution.n_actions
         self._on_cpu = target_values.device.type == "cpu"
 
