@@ -26,8 +26,12 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    return exit_code(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    return exit_code(lambda: options.command(options))
+    options.command(options)
 
 
 def _parser() -> _Parser:

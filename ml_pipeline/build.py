@@ -18,6 +18,7 @@ from ml_pipeline.door.compose import (
     compose_config,
     find_modules_in_cwd,
     resumed_config,
+    resumed_folder,
     stored_text,
 )
 from ml_pipeline.door.env_parts import build_vec_envs
@@ -89,7 +90,7 @@ def run(
     with ExitStack() as stack:
         if cfg.resume is not None:
             # Lock the folder before reading it: another process may be about to save.
-            stack.enter_context(RunFolder.open(str(cfg.resume)).locked())
+            stack.enter_context(resumed_folder(str(cfg.resume)).locked())
             cfg = resumed_config(cfg, overrides)
         plan = make_plan(checked_config(cfg), callbacks=callbacks, folder=folder)
         device = plan.place.device

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+
 
 class UserError(Exception):
     """Commands print ``str(error)`` and exit with code 1; modules raise subclasses."""
@@ -51,3 +56,12 @@ def _lines(error: BaseException) -> list[str]:
 def type_and_line(error: BaseException) -> str:
     """The class of an error and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}"
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of code outside of installed packages, or an empty text."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if "site-packages" not in path.parts and not path.is_relative_to(_PACKAGE):
+            return f" ({path.name}:{frame.lineno} in {frame.name})"
+    return ""

@@ -113,7 +113,7 @@ class TorchPPO:
         loss, options = import_entry(config.loss, key="agent.loss")
         check_arguments(loss, options, key="agent.loss", given=6)
         self.has_standard_loss = loss is ppo_loss
-        self._loss = partial(loss, **options)
+        self.loss = partial(loss, **options)
 
     def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
         """Outputs for the action distribution of one step, and the next recurrent state."""
@@ -155,7 +155,7 @@ class TorchPPO:
         self.model.eval()
         distribution = self.model.distribution
         log_prob, entropy = distribution.log_prob_and_entropy(outputs.float(), batch.action)
-        terms = self._loss(log_prob, entropy, value.float(), batch, rates, self.config)
+        terms = self.loss(log_prob, entropy, value.float(), batch, rates, self.config)
         self.adam.grad.zero_()
         torch.autograd.backward(terms.total)
         norm, finite = self.adam.step(rates.learning_rate, terms.total.detach())

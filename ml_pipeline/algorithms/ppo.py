@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from ml_pipeline.agents.observations import batched
 from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.agents.ppo_loss_check import check_loss
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.protocols import Algorithm, Envs, NetworkBuilder, Place, Spaces, StateDict
@@ -29,6 +30,8 @@ def make_agent(
         seed=place.seed,
         precision=place.precision,
     )
+    if not agent.plain.has_standard_loss:
+        check_loss(agent)
     if remark := agent.check_fast():
         place.programs.tell(remark)
     return agent

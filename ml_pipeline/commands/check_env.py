@@ -29,7 +29,7 @@ def run(options: Namespace) -> None:
     find_modules_in_cwd()
     key = "env.id" if _is_id(options.env) else "env.target"
     config = checked_config(compose_config([f"{key}={options.env}", *options.overrides]))
-    slow = slow_trial(config.env.name, config.vec_env.step_timeout_seconds)
+    slow = slow_trial(config.env.name, config.vec_env, in_worker=True)
     with say_if_slow(slow, seconds=options.seconds + 10.0):
         found = check_env(
             build_env_factory(config.env),

@@ -56,12 +56,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_trust(best)
     best.set_defaults(study=_best)
 
-    work = commands.add_parser("work")  # start calls it, for each of its processes
-    work.add_argument("name")
-    work.add_argument("--first", type=int, required=True)
-    work.add_argument("--parent", type=int, required=True)
-    work.set_defaults(study=_work)
-
 
 def run(options: Namespace) -> None:
     import_extra("optuna", needed_by="study")
@@ -96,9 +90,3 @@ def _best(options: Namespace) -> None:
         seed=options.seed,
         trust=options.trust,
     )
-
-
-def _work(options: Namespace) -> None:
-    from ml_pipeline.study.trials import work
-
-    work(options.name, first=options.first, parent=options.parent)

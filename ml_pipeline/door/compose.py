@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.door.explain import explained
 from ml_pipeline.door.trust import check_algorithm, check_names
-from ml_pipeline.errors import UserError, first_line
+from ml_pipeline.errors import UserError, first_line, shorten
 from ml_pipeline.protocols import Algorithm
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml
 from ml_pipeline.runs.signatures import is_signed, signature
@@ -121,10 +122,26 @@ def find_algorithm(cfg: DictConfig | TrainConfig) -> Algorithm:
     return algorithm
 
 
+def resumed_folder(path: str) -> RunFolder:
+    """The run folder that resume= names."""
+    with errors_of_resume(path):
+        return RunFolder.open(path)
+
+
+@contextmanager
+def errors_of_resume(path: str) -> Iterator[None]:
+    """Let the errors of a wrong run folder begin with the key that names it."""
+    try:
+        yield
+    except UserError as error:
+        raise ConfigError(f"resume={shorten(path, 300)}: {error}") from error
+
+
 def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """The config of the run to resume, changed only where this command line says so."""
-    run_folder = RunFolder.open(str(cfg.resume))
-    base, is_own = _read_config(run_folder)
+    run_folder = resumed_folder(str(cfg.resume))
+    with errors_of_resume(str(cfg.resume)):
+        base, is_own = _read_config(run_folder)
     named = [
         each.key_or_group for each in OverridesParser.create().parse_overrides(list(overrides))
     ]

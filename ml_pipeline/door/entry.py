@@ -29,13 +29,14 @@ from ml_pipeline.door.compose import (
     checked_config,
     find_modules_in_cwd,
     own_conf,
+    resumed_folder,
     store_schema,
 )
 from ml_pipeline.door.exits import exit_code
 from ml_pipeline.door.explain import explained
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.console import numbered_output, say, user_command
-from ml_pipeline.runs.run_folder import RunFolder, stamped_name
+from ml_pipeline.runs.run_folder import stamped_name
 from ml_pipeline.sweeps import SweepReport, check_launcher
 
 
@@ -80,7 +81,7 @@ def train(command_line: Sequence[str]) -> None:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
     except _FailedError as failed:
         failure = failed.error
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explained(error)) from error
     except BrokenProcessPool:
         failure = UserError(
@@ -146,7 +147,7 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
             try:
                 find_modules_in_cwd()
                 run = new_folder(checked_config(cfg))
-                note.started(RunFolder.open(cfg.resume).path if cfg.resume else run.path)
+                note.started(resumed_folder(cfg.resume).path if cfg.resume else run.path)
                 objective = build.run(cfg, overrides, sweep=folder.name, folder=run).objective
             except Exception as error:
                 # Raised, it would reach the user twice, through Hydra after all other jobs.

@@ -10,11 +10,14 @@ from collections.abc import Callable
 
 from ml_pipeline.errors import UserError
 
+_CLOSED_PIPE = 141  # as shells show a program that SIGPIPE ended
 _THREAD_SECONDS = 5.0  # how long a program that has ended waits for its threads
 
 
 def exit_code(command: Callable[[], object]) -> int:
     """Run ``command``; return 0, 1 after a ``UserError``, or the code of the stop signal.
+
+    If nobody reads the output any more, it ends quietly.
 
     The program ends soon after, even if an env has left a thread running.
     """
@@ -32,13 +35,30 @@ def exit_code(command: Callable[[], object]) -> int:
 
 def _code_of(command: Callable[[], object]) -> int:
     try:
-        command()
+        try:
+            command()
+        finally:
+            sys.stdout.flush()  # not at exit, where the interpreter would report a closed pipe
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         return getattr(stop, "exit_code", 130)  # Interrupted knows its signal
+    except BrokenPipeError:
+        if not _is_output_closed():
+            raise
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, stays open
+        return _CLOSED_PIPE
     return 0
+
+
+def _is_output_closed() -> bool:
+    """Whether nobody reads the output any more, as after ``| head -1``."""
+    try:
+        print(flush=True)  # not only flush: what could not be written may be lost
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _other_threads() -> list[threading.Thread]:

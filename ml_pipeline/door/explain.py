@@ -33,6 +33,8 @@ def explained(error: Exception) -> str:
         return f"{cause.full_key}={cause.value}: {_wrong_type(str(cause))}"
     if isinstance(cause, InterpolationKeyError):
         return f"{cause.full_key}: {first_line(cause)}"
+    if str(error).startswith("Only one of --run"):
+        return "-m: cannot be combined with --cfg, --info or --run; leave one of them out"
     folder = re.match(r"Additional config directory '(.*)' not found", str(error))
     if folder:
         return f"--config-dir {folder[1]}: no such folder"

@@ -173,11 +173,21 @@ def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> 
             total_steps=config.wanted_steps,
             env_steps=plan.first_step,
             loggers=loggers,
+            named_metrics=_named_metrics(config),
         )
         if plan.state is None:  # a resumed run writes its config once the resume has succeeded
             write_text(plan.run.config, stored_text(config))
         on_failure.pop_all()
     return record
+
+
+def _named_metrics(config: TrainConfig) -> dict[str, str]:
+    """The metrics that the config names, by key; ``metric`` of a callback is one."""
+    named = {"objective": config.objective, "best_metric": config.best_metric}
+    for name, entry in config.callbacks.items():
+        if isinstance(metric := entry.get("metric"), str):
+            named[f"callbacks.{name}.metric"] = metric
+    return named
 
 
 def _agent_name(config: TrainConfig) -> str:

@@ -18,7 +18,7 @@ from ml_pipeline.agents.observations import ObservationReader, batched
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.device import program_mode, resolve_device
 from ml_pipeline.distributed import World
-from ml_pipeline.door.compose import ConfigError
+from ml_pipeline.door.compose import ConfigError, errors_of_resume, resumed_folder
 from ml_pipeline.door.env_parts import find_tensor_env
 from ml_pipeline.door.parts import (
     act_greedily,
@@ -147,8 +147,9 @@ def _resumed(config: TrainConfig, path: str) -> tuple[RunFolder, StateDict]:
     """The run to resume and the state of its last checkpoint, or of the one that ``path`` names."""
     if config.n_envs == "auto":
         raise ConfigError("n_envs=auto cannot be combined with resume=; give a number")
-    run_folder = RunFolder.open(path)
-    state = load_checkpoint(run_folder, named_checkpoint(path) or LATEST)
+    run_folder = resumed_folder(path)
+    with errors_of_resume(path):
+        state = load_checkpoint(run_folder, named_checkpoint(path) or LATEST)
     with misfit_explained(run_folder):
         done, wanted = int(state["env_steps"]), config.wanted_steps
     if done >= wanted:
@@ -196,8 +197,7 @@ def _try_envs(config: TrainConfig) -> EnvTrial:
 def _try_env(config: TrainConfig, env: EnvConfig, **options: Any) -> EnvTrial:
     make_env, options["mask_key"] = build_env_factory(env), mask_key(config)
     is_parallel = config.vec_env.mode == "parallel"
-    deadline = config.vec_env.step_timeout_seconds if is_parallel else None
-    with say_if_slow(slow_trial(env.name, deadline)):
+    with say_if_slow(slow_trial(env.name, config.vec_env, in_worker=is_parallel)):
         if is_parallel:
             trial = try_env_in_worker(make_env, env.name, config.vec_env, **options)
         else:

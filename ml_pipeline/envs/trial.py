@@ -7,11 +7,9 @@ the main process with it. Workers import this module: keep torch out of it.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -26,9 +24,7 @@ from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.envs.workers.pool import call_in_worker
 from ml_pipeline.envs.workers.shared_arrays import Layout
 from ml_pipeline.envs.workers.trees import view_of_row, write_value
-from ml_pipeline.errors import UserError, first_line
-
-_PACKAGE = Path(__file__).parents[1]
+from ml_pipeline.errors import UserError, first_line, place_of
 
 
 class EnvTrial(NamedTuple):
@@ -111,11 +107,12 @@ def try_env_in_worker(
     return trial
 
 
-def slow_trial(name: str, deadline: float | None) -> str:
-    """What to say about a trial that takes long; ``deadline`` in seconds, None: there is none."""
-    fix = "if it hangs, press Ctrl-C; vec_env=parallel has a deadline, vec_env.step_timeout_seconds"
+def slow_trial(name: str, settings: VecEnvConfig, *, in_worker: bool) -> str:
+    """What to say about a trial that takes long."""
+    fix, deadline = "if it hangs, press Ctrl-C", settings.step_timeout_seconds
     if deadline is not None:
-        fix = f"a trial that hangs is killed after {deadline:g} s (vec_env.step_timeout_seconds)"
+        how = "an env that hangs" if in_worker else f"{fix}; with vec_env=parallel, it"
+        fix = f"{how} is killed after {deadline:g} s (vec_env.step_timeout_seconds)"
     return f"env {name}: its trial before training takes long; {fix}"
 
 
@@ -171,17 +168,8 @@ def _errors_of(env: gym.Env[Any, Any], name: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # envs may raise anything
         raise EnvError(
             f"env {name} failed in its trial before training: {type(error).__name__}: "
-            f"{first_line(error, n_lines=5)}{_place_of(error)}; it must work as in Gymnasium 1.x"
+            f"{first_line(error, n_lines=5)}{place_of(error)}; it must work as in Gymnasium 1.x"
         ) from error
-
-
-def _place_of(error: BaseException) -> str:
-    """The innermost line of code outside of installed packages, or an empty text."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if "site-packages" not in path.parts and not path.is_relative_to(_PACKAGE):
-            return f" ({path.name}:{frame.lineno} in {frame.name})"
-    return ""
 
 
 class _ObservationCheck:

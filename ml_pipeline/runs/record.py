@@ -19,6 +19,7 @@ from ml_pipeline.protocols import Logger
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
 from ml_pipeline.runs.console import ConsoleLogger, is_job, say, typed_training, user_command
 from ml_pipeline.runs.loggers import CsvLogger, last_values
+from ml_pipeline.runs.metric_names import MetricNames
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 from ml_pipeline.runs.source_code import Code, package_code, user_code
 
@@ -48,8 +49,12 @@ class Record:
         total_steps: int,
         env_steps: int,
         loggers: Mapping[str, Logger],
+        named_metrics: Mapping[str, str],
     ) -> None:
-        """``env_steps`` is where the run resumes; ``loggers`` are added to CSV and console."""
+        """``env_steps`` is where the run resumes; ``loggers`` are added to CSV and console.
+
+        ``named_metrics``: the metrics that config keys name.
+        """
         self.run = run
         # Found now: an env may call os.chdir.
         self._started_in = Path.cwd()
@@ -77,6 +82,7 @@ class Record:
             self._last,
             *self._extra_loggers.values(),
             self._console,
+            MetricNames(named_metrics),
         ]
 
     def begin(self, line: str) -> None:

@@ -204,8 +204,8 @@ class _Workers:
         return self._study.get_trials(deepcopy=False)
 
     def _new_worker(self, index: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "ml_pipeline", "study", "work", self._folder.name]
-        command += ["--first", str(self._first), "--parent", str(os.getpid())]
+        command = [sys.executable, "-m", "ml_pipeline.study", self._folder.name]
+        command += [str(self._first), str(os.getpid())]
         share = share_of_cores({"n_jobs": self._n_jobs}, available_cores())
         log = self._folder.logs / f"{HOST}_{os.getpid()}_{index}.log"
         with log.open("ab") as file:

@@ -72,11 +72,13 @@ def check_updates(
     table: NDArray[Any],
     *,
     n_minibatches: int,
+    loss: Mapping[str, Any],
     first_epoch: int = 1,
     find_broken: Callable[[], Sequence[str]] | None = None,
 ) -> None:
     """Raise if a gradient step was not finite; ``table`` is that of ``Epochs.run``.
 
+    ``loss`` is the entry agent.loss; a user's own loss is the first suspect.
     ``find_broken`` names parameters with non-finite gradients; None if later steps replaced them.
     """
     finite = table[:, -1] != 0
@@ -90,9 +92,12 @@ def check_updates(
         names.append(f"the gradients of {', '.join(broken[:3])}{', ...' * (len(broken) > 3)}")
     left = "That step changed nothing" if broken is None else "The weights did not change"
     epoch, minibatch = first_epoch + row // n_minibatches, row % n_minibatches + 1
+    target = str(loss["_target_"])
+    is_ours = target.startswith("ml_pipeline.")
+    suspect = "" if is_ours else f"Look at agent.loss._target_={target} first. "
     raise TrainingError(
         f"epoch {epoch}, minibatch {minibatch}: {' and '.join(names)} not finite. {left}. "
-        "Try a smaller agent.learning_rate, and look for huge observations or "
+        f"{suspect}Try a smaller agent.learning_rate, and look for huge observations or "
         "rewards (agent.normalize_obs, agent.scale_reward)"
     )
 

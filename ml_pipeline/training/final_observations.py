@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ml_pipeline.agents.masks import Mask
 
-_FIRST_SLOTS = 64  # their number doubles when all are in use
+_FIRST_SLOTS = 64  # or a 256th of the transitions; their number doubles when all are in use
 
 
 class FinalObservation(NamedTuple):
@@ -82,7 +82,7 @@ class FinalObservations:
     def _free_slot(self) -> int:
         if not self._free:
             before = len(self)
-            self._grow(max(2 * before, _FIRST_SLOTS))
+            self._grow(max(2 * before, _FIRST_SLOTS, len(self._slots) // 256))
             self._free = list(range(len(self) - 1, before - 1, -1))
         return self._free.pop()
 

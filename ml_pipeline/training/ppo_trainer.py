@@ -106,7 +106,7 @@ class PPOTrainer:
         """Run all epochs; wait for a GPU only at the end, unless each epoch needs the KL."""
         config, buffer = self.config, self.buffer
         stops = config.on_nonfinite == "stop"
-        check = partial(check_updates, n_minibatches=config.n_minibatches)
+        check = partial(check_updates, n_minibatches=config.n_minibatches, loss=config.loss)
         last = self.collector.last_inputs(self.agent)
         buffer.finish(last, gamma=config.gamma, lam=config.gae_lambda, scaler=self._scaler)
         tables: list[Tensor] = []

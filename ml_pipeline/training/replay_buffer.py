@@ -9,7 +9,7 @@ Stacked frames are stored once each; see ``FrameStacks``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,13 @@ class ReplayBuffer:
                 n_drawn=self.capacity_rows,
             )
         self._is_reset = True  # the next ``begin`` starts episodes
+        self._compiled_batch: Callable[[Tensor, Tensor], ReplayBatch] = self.batch
+        if device.type == "cuda" and programs is not None:
+
+            def batch(index: Tensor, weight: Tensor) -> ReplayBatch:
+                return self.batch(index, weight)
+
+            self._compiled_batch = programs.compiled(batch, "the batches of replay")
 
     def __len__(self) -> int:
         """Transitions that can be drawn."""
@@ -268,7 +275,7 @@ class ReplayBuffer:
             number = ((uniform * 2**24).long() * n_valid) >> 24
             index = (number + first) % len(self.done)
             weight = torch.ones_like(uniform)
-        return self.batch(index, weight), index
+        return self._compiled_batch(index, weight), index
 
     def _counts(self) -> tuple[Any, Any, Any]:
         """Transitions that can be drawn, index of the first, newest row; tensors on a device."""

@@ -108,12 +108,12 @@ def test_the_actors_loss_does_not_train_the_critics() -> None:
 
 def test_the_targets_move_by_tau() -> None:
     agent = made(tau=0.25)
-    before = agent._target_values.clone()
+    before = agent.target_values.clone()
 
     agent.update(batch_of(16), agent.rates(0.0, 1e-3))
 
     moved = before + 0.25 * (agent.adams["critics"].values - before)
-    torch.testing.assert_close(agent._target_values, moved)
+    torch.testing.assert_close(agent.target_values, moved)
 
 
 def test_the_two_critics_differ_and_layer_norm_is_added_to_hidden_layers_only() -> None:

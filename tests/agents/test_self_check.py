@@ -55,7 +55,7 @@ def test_edited_loss_is_noticed_and_used(
     expected = agent_for(
         OBS, action_space, entropy_coef=0.01, loss={"_target_": f"{__name__}.{edited.__name__}"}
     )
-    monkeypatch.setattr(agent.plain, "_loss", edited)
+    monkeypatch.setattr(agent.plain, "loss", edited)
 
     remark = agent.check_fast()
 
@@ -74,7 +74,7 @@ def test_loss_that_raises_stops_the_run_before_its_first_step(
         raise RuntimeError("my loss ran")
 
     agent = agent_for(OBS, FIVE)
-    monkeypatch.setattr(agent.plain, "_loss", broken)
+    monkeypatch.setattr(agent.plain, "loss", broken)
 
     with pytest.raises(RuntimeError, match="my loss ran"):
         agent.check_fast()

@@ -250,6 +250,17 @@ def test_impossible_resume_is_refused_and_changes_no_file(
     assert contents(finished_run) == before
 
 
+def test_resume_of_a_run_without_a_checkpoint_or_config_names_the_key(finished_run: Path) -> None:
+    for lost, fact in (
+        ("checkpoints/latest.pt", "has no checkpoint"),
+        ("config.yaml", "no config"),
+    ):
+        (finished_run / lost).unlink()
+
+        with pytest.raises(UserError, match=f"^resume={finished_run}: .*{fact}"):
+            train([f"resume={finished_run}", "total_steps=96"])
+
+
 def test_resumed_run_that_stops_at_once_keeps_its_metrics(finished_run: Path) -> None:
     before = summary_of(finished_run)
     stop = "+callbacks.stop={_target_: stopped_runs.StopAfter, n_iterations: 0}"

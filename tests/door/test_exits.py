@@ -8,6 +8,8 @@ import sys
 import pytest
 from conftest import TESTS, Door, small
 
+from ml_pipeline.door.exits import exit_code
+
 LEAVE_A_THREAD = """
 import sys, threading, time
 from ml_pipeline.door import exits
@@ -42,6 +44,38 @@ def test_a_program_ends_despite_a_thread(
     assert result.stdout == "done\n"
     assert result.stderr.startswith(error)
     assert bool(result.stderr) == bool(error)
+
+
+PRINT_TO_NOBODY = """
+import os, sys
+from ml_pipeline.door.exits import exit_code
+read, write = os.pipe()
+os.close(read)
+sys.stdout = open(write, "w")
+sys.exit(exit_code(lambda: %s))
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "print('much' * 100_000)",  # fails at once
+        "(print('help'), sys.exit(0))",  # as argparse does; fails when it is flushed
+    ],
+)
+def test_program_whose_output_nobody_reads_ends_quietly(command: str) -> None:
+    program = [sys.executable, "-c", PRINT_TO_NOBODY % command]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=TESTS)
+
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_other_broken_pipe_is_an_error() -> None:
+    def command() -> None:
+        raise BrokenPipeError("of a worker")
+
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        exit_code(command)
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_file_in_the_commands_folder_is_a_command(
         (
             ["train", "resume=nowhere"],
             1,
-            "nowhere is not a run folder: it does not exist; "
+            "resume=nowhere: nowhere is not a run folder: it does not exist; "
             "python -m ml_pipeline runs lists the runs",
         ),
         (["train", "n_env=8"], 1, "n_env=8: unknown key; did you mean n_envs?"),
@@ -90,6 +90,14 @@ def test_mistake_prints_one_line_and_sets_the_exit_code(
 
     assert returned == code
     assert words in error_line(capsys)
+
+
+def test_study_offers_only_the_commands_of_its_help(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["study", "x"])
+
+    choices = error_line(capsys).partition("choose from ")[2].partition(")")[0]
+    assert choices.replace("'", "") == "start, status, dashboard, best"
 
 
 def test_evaluate_prints_mean_std_min_and_max(run: str, capsys: Capture) -> None:

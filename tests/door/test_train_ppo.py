@@ -155,7 +155,8 @@ def test_own_yaml_files_are_found_in_the_config_dir(
         (["-m", "run_root=${nope}", "seed=1,2"], "hydra.sweep.dir: Interpolation key 'nope'"),
         (["-m", "seed=1,two"], "seed=two: must be an integer"),
         (["--help", "agent.gamme=0.9"], "agent.gamme=0.9: unknown key"),
-        (["resume=nowhere"], "nowhere"),
+        (["resume=nowhere"], "resume=nowhere: nowhere is not a run folder: it does not exist;"),
+        (["-m", "seed=1", "--cfg", "job"], "-m: cannot be combined with --cfg, --info or --run;"),
     ],
 )
 def test_mistake_prints_one_line_and_exits_with_code_1(

@@ -18,7 +18,7 @@ from ml_pipeline.build import train
 from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.door import plan
 from ml_pipeline.envs.factory import EnvError
-from ml_pipeline.envs.trial import try_env, try_env_in_worker
+from ml_pipeline.envs.trial import slow_trial, try_env, try_env_in_worker
 from ml_pipeline.runs.console import say_if_slow
 
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -93,9 +93,20 @@ def test_a_crash_or_a_hang_in_the_trial_does_not_reach_the_main_process(
     with pytest.raises(EnvError, match=f"env FaultyEnv failed in its trial.*{words}"):
         train([*small(), "env.target=tiny_envs.FaultyEnv", *kwargs, *parallel])
     if fault == "hang":
-        line = "takes long; a trial that hangs is killed after 1 s (vec_env.step_timeout_seconds)"
+        line = "takes long; an env that hangs is killed after 1 s (vec_env.step_timeout_seconds)"
         assert line in capsys.readouterr().out
     assert list(here.iterdir()) == []
+
+
+def test_line_about_a_slow_trial_in_this_process_says_how_to_end_it() -> None:
+    line = slow_trial("Slow", VecEnvConfig(), in_worker=False)
+
+    assert line.endswith(
+        "if it hangs, press Ctrl-C; with vec_env=parallel, it is killed after 300 s "
+        "(vec_env.step_timeout_seconds)"
+    )
+    never = VecEnvConfig(step_timeout_seconds=None)
+    assert slow_trial("Slow", never, in_worker=True).endswith("if it hangs, press Ctrl-C")
 
 
 def test_an_env_that_fails_while_it_is_timed_leaves_no_run_folder(here: Path) -> None:

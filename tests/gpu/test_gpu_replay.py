@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 SMALL = [
-    *("n_envs=4", "device=cuda", "logger=none", "network.hidden_sizes=[32]", "vec_env=serial"),
+    *("n_envs=4", "device=cuda", "logger=none", "network.hidden_sizes=[32]"),
     *("agent.learning_starts=32", "agent.batch_size=16", "agent.iteration_length=8"),
     *("agent.buffer_size=160", "total_steps=320", "precision=float32", "~callbacks.evaluation"),
     "callbacks.checkpoints.every_steps=64",
