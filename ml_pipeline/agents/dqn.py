@@ -30,11 +30,11 @@ from ml_pipeline.agents.distributions import (
 )
 from ml_pipeline.agents.fast.dqn_check import why_not_dqn
 from ml_pipeline.agents.fast.numpy_dqn import NumpyDQN
-from ml_pipeline.agents.masks import ActionMasks, Mask, find_mask_leaf
+from ml_pipeline.agents.masks import Mask
 from ml_pipeline.agents.networks import out_features
-from ml_pipeline.agents.observations import ObservationReader, Preprocess
 from ml_pipeline.agents.policy import GreedyPolicy
 from ml_pipeline.agents.recurrent import refuse_recurrent
+from ml_pipeline.agents.senses import Senses
 from ml_pipeline.agents.space_data import check_spaces, space_to_data
 from ml_pipeline.config.dqn import DQNConfig
 from ml_pipeline.protocols import (
@@ -154,12 +154,10 @@ class DQNAgent:
         self.device = place.device
         observation, action = env_spaces
         self.spaces = {"observation_space": observation, "action_space": action}
-        self.reader = ObservationReader(env_spaces.observation)
-        self.distribution = _discrete(env_spaces.action)
-        self.masks = ActionMasks(config.action_mask, self.reader, self.distribution)
-        leaf = find_mask_leaf(config.action_mask, self.reader)
-        clip = config.clip_obs if config.normalize_obs else None
-        self.preprocess = Preprocess(self.reader, ignored=leaf, clip=clip).to(self.device)
+        senses = Senses(observation, config, self.device)
+        self.reader, self.preprocess, self.inputs = senses.reader, senses.preprocess, senses.inputs
+        self.distribution = _discrete(action)
+        self.masks = senses.masks(self.distribution)
         # Layers draw their first weights from torch's global generator, so seed it here.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(stream_seed(place.seed, "weights"))
@@ -187,18 +185,6 @@ class DQNAgent:
         config = self.config
         beta = config.priority_beta + (1.0 - config.priority_beta) * progress
         return DQNRates(learning_rate, config.epsilon(progress), beta)
-
-    def inputs(
-        self,
-        leaves: dict[str, NDArray[Any]],
-        action_mask: Mask | None = None,
-        memory: Tensor | None = None,
-        episode_start: Tensor | None = None,
-    ) -> PolicyInput:
-        """Arrays as the reader returns them, moved to the agent's device."""
-        obs = self.reader.to_tensors(leaves, self.device)
-        mask = None if action_mask is None else torch.from_numpy(action_mask).to(self.device)
-        return PolicyInput(obs, mask, memory, episode_start)
 
     def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
         """Uniform numbers, [n_steps, n_envs, 1 + n_choices], on the agent's device."""
@@ -337,8 +323,7 @@ class DQNAgent:
 
     def learn_moments(self, obs: Obs) -> None:
         """Add observations [N, ...] to the running normalisation."""
-        if self.config.normalize_obs:
-            self.preprocess.learn_moments(obs)
+        self.preprocess.learn_moments(obs)
 
     def state_dict(self) -> StateDict:
         return {

@@ -20,12 +20,12 @@ from ml_pipeline.agents.acting_noise import ActingNoise
 from ml_pipeline.agents.adam import FlatAdam, flat_parameters
 from ml_pipeline.agents.fast.mlp_sac import MlpSAC
 from ml_pipeline.agents.fast.sac_check import why_not_sac
-from ml_pipeline.agents.masks import ActionMasks, Mask, find_mask_leaf
+from ml_pipeline.agents.masks import Mask
 from ml_pipeline.agents.networks import out_features
-from ml_pipeline.agents.observations import ObservationReader, Preprocess
 from ml_pipeline.agents.policy import GreedyPolicy
 from ml_pipeline.agents.recurrent import refuse_recurrent
 from ml_pipeline.agents.sac_networks import Actor, Critics, Temperature, add_layer_norm
+from ml_pipeline.agents.senses import Senses
 from ml_pipeline.agents.soft_actions import SoftValue, soft_actions
 from ml_pipeline.agents.space_data import check_spaces, space_to_data
 from ml_pipeline.config.sac import SACConfig
@@ -97,10 +97,8 @@ class SACAgent:
             "observation_space": env_spaces.observation,
             "action_space": env_spaces.action,
         }
-        self.reader = ObservationReader(env_spaces.observation)
-        leaf = find_mask_leaf(config.action_mask, self.reader)
-        clip = config.clip_obs if config.normalize_obs else None
-        self.preprocess = Preprocess(self.reader, ignored=leaf, clip=clip).to(self.device)
+        senses = Senses(env_spaces.observation, config, self.device)
+        self.reader, self.preprocess, self.inputs = senses.reader, senses.preprocess, senses.inputs
         space = self.preprocess.space
         # Layers draw their first weights from torch's global generator, so seed it here.
         with torch.random.fork_rng(devices=[]):
@@ -110,7 +108,7 @@ class SACAgent:
             actor = Actor(trunk, self.actions.distribution)
             critics = Critics([self.actions.new_critic(space, build_network) for _ in range(2)])
         self.distribution = self.actions.distribution
-        self.masks = ActionMasks(config.action_mask, self.reader, self.distribution)
+        self.masks = senses.masks(self.distribution)
         if config.critic_layer_norm:
             add_layer_norm(critics)
         self.actor = actor.to(self.device).eval()
@@ -148,18 +146,6 @@ class SACAgent:
 
     def rates(self, progress: float, learning_rate: float) -> SACRates:
         return SACRates(learning_rate)
-
-    def inputs(
-        self,
-        leaves: dict[str, NDArray[Any]],
-        action_mask: Mask | None = None,
-        memory: Tensor | None = None,
-        episode_start: Tensor | None = None,
-    ) -> PolicyInput:
-        """Arrays as the reader returns them, moved to the agent's device."""
-        obs = self.reader.to_tensors(leaves, self.device)
-        mask = None if action_mask is None else torch.from_numpy(action_mask).to(self.device)
-        return PolicyInput(obs, mask, memory, episode_start)
 
     def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
         """Noise for ``n_steps`` steps, [n_rows, n_envs, ...], on the agent's device."""
@@ -306,8 +292,7 @@ class SACAgent:
 
     def learn_moments(self, obs: Obs) -> None:
         """Add observations [N, ...] to the running normalisation."""
-        if self.config.normalize_obs:
-            self.preprocess.learn_moments(obs)
+        self.preprocess.learn_moments(obs)
 
     def state_dict(self) -> StateDict:
         parts = {name: getattr(self, name).state_dict() for name in _PARTS}
