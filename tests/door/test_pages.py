@@ -87,7 +87,7 @@ def test_every_metric_of_a_run_or_in_the_code_is_documented_and_no_other(here: P
         for name in GROUP_METRIC.findall(path.read_text())
     }
     settings = [
-        ["env.target=tiny_envs.ScoringEnv", "vec_env=parallel"],
+        ["env.target=tiny_envs.ScoringEnv", "vec_env=parallel", "vec_env.start_method=fork"],
         ["env=torch_cartpole", "vec_env=auto"],
     ]
     logged: set[str] = set()

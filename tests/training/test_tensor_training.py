@@ -147,7 +147,7 @@ def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
             ["+env.wrappers.flat._target_=gymnasium.wrappers.FlattenObservation"],
             "env.wrappers; put their work into the env class",
         ),
-        (["vec_env=parallel"], "vec_env; leave vec_env=auto"),
+        (["vec_env=serial"], "vec_env; leave vec_env=auto"),
         (["collector=double"], "collector; leave collector=sync"),
         (["network=lstm"], "network; use one that is not recurrent"),
         (["env.target=tiny_torch_envs.Masked"], "agent.action_mask; set agent.action_mask=none"),
