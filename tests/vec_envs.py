@@ -26,6 +26,14 @@ WAYS: dict[str, Any] = {
     "shared": partial(forked, main_slice=True),
 }
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+# For tests with many other parameters: "shared" runs the code of the other two side by side.
+each_way_shared_slow = pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, id=name, marks=[pytest.mark.slow] if name == "shared" else [])
+        for name, way in WAYS.items()
+    ],
+)
 
 
 def starts(*fast: tuple[str, int]) -> pytest.MarkDecorator:

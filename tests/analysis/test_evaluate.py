@@ -95,6 +95,7 @@ def faulty(fault: str, *more: str) -> list[str]:
     culprit = stream_seed(1, "evaluation")
     kwargs = [f"+env.kwargs.fault={fault}", f"+env.kwargs.culprit={culprit}"]
     workers = ["vec_env=parallel", "vec_env.n_workers=1", "vec_env.step_timeout_seconds=5"]
+    workers += ["vec_env.start_method=fork"]
     target = "env.target=tiny_envs.FaultyEnv"
     return [*small(), "seed=1", target, *kwargs, *workers, *more]
 

@@ -86,7 +86,10 @@ def test_every_metric_of_a_run_or_in_the_code_is_documented_and_no_other(here: P
         for path in (REPOSITORY / "ml_pipeline").rglob("*.py")
         for name in GROUP_METRIC.findall(path.read_text())
     }
-    settings = [["env.target=tiny_envs.ScoringEnv", "vec_env=parallel"], ["env=torch_cartpole"]]
+    settings = [
+        ["env.target=tiny_envs.ScoringEnv", "vec_env=parallel", "vec_env.start_method=fork"],
+        ["env=torch_cartpole", "vec_env=auto"],
+    ]
     logged: set[str] = set()
     replay = ["agent=sac", "env=pendulum", "n_envs=1", "total_steps=64", "logger=none"]
     for each in [*([*small(), *each] for each in settings), replay]:

@@ -186,28 +186,32 @@ def test_script_reports_a_mistake_on_stderr(door: Door) -> None:
     assert result.stderr == "agent.gamme=0.9: unknown key; did you mean agent.gamma?\n"
 
 
-def test_missing_atari_is_reported_with_the_commands_that_install_it(here: Path) -> None:
-    code = "import sys; sys.modules['ale_py'] = None; from ml_pipeline.door.entry import main; "
-    code += "sys.argv = ['train_ppo.py', 'env=pong']; sys.exit(main())"
+def test_missing_atari_is_reported_with_the_commands_that_install_it(
+    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setitem(sys.modules, "ale_py", None)
 
-    result = call(sys.executable, "-c", code, cwd=here, PYTHONPATH=str(REPOSITORY))
+    assert command("env=pong") == 1
 
-    assert result.returncode == 1
-    assert result.stderr == (
+    assert error_line(capsys) == (
         "env.id=ale_py:PongNoFrameskip-v4 needs ale_py, which is not installed: "
-        'make atari, or pip install "ml_pipeline[atari]"\n'
+        'make atari, or pip install "ml_pipeline[atari]"'
     )
     assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+    ("number", "code", "start_method"),
+    [
+        (signal.SIGINT, 130, "fork"),
+        pytest.param(signal.SIGTERM, 143, "spawn", marks=pytest.mark.slow),
+    ],
 )
 def test_stop_signal_saves_the_run_ends_every_process_and_allows_a_resume(
-    command: Command, started: Start, here: Path, number: int, code: int
+    command: Command, started: Start, here: Path, number: int, code: int, start_method: str
 ) -> None:
-    process = started(*small(total_steps=10_000_000), "vec_env=parallel", "vec_env.n_workers=2")
+    workers = ["vec_env=parallel", "vec_env.n_workers=2", f"vec_env.start_method={start_method}"]
+    process = started(*small(total_steps=10_000_000), *workers)
     await_line(process, "env steps")
     children = children_of(process.pid)
     assert len(children) >= 2
@@ -299,26 +303,19 @@ def test_sweep_is_written_below_run_root_even_if_the_env_changes_the_folder(
     assert [run.is_dir() for run in job_runs(sweep)] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("program", "shown"),
-    [
-        ("some/where/train_dqn.py", "python some/where/train_dqn.py"),
-        ("ml_pipeline/__main__.py train", "python -m ml_pipeline train"),
-        ("/opt/bin/ml-pipeline train", "/opt/bin/ml-pipeline train"),
-    ],
-)
 def test_help_shows_groups_keys_and_commands_of_the_program(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, program: str, shown: str
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
 
     with pytest.raises(SystemExit) as caught:
-        entry.train([program, "--help"])
+        entry.train(["some/where/train_dqn.py", "--help"])
 
     assert caught.value.code == 0
     output = capsys.readouterr().out
-    for words in (f"{shown} -m seed=1,2,3", "env: acrobot, breakout", "learning_rate: 0.001"):
+    shown = "python some/where/train_dqn.py -m seed=1,2,3"
+    for words in (shown, "env: acrobot, breakout", "learning_rate: 0.001"):
         assert words in output
 
 

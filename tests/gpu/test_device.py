@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchgen
 import yaml
-from conftest import read_rows, small
+from conftest import read_rows, small_auto
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -68,7 +68,7 @@ class Watch(TorchDispatchMode):
 
 def watched(overrides: list[str]) -> Watch:
     """Two iterations in plain torch on the CPU, as other devices run them."""
-    config = checked_config(compose_config([*overrides, *small(n_envs=4)]))
+    config = checked_config(compose_config([*overrides, *small_auto(n_envs=4)]))
     make_env = build_env_factory(config.env)
     trial = try_env(make_env, "test")
     config = with_mask_source(config, trial)
@@ -181,7 +181,7 @@ def test_the_precision_is_restored_after_an_error() -> None:
 
 
 def test_a_low_precision_changes_no_run_on_the_cpu(here: Path) -> None:
-    overrides = ["env=torch_cartpole", *small(), "~callbacks.evaluation"]
+    overrides = ["env=torch_cartpole", *small_auto(), "~callbacks.evaluation"]
 
     exact, coarse = (
         read_rows(train([*overrides, f"precision={each}"]).run_dir) for each in ("float32", "bf16")

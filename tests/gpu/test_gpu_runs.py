@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import only_run, read_rows, small
+from conftest import only_run, read_rows, small_auto
 from stopped_runs import StopAfter, checkpoint_numbers
 from test_device import allows_tf32
 
@@ -45,7 +45,7 @@ def rows_of(overrides: list[str], *more: str, **settings: Any) -> list[dict[str,
     """The metrics of three iterations on the GPU."""
     size = {"n_envs": 8, "agent__n_steps": 16, "num_episodes": 3, "device": "cuda"}
     # ``overrides`` come last, so that they win. Evaluation would draw actions too.
-    run = train([*small(**{**size, **settings}), "~callbacks.evaluation", *overrides, *more])
+    run = train([*small_auto(**{**size, **settings}), "~callbacks.evaluation", *overrides, *more])
     return read_rows(run.run_dir)
 
 
@@ -65,7 +65,7 @@ def fallbacks(output: str) -> list[str]:
 
 
 def test_a_run_logs_the_memory_and_the_utilization_of_the_gpu(here: Path) -> None:
-    rows = read_metrics(train(small(device="cuda", total_steps=320)).run_dir / "metrics.csv")
+    rows = read_metrics(train(small_auto(device="cuda", total_steps=320)).run_dir / "metrics.csv")
 
     assert 0.0 < float(rows[0]["gpu/memory_mb"]) < (total_memory(torch.device("cuda")) or 0) / 1e6
     busy = [float(row["gpu/utilization"]) for row in rows if row.get("gpu/utilization")]
@@ -86,7 +86,7 @@ def test_out_of_gpu_memory_is_a_one_line_error(here: Path, hidden_sizes: str, wo
     torch.cuda.set_per_process_memory_fraction(256e6 / total)
     try:
         with pytest.raises(DeviceMemoryError, match=words) as caught:
-            train([*small(device="cuda", **size), f"network.hidden_sizes={hidden_sizes}"])
+            train([*small_auto(device="cuda", **size), f"network.hidden_sizes={hidden_sizes}"])
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -113,7 +113,7 @@ def test_a_gpu_beyond_the_last_is_refused() -> None:
 def test_training_on_the_gpu_gives_the_numbers_of_the_cpu(here: Path, overrides: list[str]) -> None:
     size = {"n_envs": 8, "total_steps": 128}
     runs = {
-        device: train([*overrides, *small(device=device, **size)]).run_dir
+        device: train([*overrides, *small_auto(device=device, **size)]).run_dir
         for device in ("cpu", "cuda:0")
     }
 
@@ -130,7 +130,7 @@ def test_training_on_the_gpu_gives_the_numbers_of_the_cpu(here: Path, overrides:
 def test_a_run_continues_on_another_device_and_back(
     env: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = train([f"env={env}", *small(device="cuda")]).run_dir
+    run = train([f"env={env}", *small_auto(device="cuda")]).run_dir
     train([f"resume={run}", "total_steps=128", "device=cpu"])
     result = train([f"resume={run}", "total_steps=192", "device=cuda"])
 
@@ -199,7 +199,7 @@ def test_a_run_with_graphs_resumes_bit_for_bit(
     overrides: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = {"n_envs": 32, "agent__n_steps": 16, "total_steps": 5 * 512, "device": "cuda"}
-    settings = [*overrides, *small(**size), "compile=graph", "~callbacks.evaluation"]
+    settings = [*overrides, *small_auto(**size), "compile=graph", "~callbacks.evaluation"]
     with pytest.raises(Interrupted):
         train(settings, callbacks={"stop": StopAfter(2)})
     run = only_run(here)
@@ -250,7 +250,13 @@ def test_each_precision_trains_and_restores_torchs_settings(
 ) -> None:
     before, flags = allows_tf32(), Flags()
     size = {"n_envs": 8, "num_episodes": 3, "device": "cuda"}
-    settings = [*small(**size), name, f"precision={precision}", "n_envs=8", "~callbacks.evaluation"]
+    settings = [
+        *small_auto(**size),
+        name,
+        f"precision={precision}",
+        "n_envs=8",
+        "~callbacks.evaluation",
+    ]
 
     rows = read_rows(train(settings, callbacks={"flags": flags}).run_dir)
 

@@ -34,6 +34,21 @@ def test_command_names_the_script_by_its_shorter_path(
 
 
 @pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        ("ml_pipeline/__main__.py train", "python -m ml_pipeline train"),
+        ("/opt/bin/ml-pipeline train", "/opt/bin/ml-pipeline train"),
+    ],
+)
+def test_command_names_the_program_that_runs(
+    monkeypatch: pytest.MonkeyPatch, program: str, shown: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+
+    assert user_command("train", python="python") == shown
+
+
+@pytest.mark.parametrize(
     ("first_step", "moments", "expected"),
     [
         (

@@ -7,6 +7,8 @@ import io
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import pytest
 import torch
 import yaml
 from conftest import small
+from omegaconf import DictConfig
 
+from ml_pipeline import build
 from ml_pipeline.__main__ import main
-from ml_pipeline.build import load_agent, train
-from ml_pipeline.door.compose import plain_config
+from ml_pipeline.build import RunResult, load_agent, train
+from ml_pipeline.door.compose import compose_config, plain_config
 from ml_pipeline.door.exits import exit_code
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.run_folder import RunFolder
@@ -85,11 +89,23 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     return error
 
 
+@cache
+def composed() -> DictConfig:
+    return compose_config(["total_steps=128"])
+
+
+def resume(path: Path | str) -> RunResult:
+    """``train([f"resume={path}", "total_steps=128"])``, but Hydra composes the config only once."""
+    cfg = deepcopy(composed())
+    cfg.resume = str(path)
+    return build.run(cfg, [f"resume={path}", "total_steps=128"])
+
+
 COMMANDS: dict[str, Callable[[str], int]] = {
     "evaluate": lambda run: main(["evaluate", run, "--episodes", "1"]),
     "export": lambda run: main(["export", run]),
     "play": lambda run: main(["play", run, "--episodes", "1"]),
-    "resume": lambda run: exit_code(lambda: train([f"resume={run}", "total_steps=128"])),
+    "resume": lambda run: exit_code(lambda: resume(run)),
 }
 
 NAMES: list[tuple[str, Any, str]] = [
@@ -207,7 +223,7 @@ def test_foreign_run_of_known_parts_needs_no_trust_and_becomes_own(foreign: RunF
     assert not is_signed("config", foreign.config.read_bytes())
 
     load_agent(foreign.path)
-    assert train([f"resume={foreign.path}", "total_steps=128"]).env_steps == 128
+    assert resume(foreign.path).env_steps == 128
 
     assert is_signed("config", foreign.config.read_bytes())
 
@@ -439,7 +455,7 @@ def test_damaged_summary_is_one_line(
     run.summary.write_text(SUMMARIES[name])
 
     with pytest.raises(UserError, match=r"summary\.json"):
-        train([f"resume={run.path}", "total_steps=128"])
+        resume(run.path)
     assert main(["runs", "--root", "."]) == 0
 
 
@@ -498,7 +514,7 @@ def test_wrong_value_in_a_checkpoint_is_a_user_error(key: str, value: Any, run: 
     write_checkpoint(run, state)
 
     with pytest.raises(UserError):
-        train([f"resume={run.path}", "total_steps=128"])
+        resume(run.path)
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "missing", "unknown", "list"])
@@ -521,7 +537,7 @@ def test_wrong_weights_are_a_user_error(change: str, run: RunFolder) -> None:
     with pytest.raises(UserError):
         load_agent(run.path, "latest")
     with pytest.raises(UserError):
-        train([f"resume={run.path}", "total_steps=128"])
+        resume(run.path)
 
 
 @pytest.mark.parametrize("state", [[], 5, {"format": 2}, {"format": "2"}])
@@ -531,7 +547,7 @@ def test_checkpoint_of_another_kind_is_a_user_error(state: Any, run: RunFolder) 
     with pytest.raises(UserError, match=r"checkpoint"):
         load_agent(run.path, "latest")
     with pytest.raises(UserError, match=r"checkpoint"):
-        train([f"resume={run.path}", "total_steps=128"])
+        resume(run.path)
 
 
 def test_texts_of_a_folder_are_shown_as_they_are(

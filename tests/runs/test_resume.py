@@ -84,15 +84,17 @@ CASES: dict[str, tuple[list[str], str]] = {
 def test_run_that_crashes_and_resumes_equals_an_uninterrupted_run(
     overrides: list[str], ending: str, door: Door, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crash = ["+callbacks.crash._target_=own_parts.CrashAt", "+callbacks.crash.iteration=8"]
-    settings = [*RUN, *crash, "+callbacks.dice._target_=own_parts.Dice", *overrides]
+    # Six iterations; a checkpoint after every third, an evaluation after the fourth and the last.
+    length = ["total_steps=384", "callbacks.checkpoints.every_steps=192"]
+    crash = ["+callbacks.crash._target_=own_parts.CrashAt", "+callbacks.crash.iteration=5"]
+    settings = [*RUN, *length, *crash, "+callbacks.dice._target_=own_parts.Dice", *overrides]
 
     if ending == "kill":
         crashed = door(*settings, PYTHONPATH=str(TESTS), CRASH="kill")
         assert crashed.returncode == -signal.SIGKILL
     else:
         monkeypatch.setenv("CRASH", "raise")
-        with pytest.raises(RuntimeError, match="crash at iteration 8"):
+        with pytest.raises(RuntimeError, match="crash at iteration 5"):
             train(settings)
         monkeypatch.delenv("CRASH")
     run_dir = only_run(here)
@@ -101,7 +103,7 @@ def test_run_that_crashes_and_resumes_equals_an_uninterrupted_run(
 
     assert resumed.run_dir == run_dir
     assert read_rows(run_dir) == read_rows(complete.run_dir)
-    assert len(read_rows(run_dir)) == 10
+    assert len(read_rows(run_dir)) == 6
     ours, theirs = (checkpoint_numbers(each.run_dir) for each in (resumed, complete))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []

@@ -24,7 +24,9 @@ def infos_of(row: dict[str, str]) -> dict[str, float]:
 
 @pytest.mark.parametrize("mode", ["serial", "parallel", "shared"])
 def test_final_numbers_are_logged_in_every_mode(here: Path, mode: str) -> None:
-    run = train([*SCORING, f"vec_env={mode}", "~callbacks.evaluation"]).run_dir
+    way = [f"vec_env={mode}", "vec_env.start_method=fork"]
+
+    run = train([*SCORING, *way, "~callbacks.evaluation"]).run_dir
 
     rows = read_rows(run)
     # 16 steps are 5 episodes of 3 steps in each of 2 envs, and episodes 2 and 4 succeed.

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from conftest import only_run, read_rows, small
+from conftest import only_run, read_rows, small_auto
 from stopped_runs import StopAfter, checkpoint_numbers
 
 from ml_pipeline.__main__ import main
@@ -16,8 +16,8 @@ from ml_pipeline.signals import Interrupted
 from ml_pipeline.training.checks import TrainingError
 
 # 4 iterations of 4 envs x 16 steps; EVALUATED after the last one.
-EVALUATED = small(n_envs=4, total_steps=256, callbacks__evaluation__eval_every_steps=200)
-RUN = [*small(n_envs=4, total_steps=256), "~callbacks.evaluation"]
+EVALUATED = small_auto(n_envs=4, total_steps=256, callbacks__evaluation__eval_every_steps=200)
+RUN = [*small_auto(n_envs=4, total_steps=256), "~callbacks.evaluation"]
 CARTPOLE = ["env=torch_cartpole", *RUN]
 
 CASES: dict[str, list[str]] = {
@@ -147,7 +147,7 @@ def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
             ["+env.wrappers.flat._target_=gymnasium.wrappers.FlattenObservation"],
             "env.wrappers; put their work into the env class",
         ),
-        (["vec_env=parallel"], "vec_env; leave vec_env=auto"),
+        (["vec_env=serial"], "vec_env; leave vec_env=auto"),
         (["collector=double"], "collector; leave collector=sync"),
         (["network=lstm"], "network; use one that is not recurrent"),
         (["env.target=tiny_torch_envs.Masked"], "agent.action_mask; set agent.action_mask=none"),
