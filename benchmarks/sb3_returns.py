@@ -15,7 +15,6 @@ benchmarks/results/sb3_returns.json; known ones do not run again.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import statistics
@@ -268,14 +267,11 @@ def known_results() -> list[Result]:
 
 
 def store(result: Result) -> None:
-    """Add a result; several processes may do so at once."""
-    with RESULTS.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        results = sorted(
-            [*known_results(), result], key=lambda each: (each["task"], each["peer"], each["seed"])
-        )
-        lines = ",\n".join(json.dumps(each) for each in results)
-        RESULTS.write_text(f"[\n{lines}\n]\n")
+    """One line per result, because curves are long."""
+    results = [*known_results(), result]
+    results.sort(key=lambda each: (each["task"], each["peer"], each["seed"]))
+    lines = ",\n".join(json.dumps(each) for each in results)
+    RESULTS.write_text(f"[\n{lines}\n]\n")
 
 
 def print_table() -> None:
@@ -286,7 +282,7 @@ def print_table() -> None:
         runs = [each for each in results if (each["task"], each["peer"]) == (task, peer)]
         cells = []
         for name in ("greedy", "sampled"):
-            values = [each[name] for each in runs]
+            values = [each[name] for each in runs if each[name] is not None]
             middle = statistics.median(values)
             cells.append(f"{middle:.1f} ({min(values):.1f} to {max(values):.1f})")
         print(f"| {task} | {peer} | {len(runs)} | {' | '.join(cells)} |")
