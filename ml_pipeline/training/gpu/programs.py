@@ -8,6 +8,7 @@ for the device. A function that cannot be compiled or captured runs eagerly; the
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -40,6 +41,8 @@ class Programs:
         self._device = device
         self.tell = tell
         self._compiles = mode != "eager" and _TORCH >= (2, 8)
+        # The key precision= decides.
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         if mode != "eager" and not self._compiles:
             # Older versions lose writes of a compiled function to an unaligned row.
             tell(f"torch {torch.__version__}: nothing is compiled; torch>=2.8 makes envs faster")
