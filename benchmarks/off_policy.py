@@ -2,6 +2,7 @@
 
     python benchmarks/off_policy.py --rounds 5
     python benchmarks/off_policy.py --tasks sac --steps 3000
+    python benchmarks/off_policy.py --gpu        # SAC on a GPU: HalfCheetah in workers, tensor envs
 
 Each training is a separate process with one torch thread. The libraries take turns, so a slow phase
 of the machine affects both. ``steps/s`` is the speed from the first update on, so that imports,
@@ -63,6 +64,47 @@ def train_ours(name: str, task: Task, seed: int) -> float:
     learning = [row for row in rows if float(row["env_steps"]) > task.learning_starts + 250]
     seconds = sum(float(row["time/iteration_seconds"]) for row in learning)
     return 250 * len(learning) / seconds
+
+
+# Envs, workers, updates per env step, env steps.
+GPU_TASKS = {
+    "HalfCheetah-v5, 8 envs in 7 workers": ("env.id=HalfCheetah-v5", 8, 1.0, 40_000),
+    "torch_pendulum, 64 envs": ("env=torch_pendulum", 64, 1 / 64, 400_000),
+    "torch_pendulum, 64 envs, 8 updates": ("env=torch_pendulum", 64, 1 / 8, 200_000),
+}
+
+
+def train_on_gpu(task: str) -> tuple[float, float]:
+    """Median env steps and updates per second of SAC, 256 x 256, batch 256, tf32."""
+    from ml_pipeline.build import train
+    from ml_pipeline.runs.loggers import read_metrics
+
+    env, n_envs, ratio, steps = GPU_TASKS[task]
+    workers = [] if "torch" in env else ["vec_env=parallel", "vec_env.n_workers=7"]
+    settings = [
+        *("agent=sac", env, f"n_envs={n_envs}", *workers, "device=cuda", "precision=tf32"),
+        *("logger=none", "network.activation=relu", "network.hidden_sizes=[256,256]"),
+        *("agent.learning_starts=1024", f"agent.updates_per_env_step={ratio}"),
+        *("~callbacks.evaluation", "callbacks.checkpoints.every_steps=1e9"),
+        f"total_steps={steps}",
+    ]
+    rows = read_metrics(train(settings).run_dir / "metrics.csv")
+    learning = [row for row in rows if float(row["time/updates_per_env_step"]) > 0][5:]
+    return (
+        statistics.median(float(row["time/env_steps_per_second"]) for row in learning),
+        statistics.median(float(row["time/updates_per_second"]) for row in learning),
+    )
+
+
+def print_gpu_table() -> None:
+    print("| SAC | env steps/s | updates/s |")
+    print("|---|---|---|")
+    for task in GPU_TASKS:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            env_steps, updates = train_on_gpu(task)
+            os.chdir(REPOSITORY)
+        print(f"| {task} | {env_steps:,.0f} | {updates:,.0f} |", flush=True)
 
 
 def train_sb3(name: str, task: Task, seed: int) -> float:
@@ -134,7 +176,11 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="env steps per training")
+    parser.add_argument("--gpu", action="store_true", help="SAC on a GPU, without a peer")
     args = parser.parse_args()
+    if args.gpu:
+        print_gpu_table()
+        return
     if args.worker:
         name, fields, library, seed = json.loads(args.worker)
         task = Task(*fields)

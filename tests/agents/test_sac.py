@@ -141,3 +141,49 @@ def test_images_and_dicts_are_supported() -> None:
     assert np.all(action >= ACTIONS.low)
     assert np.all(action <= ACTIONS.high)
     assert math.isfinite(float(action.sum()))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"policy_delay": 2, "max_grad_norm": 0.1}, {"temperature": 0.2, "normalize_obs": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_gradients_by_hand_train_as_autograd_does(
+    settings: dict[str, Any], activation: str
+) -> None:
+    def network(space: Any) -> MLP:
+        return MLP(space, (16, 16), activation)
+
+    place, observations = Place(CPU, 1, "float32", Programs(CPU), World()), spaces.Box(-1, 1, (3,))
+    agents = [
+        SACAgent(Spaces(observations, ACTIONS), network, SACConfig(fast=fast, **settings), place)
+        for fast in ("auto", "off")
+    ]
+    assert [agent.fast is None for agent in agents] == [False, True]
+    for step in range(20):
+        batch = batch_of(16)._replace(reward=torch.full((16,), float(step)))
+        results = [agent.update(batch, agent.rates(0.0, 1e-2)) for agent in agents]
+        for ours, theirs in zip(*results, strict=True):
+            assert float(ours) == pytest.approx(float(theirs), rel=2e-3, abs=2e-3)
+    for name, adam in agents[0].adams.items():
+        torch.testing.assert_close(adam.values, agents[1].adams[name].values, rtol=0, atol=2e-3)
+    torch.testing.assert_close(agents[0].target_values, agents[1].target_values, rtol=0, atol=1e-3)
+
+
+def test_a_changed_loss_or_network_switches_the_hand_written_gradients_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent = made()
+    before = {name: adam.values.clone() for name, adam in agent.adams.items()}
+    assert agent.check_fast() == ""
+    assert all(torch.equal(before[name], agent.adams[name].values) for name in before)
+    assert made(critic_layer_norm=True).fast is None
+    assert made(box_policy="gsde").fast is None
+
+    def doubled(soft: SoftValue, temperature: Any) -> Any:
+        return 2.0 * actor_loss(soft, temperature)
+
+    monkeypatch.setattr("ml_pipeline.agents.sac.actor_loss", doubled)
+    assert "plain torch runs instead of MlpSAC: the metric actor_loss" in agent.check_fast()
+    assert agent.fast is None
