@@ -66,7 +66,7 @@ def train_ours(name: str, task: Task, seed: int) -> float:
     return 250 * len(learning) / seconds
 
 
-# Envs, workers, updates per env step, env steps.
+# The env, their number, updates per env step, and env steps in all.
 GPU_TASKS = {
     "HalfCheetah-v5, 8 envs in 7 workers": ("env.id=HalfCheetah-v5", 8, 1.0, 40_000),
     "torch_pendulum, 64 envs": ("env=torch_pendulum", 64, 1 / 64, 400_000),

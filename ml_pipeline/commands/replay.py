@@ -27,6 +27,7 @@ def run(options: Namespace) -> None:
     found = audit(buffer)
     n = max(found.n_transitions, 1)
     files = [RunFolder.open(path).replay / each["name"] for each in buffer.segments]
+    in_files = "1 file" if len(files) == 1 else f"{len(files)} files"
     on_disk = sum(file.stat().st_size for file in files)
     print(f"{path}, checkpoint latest of env step {env_steps:,}")
     for name, value in (
@@ -40,7 +41,7 @@ def run(options: Namespace) -> None:
         ("windows over the end of an episode", f"{found.n_over_end:,}"),
         ("next observations of a reset", f"{found.n_resets:,}"),
         ("in memory", f"{n_bytes(buffer) / 1e6:,.2f} MB"),
-        ("on disk", f"{on_disk / 1e6:,.2f} MB in {len(files)} files, checksums match"),
+        ("on disk", f"{on_disk / 1e6:,.2f} MB in {in_files}, checksums match"),
     ):
         print(f"  {name:<36}{value}")
     if found.fault:
