@@ -37,6 +37,8 @@ class TugOfWar(gym.Env[Any, Any]):
         "strong": partial(Puller, 1.0),
     }
 
+    moves: ClassVar[Any] = PULLS
+
     def __init__(
         self,
         opponent: str | None = None,
@@ -101,3 +103,12 @@ class ShortWins(TugOfWar):
         self.time += 1
         ended = self.time >= (1 if self.fate == 1 else 20)
         return self._seen(), 0.0, ended, False, {"winner": self.fate} if ended else {}
+
+
+class WideTugOfWar(TugOfWar):
+    """Its players see one more number."""
+
+    def __init__(self, opponent: str | None = None) -> None:
+        super().__init__(opponent)
+        obs = spaces.Box(-4.0, 4.0, (3,), np.float32)
+        self.observation_space = both_spaces(obs) if opponent is None else obs

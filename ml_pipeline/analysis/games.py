@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.analysis.evaluate import evaluate_batch
+from ml_pipeline.analysis.evaluate import Evaluation, evaluate_batch
 from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Episode, Policy
@@ -147,14 +147,6 @@ class Games(NamedTuple):
         return Counts(*(one + other for one, other in pairs))
 
 
-def sides(first: Policy, second: Policy, *, n_games: int, seed: int) -> Iterator[Side]:
-    """The two halves of the games; in the second half the players change sides."""
-    half = (n_games + 1) // 2
-    yield Side(PairPolicy(first, second), half, seed, is_swapped=False)
-    if n_games > half:
-        yield Side(PairPolicy(second, first), n_games - half, seed + half, is_swapped=True)
-
-
 class Side(NamedTuple):
     """Games in which the players keep their sides; each game has a seed of its own."""
 
@@ -162,12 +154,6 @@ class Side(NamedTuple):
     n_games: int
     seed: int  # of the first game
     is_swapped: bool
-
-    def counts(self, episodes: Sequence[Episode], max_steps: int = MAX_EPISODE_STEPS) -> Counts:
-        """Results of the first player."""
-        winners = [winner_of(episode, max_steps) for episode in episodes]
-        counts = Counts(*(winners.count(each) for each in (1, 0, -1)))
-        return counts.swapped() if self.is_swapped else counts
 
 
 def play_games(
@@ -184,10 +170,9 @@ def play_games(
 
     The games of an env are fixed before it starts, so short games are not counted more often.
     """
-    played = {False: Counts(0, 0, 0), True: Counts(0, 0, 0)}
-    n_cut = 0
-    for side in sides(first, second, n_games=n_games, seed=seed):
-        result = evaluate_batch(
+
+    def play(side: Side) -> Evaluation:
+        return evaluate_batch(
             side.policy,
             envs,
             n_episodes=side.n_games,
@@ -195,9 +180,29 @@ def play_games(
             deterministic=deterministic,
             max_episode_steps=max_steps,
         )
-        played[side.is_swapped] = side.counts(result.episodes, max_steps)
-        n_cut += result.n_cut
-    return Games(played[False], played[True], n_cut)
+
+    return play_sides(first, second, play, n_games=n_games, seed=seed, max_steps=max_steps)
+
+
+def play_sides(
+    first: Policy,
+    second: Policy,
+    play: Callable[[Side], Evaluation],
+    *,
+    n_games: int,
+    seed: int,
+    max_steps: int = MAX_EPISODE_STEPS,
+) -> Games:
+    """``play`` half of the games, then the other half with the sides changed."""
+    half = (n_games + 1) // 2
+    halves = (
+        Side(PairPolicy(first, second), half, seed, is_swapped=False),
+        Side(PairPolicy(second, first), n_games - half, seed + half, is_swapped=True),
+    )
+    results = [play(side) for side in halves]
+    winners = [[winner_of(episode, max_steps) for episode in result.episodes] for result in results]
+    as_player_0, of_other = (Counts(*(each.count(w) for w in (1, 0, -1))) for each in winners)
+    return Games(as_player_0, of_other.swapped(), sum(result.n_cut for result in results))
 
 
 def winner_of(episode: Episode, max_steps: int = MAX_EPISODE_STEPS) -> int:
