@@ -114,6 +114,12 @@ def rate(results: Results, *, anchor: str | None = None, seed: int = 0) -> list[
     return sorted((Rating(*row) for row in rows), key=lambda rating: -rating.value)
 
 
+def points(results: Results, *, anchor: str) -> dict[str, float]:
+    """The rating of every player without intervals, which is much faster; ``anchor`` has 1000."""
+    value = _points(_log_strengths(results.wins, results.draws), results.names.index(anchor))
+    return dict(zip(results.names, value.tolist(), strict=True))
+
+
 def _points(log_strength: Array, origin: int | None) -> Array:
     """[..., n] -> [..., n]"""
     zero = log_strength.mean(axis=-1) if origin is None else log_strength[..., origin]

@@ -80,15 +80,16 @@ def chosen_env(given: str, *, trust: bool = False) -> EnvConfig:
 
 def open_arena(env: EnvConfig, *, render_mode: str | None = None) -> Arena:
     """The version of ``env`` for two players, with continuous actions if it has both kinds."""
-    arena = _two_player_version(env)
+    arena = two_player_version(env)
     if arena.moves is not None:
-        arena = _two_player_version(replace(env, kwargs={**env.kwargs, "discrete": False}))
+        arena = two_player_version(replace(env, kwargs={**env.kwargs, "discrete": False}))
     if render_mode is not None:
         arena = arena._replace(make_env=arena.make_env.rendering(render_mode))
     return arena
 
 
-def _two_player_version(env: EnvConfig) -> Arena:
+def two_player_version(env: EnvConfig) -> Arena:
+    """The version of ``env`` for two players, with actions of the same kind."""
     make_env = build_env_factory(env)
     with closing(make_env()) as made:
         parameters = inspect.signature(type(made.unwrapped)).parameters
@@ -128,7 +129,7 @@ def load_player(
         return _load_run(given, arena, noise_seed, checkpoint, trust=trust)
     if os.path.isfile(given):
         exported = ExportedPolicy.load(given, trust=trust)
-        own = _two_player_version(exported_env(exported, given, trust=trust))
+        own = two_player_version(exported_env(exported, given, trust=trust))
         _check_fits(given, own, arena)
         adapted = _adapted(exported, own, arena)
         return Player(Path(given).name, adapted, "exported policy", only_greedy=True)
@@ -142,7 +143,7 @@ def _load_run(
 ) -> Player:
     run = RunFolder.open(given)
     config = stored_config(run, trust=trust)
-    own = _two_player_version(config.evaluated_env)
+    own = two_player_version(config.evaluated_env)
     _check_fits(given, own, arena)
     named = checkpoint or named_checkpoint(given)
     chosen = named or best_or_latest(run)
