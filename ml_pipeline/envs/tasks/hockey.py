@@ -46,6 +46,7 @@ class Hockey(gym.Env[Any, Any]):
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 - as in Gymnasium
     scripted = SCRIPTED
+    moves = DISCRETE
 
     def __init__(
         self,
