@@ -138,10 +138,6 @@ def _page(tournament: Tournament, chart: Chart) -> str:
         f"{name.replace('_', ' ')} {value}" for name, value in tournament.facts.items()
     )
     when = datetime.now().astimezone().isoformat(" ", "minutes")
-    charts = [
-        html_figure(_heat_map(tournament.results), "win_matrix", _NOTE),
-        html_chart(chart),
-    ]
     rows = [
         [match.first, match.second, *map(_counts, (games.counts, *games[:2]))]
         for match in tournament.matches
@@ -153,7 +149,8 @@ def _page(tournament: Tournament, chart: Chart) -> str:
         f'<p class="when">{html.escape(facts)}, on {when}.</p>',
         html_list(remarks(tournament)),
         html_table(RATING_TITLES, list(rating_rows(tournament.ratings))),
-        f'<div class="charts">{"".join(charts)}</div>',
+        html_chart(chart),
+        html_figure(_heat_map(tournament.results), "win_matrix", _NOTE),
         "<h2>Matches</h2>",
         html_table(titles, rows),
     ]

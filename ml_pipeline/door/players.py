@@ -120,7 +120,8 @@ def load_player(
 
     ``noise_seed`` of sampled actions: players of equal runs would draw equal noise without it.
     """
-    word = given if given in arena.scripted else _OTHER_NAMES.get(given, given)
+    word = _OTHER_NAMES.get(given, given)
+    word = word if word in arena.scripted else given
     if word in arena.scripted:
         policy = ScriptedPolicy(arena.scripted[word]())
         _check_scripted(word, policy, arena)
@@ -133,7 +134,8 @@ def load_player(
         _check_fits(given, own, arena)
         adapted = _adapted(exported, own, arena)
         return Player(Path(given).name, adapted, "exported policy", only_greedy=True)
-    words = [*arena.scripted, *(w for w, same in _OTHER_NAMES.items() if same in arena.scripted)]
+    others = [word for word, same in _OTHER_NAMES.items() if same in arena.scripted]
+    words = list(dict.fromkeys([*arena.scripted, *others]))
     known = f"an opponent of {arena.name} ({', '.join(words)})" if words else "a policy file"
     raise GameError(f"{given}: neither a run folder nor {known}" + did_you_mean(given, words))
 

@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from conftest import Capture, error_line, small
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.build import train
-from ml_pipeline.door.players import env_of, load_player, open_arena
+from ml_pipeline.door.players import chosen_env, env_of, load_player, open_arena
 
 ENV = ["env.target=two_player_games.TugOfWar", "+env.kwargs.opponent=weak"]
 LONGER = small(agent__n_steps=64, total_steps=512, agent__learning_rate=0.01)
@@ -255,6 +256,24 @@ def test_an_exported_policy_plays_greedily(runs: Path, capsys: Capture) -> None:
     text = printed(capsys, "tournament", *players, "--deterministic")
 
     assert "policy.onnx - ppo_run: wins 0, draws 2, losses 0" in text  # the same actions
+
+
+@pytest.mark.parametrize("word", ["strong", "basic"])
+def test_basic_is_another_name_for_strong_in_hockey(word: str) -> None:
+    arena = open_arena(chosen_env("hockey"))
+
+    assert load_player(word, arena, noise_seed=0).name == "strong"
+
+
+def test_discrete_hockey_is_played_with_continuous_actions() -> None:
+    env = chosen_env("hockey")
+    env = replace(env, kwargs={**env.kwargs, "discrete": True})
+
+    arena = open_arena(env)
+
+    assert arena.spaces.action.shape == (4,)
+    assert arena.make_env.kwargs["opponent"] is None
+    assert load_player("weak", arena, noise_seed=0).origin == "scripted"
 
 
 def test_players_of_equal_runs_draw_different_noise(runs: Path) -> None:
