@@ -13,6 +13,7 @@ from ml_pipeline.errors import UserError
 _EXTRAS = {
     "mujoco": ("mujoco",),
     "atari": ("ale", "ale_py", "atari", "cv2", "opencv"),
+    "pettingzoo": ("pettingzoo",),
     "sweep": ("hydra_joblib_launcher", "hydra_submitit_launcher"),
     "study": ("optuna", "optuna_dashboard"),
     "plots": ("matplotlib", "plotly"),
