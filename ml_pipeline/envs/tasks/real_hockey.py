@@ -8,8 +8,6 @@ the same actions again, checks the result and continues exactly.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,6 +16,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.tasks.hockey_opponents import SCRIPTED
 from ml_pipeline.envs.two_players import both_spaces
 from ml_pipeline.extras import MissingExtraError
 
@@ -106,13 +105,6 @@ class _NumPy:
         return getattr(np, name)
 
 
-class _NoRandom:
-    """A generator that returns the lower bound."""
-
-    def uniform(self, low: float, high: float) -> float:
-        return low
-
-
 class _Opponent:
     """The package's BasicOpponent, which draws from ``random`` instead of NumPy's global state."""
 
@@ -143,27 +135,6 @@ class _Opponent:
         self._law = self._package_law()
 
 
-class BasicPolicy:
-    """The package's opponent for a batch of games, without state and random numbers.
-
-    The package turns the racket by a phase that grows at random. Here the phase is the sum of the
-    positions of the player and the puck.
-    """
-
-    def __init__(self, *, weak: bool) -> None:
-        self._opponent = _Opponent(_NoRandom(), weak=weak)
-
-    def act_batch(
-        self, obs: NDArray[np.float32], deterministic: bool = True
-    ) -> NDArray[np.float32]:
-        """Actions [n, 4] for observations [n, 18]."""
-        actions = np.empty((len(obs), _N_FORCES), dtype=np.float32)
-        for index, row in enumerate(np.asarray(obs, dtype=np.float64)):
-            self._opponent.phase = row[[0, 1, 12, 13]].sum()
-            actions[index] = self._opponent.act(row)
-        return actions
-
-
 class RealHockey(gym.Env[Any, Any]):
     """Two players if ``opponent`` is None; else one player against ``weak`` or ``strong``.
 
@@ -174,11 +145,8 @@ class RealHockey(gym.Env[Any, Any]):
         "render_modes": ["human", "rgb_array"],
         "render_fps": 50,
     }
-    scripted: ClassVar[Mapping[str, Callable[[], BasicPolicy]]] = {
-        "weak": partial(BasicPolicy, weak=True),
-        "strong": partial(BasicPolicy, weak=False),
-        "basic": partial(BasicPolicy, weak=False),  # the package's name for strong
-    }
+    # Without state and random numbers, as other players must be; opponent= is the package's own.
+    scripted = SCRIPTED
 
     def __init__(
         self,
