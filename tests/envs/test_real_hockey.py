@@ -249,6 +249,19 @@ def test_a_frame_is_drawn_without_a_window() -> None:
     env.close()
 
 
+def test_a_window_shows_the_game_without_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    pygame = pytest.importorskip("pygame", reason="the package renders with pygame")
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    env = started(opponent="weak", render_mode="human")
+
+    env.step(env.action_space.sample())
+
+    assert pygame.display.get_surface().get_size() == (600, 480)
+    assert pygame.mixer.get_init() is None
+    env.close()
+    assert not pygame.display.get_init()
+
+
 def test_a_run_resumes_in_mid_episode_and_equals_an_uninterrupted_one(here: Path) -> None:
     constant = "agent.learning_rate_schedule=constant"
     settings = [*small(), "env=real_hockey", "~callbacks.evaluation", constant]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ml_pipeline.envs.tasks.hockey_opponents import SCRIPTED
 from ml_pipeline.envs.two_players import both_spaces
-from ml_pipeline.extras import MissingExtraError
+from ml_pipeline.extras import MissingExtraError, import_extra
 
 MODES = {"normal": "NORMAL", "shooting": "TRAIN_SHOOTING", "defence": "TRAIN_DEFENSE"}
 # What player 1 sees, from what player 0 sees: players swapped, positions and velocities negated.
@@ -223,7 +223,15 @@ class RealHockey(gym.Env[Any, Any]):
         return self._shown_obs(), reward, has_goal, env.done and not has_goal, info
 
     def render(self) -> Any:
-        return None if self.render_mode is None else self._game.env.render(mode=self.render_mode)
+        if self.render_mode is None:
+            return None
+        env = self._game.env
+        if self.render_mode == "human" and env.screen is None:
+            # The package would start all of pygame, which complains if there is no sound card.
+            display = import_extra("pygame", needed_by="render_mode=human").display
+            display.init()
+            env.screen = display.set_mode((_package().VIEWPORT_W, _package().VIEWPORT_H))
+        return env.render(mode=self.render_mode)
 
     def close(self) -> None:
         self._game.env.close()
