@@ -1,101 +1,114 @@
-"""Small games for two: a two-player env, and a ParallelEnv of PettingZoo with unequal sides."""
+"""Small two-player games whose results are known. Workers import this file."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from pettingzoo import ParallelEnv
 
-from ml_pipeline.envs.parallel_api import TwoPlayerParallelEnv
 from ml_pipeline.envs.two_players import both_spaces
 
-OBS = spaces.Box(-100.0, 100.0, (2,), np.float32)
+PULLS = np.array([[0.0], [0.3], [1.0]], dtype=np.float32)  # of the discrete actions
+
+
+class Puller:
+    """A scripted player that always pulls equally hard."""
+
+    def __init__(self, pull: float) -> None:
+        self.pull = pull
+
+    def act_batch(self, obs: Any, deterministic: bool = True) -> Any:
+        return np.full((len(obs), 1), self.pull, dtype=np.float32)
 
 
 class TugOfWar(gym.Env[Any, Any]):
-    """Player 0 wins at +2 and player 1 at -2; a player sees the rope from its own end."""
+    """Who pulls the rope past 1 wins; after 20 steps it is a draw. A player sees rope and time.
 
-    def __init__(self, discrete: bool = False, length: int = 20) -> None:
-        self.observation_space = both_spaces(OBS)
-        act = spaces.Discrete(3) if discrete else spaces.Box(-1.0, 1.0, (1,), np.float32)
-        self.action_space = both_spaces(act)
-        self.discrete = discrete
-        self.length = length
+    ``luck``: with this probability the result is drawn at the start, equally among the three.
+    """
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.rope = float(self.np_random.uniform(-0.5, 0.5))
-        self.n_steps = 0
-        return self._observe(), {}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 10}
+    scripted: ClassVar[Mapping[str, Callable[[], Puller]]] = {
+        "weak": partial(Puller, 0.3),
+        "strong": partial(Puller, 1.0),
+    }
 
-    def step(self, action: Any) -> Any:
-        pulls = np.asarray(action, dtype=np.float64).reshape(2) - (1.0 if self.discrete else 0.0)
-        before = self.rope
-        self.rope += pulls[0] - pulls[1]
-        self.n_steps += 1
-        is_over = abs(self.rope) >= 2.0
-        is_late = self.n_steps >= self.length
-        info = {"winner": int(np.sign(self.rope)) if is_over else 0} if is_over or is_late else {}
-        return self._observe(), self.rope - before, is_over, is_late and not is_over, info
-
-    def _observe(self) -> Any:
-        rope = np.array([[self.rope], [-self.rope]])
-        return np.hstack([rope, [[self.n_steps]] * 2]).astype(np.float32)
-
-
-def parallel_tug_of_war(**kwargs: Any) -> Any:
-    return TwoPlayerParallelEnv(TugOfWar(**kwargs))
-
-
-class UnequalSides(ParallelEnv):  # type: ignore[type-arg]
-    """ "left" is paid twice as much as "right" for the same action, and sees 0 instead of 1."""
-
-    metadata = {"name": "unequal_sides", "render_modes": ["rgb_array"]}  # noqa: RUF012
+    moves: ClassVar[Any] = PULLS
 
     def __init__(
-        self, agents: Any = ("left", "right"), length: int = 3, render_mode: str | None = None
+        self,
+        opponent: str | None = None,
+        luck: float = 0.0,
+        discrete: bool = False,
+        render_mode: str | None = None,
     ) -> None:
-        self.possible_agents = list(agents)
-        self.length = length
+        self.opponent = opponent
+        self.luck = luck
+        self.discrete = discrete
         self.render_mode = render_mode
-        self.spaces = {agent: spaces.Box(-1.0, 1.0, (1,), np.float32) for agent in agents}
+        obs: gym.Space[Any] = spaces.Box(-4.0, 4.0, (2,), np.float32)
+        act: gym.Space[Any] = spaces.Box(0.0, 1.0, (1,), np.float32)
+        if discrete:
+            act = spaces.Discrete(len(PULLS))
+        self.observation_space = both_spaces(obs) if opponent is None else obs
+        self.action_space = both_spaces(act) if opponent is None else act
+        self.rope, self.time = 0.0, 0
+        self.fate: int | None = None
 
-    def observation_space(self, agent: str) -> Any:
-        return OBS
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.rope, self.time = float(self.np_random.uniform(-0.1, 0.1)), 0
+        is_lucky = self.np_random.random() < self.luck
+        self.fate = int(self.np_random.integers(-1, 2)) if is_lucky else None
+        return self._seen(), {}
 
-    def action_space(self, agent: str) -> Any:
-        return self.spaces[agent]
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        pulls = PULLS[action] if self.discrete else np.asarray(action)
+        if self.opponent is not None:
+            rival = self.scripted[self.opponent]().act_batch(np.zeros((1, 2)))[0]
+            pulls = np.stack([pulls, rival])
+        self.time += 1
+        self.rope += 0.5 * float(pulls[0, 0] - pulls[1, 0])
+        has_won = abs(self.rope) >= 1.0
+        is_over = self.time >= 20
+        if not (has_won or is_over):
+            return self._seen(), 0.0, False, False, {}
+        winner = int(np.sign(self.rope)) if has_won else 0
+        winner = winner if self.fate is None else self.fate
+        return self._seen(), float(winner), has_won, not has_won, {"winner": winner}
 
-    def reset(self, seed: int | None = None, options: Any = None) -> Any:
-        self.agents = list(self.possible_agents)
-        self.noise = float(np.random.default_rng(seed).random())
-        self.n_steps = 0
-        return self._observe(), {agent: {} for agent in self.agents}
-
-    def step(self, actions: Any) -> Any:
-        assert all(self.spaces[agent].contains(action) for agent, action in actions.items())
-        self.n_steps += 1
-        is_late = self.n_steps >= self.length
-        rewards = {"left": 2.0 * float(actions["left"][0]), "right": float(actions["right"][0])}
-        # "right" is out at once if it plays 1.
-        is_out = {"left": False, "right": bool(actions["right"][0] == 1.0)}
-        result = self._observe(), rewards, is_out, dict.fromkeys(rewards, is_late)
-        return *result, {agent: {} for agent in rewards}
+    def _seen(self) -> Any:
+        seen = np.array([[self.rope, self.time / 20], [-self.rope, self.time / 20]], np.float32)
+        return seen if self.opponent is None else seen[0]
 
     def render(self) -> Any:
-        return np.zeros((4, 4, 3), dtype=np.uint8)
-
-    def _observe(self) -> Any:
-        return {
-            agent: np.array([side, self.noise], dtype=np.float32)
-            for side, agent in enumerate(self.possible_agents)
-        }
+        frame = np.zeros((32, 64, 3), dtype=np.uint8)
+        frame[:, int(np.clip(32 + 30 * self.rope, 0, 63))] = 255
+        return frame
 
 
-class UnequalSpaces(UnequalSides):
-    def __init__(self) -> None:
-        super().__init__()
-        self.spaces["right"] = spaces.Box(-1.0, 1.0, (2,), np.float32)
+class ShortWins(TugOfWar):
+    """Player 0 wins every other game in 1 step and loses the others in 20, whatever they do."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.fate = 1 if (seed or 0) % 2 else -1
+        return self._seen(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.time += 1
+        ended = self.time >= (1 if self.fate == 1 else 20)
+        return self._seen(), 0.0, ended, False, {"winner": self.fate} if ended else {}
+
+
+class WideTugOfWar(TugOfWar):
+    """Its players see one more number."""
+
+    def __init__(self, opponent: str | None = None) -> None:
+        super().__init__(opponent)
+        obs = spaces.Box(-4.0, 4.0, (3,), np.float32)
+        self.observation_space = both_spaces(obs) if opponent is None else obs

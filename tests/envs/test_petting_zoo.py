@@ -22,14 +22,14 @@ pettingzoo = pytest.importorskip(
     "pettingzoo", reason="needs the extra: pip install -e '.[pettingzoo]'"
 )
 # These import pettingzoo.
+from petting_zoo_games import TugOfWar, parallel_tug_of_war  # noqa: E402
 from pettingzoo.test import parallel_api_test, parallel_seed_test  # noqa: E402
-from two_player_games import TugOfWar, parallel_tug_of_war  # noqa: E402
 
 from ml_pipeline.envs.parallel_api import TwoPlayerParallelEnv  # noqa: E402
 
 ROCK_PAPER_SCISSORS = {"_target_": "pettingzoo.classic.rps.rps.parallel_env", "max_cycles": 5}
-TUG_OF_WAR = {"_target_": "two_player_games.parallel_tug_of_war"}
-UNEQUAL_SIDES = {"_target_": "two_player_games.UnequalSides"}
+TUG_OF_WAR = {"_target_": "petting_zoo_games.parallel_tug_of_war"}
+UNEQUAL_SIDES = {"_target_": "petting_zoo_games.UnequalSides"}
 
 
 def side(obs: Any) -> list[float]:
@@ -114,14 +114,14 @@ def test_episode_ends_with_the_first_agent_and_the_larger_sum_wins() -> None:
     [
         (
             {**UNEQUAL_SIDES, "agents": ["left", "middle", "right"]},
-            "game._target_=two_player_games.UnequalSides: has 3 agents; choose a game for two",
+            "game._target_=petting_zoo_games.UnequalSides: has 3 agents; choose a game for two",
         ),
         (
-            {"_target_": "two_player_games.UnequalSpaces"},
+            {"_target_": "petting_zoo_games.UnequalSpaces"},
             r"the action spaces of the agents differ, Box\(.*\(1,\).*\(2,\)",
         ),
         (
-            {"_target_": "two_player_games.TugOfWar"},
+            {"_target_": "petting_zoo_games.TugOfWar"},
             "TugOfWar: returned TugOfWar, not a ParallelEnv; games that take turns often have",
         ),
         ({"length": 3}, "env.kwargs.game needs a _target_"),
