@@ -180,7 +180,7 @@ def test_a_term_that_is_not_finite_is_named() -> None:
 
 def test_hockey_terms_read_the_observation_of_a_player() -> None:
     obs = np.zeros(18, dtype=np.float32)
-    obs[:2], obs[12:14] = (-3.0, 0.0), (0.0, 4.0)  # 5 apart on a table of 10
+    obs[:2], obs[12:14] = (-3.0, 0.0), (0.0, 4.0)  # 5 metres apart
     held = obs.copy()
     held[14], held[16] = -12.5, 15.0
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 _PLAYER, _PUCK, _PUCK_VX, _OWN_KEEP = slice(0, 2), slice(12, 14), 14, 16
-_TABLE_WIDTH = 10.0  # of positions, goal to goal
-_FAST_PUCK = 25.0  # the largest speed of the puck
+_RINK_LENGTH = 10.0  # metres, walls included
+_FAST_PUCK = 25.0  # m/s; above, the puck slows down quickly
 
 
 def closeness(obs: Any) -> float:
-    """A potential: 0 at the puck, -1 at a distance of the table's width."""
-    return -float(np.hypot(*(obs[_PLAYER] - obs[_PUCK]))) / _TABLE_WIDTH
+    """A potential: 0 at the puck, -1 at a distance of 10 metres."""
+    return -float(np.hypot(*(obs[_PLAYER] - obs[_PUCK]))) / _RINK_LENGTH
 
 
 def touch(obs: Any, action: Any, next_obs: Any, info: Any) -> float:
