@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -33,6 +36,30 @@ class Places(TorchVectorEnv):
     def observe(self, state: EnvState) -> Tensor:
         number, t = state
         return (10.0 * t + number).unsqueeze(1)
+
+
+class Stages(Places):
+    """Reward 1 per step, 10 more to learn from; an episode has ``length`` steps."""
+
+    settings: ClassVar[Mapping[str, float]] = {"length": 2.0}
+    length: Tensor
+
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
+        return self.length, torch.zeros_like(self.length)
+
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
+        length, t = state
+        return (length, t + 1.0), torch.ones_like(t), t + 1.0 >= length
+
+    def shaped(
+        self,
+        reward: Tensor,
+        state: EnvState,
+        action: Tensor,
+        next_state: EnvState,
+        terminated: Tensor,
+    ) -> Tensor:
+        return reward + 10.0
 
 
 class Drift(TorchVectorEnv):

@@ -76,6 +76,8 @@ def _draw_png(chart: Chart, path: Path) -> None:
         axes.fill_between(
             line.x, line.low, line.high, color=colour, alpha=_opacity(chart), linewidth=0
         )
+    for mark in chart.marks:
+        axes.axvline(mark.x, color=_COLOURS[mark.rank], linestyle=":", linewidth=1)
     for row, bar in enumerate(chart.bars):
         colour = _COLOURS[bar.rank]
         axes.plot(bar.points, np.full(len(bar.points), row), "|", color=colour, markersize=9)
@@ -113,6 +115,8 @@ def _plotly(chart: Chart) -> Any:
             hovertemplate="%{x:,.4~g}: %{y:.4~g} (%{customdata[0]:.4~g} to %{customdata[1]:.4~g})",
             **same,
         )
+    for mark in chart.marks:
+        figure.add_vline(mark.x, line={"color": _COLOURS[mark.rank], "dash": "dot", "width": 1})
     for bar in chart.bars:
         colour = _COLOURS[bar.rank]
         figure.add_scatter(

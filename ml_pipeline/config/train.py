@@ -123,6 +123,7 @@ class TrainConfig:
     collector: str = "sync"  # or double: act in one half of the envs while the other half steps
     logger: dict[str, Any] = field(default_factory=dict)  # name -> _target_ entry
     callbacks: dict[str, Any] = field(default_factory=dict)  # name -> _target_ entry
+    curriculum: Any = None  # a CurriculumConfig: phases of training
 
     def __post_init__(self) -> None:
         self.n_envs = self._checked_n_envs()

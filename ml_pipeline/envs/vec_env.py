@@ -32,6 +32,7 @@ from ml_pipeline.envs.workers.worker_vector_env import Host, WorkerVectorEnv
 
 __all__ = [
     "AnswerPendingError",
+    "Configurable",
     "HasWorkers",
     "ParallelEnv",
     "Resizable",
@@ -70,6 +71,14 @@ class Restorable(Protocol):
 
     def restore(self, snapshots: Sequence[bytes]) -> None:
         """Continue the episodes of ``snapshots``, one per env, without a reset."""
+
+
+@runtime_checkable
+class Configurable(Protocol):
+    """A vector env whose envs can get new values of their attributes between two steps."""
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """One value for all envs; a list has one per env."""
 
 
 @runtime_checkable
@@ -206,9 +215,10 @@ class ParallelEnv(WorkerVectorEnv):
     def resize(self, n_envs: int) -> tuple[Any, dict[str, Any]]:
         """Add or remove envs at the end; the others are not affected.
 
-        New envs use the factories in turn, are seeded ``seed + i`` and reset. Workers without
-        envs end; new ones start if fewer than ``n_workers`` run. Returns the observations of all
-        envs and the infos of the resets.
+        New envs use the factories in turn, and the attributes that ``set_attr`` has set in the
+        envs of these. They are seeded ``seed + i`` and reset. Workers without envs end; new ones
+        start if fewer than ``n_workers`` run. Returns the observations of all envs and the infos
+        of the resets.
 
         If a worker is already lost or a new env cannot be built, this raises and changes nothing.
         If a worker is lost later, this raises and closes the vector env.
@@ -236,6 +246,9 @@ class ParallelEnv(WorkerVectorEnv):
         if n_envs <= before:
             return self._observations(), {}
         is_new = np.arange(n_envs) >= before
+        told = [dict(self._attributes[row % before]) for row in range(before, n_envs)]
+        if any(told):
+            self._set_attributes([{}] * before + told)
         return self.reset(seed=list(self._seeds.last), options={"reset_mask": is_new})
 
     def _shrink(self, n_envs: int) -> None:

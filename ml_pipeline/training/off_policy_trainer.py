@@ -64,6 +64,7 @@ class OffPolicyTrainer:
             seed=stream_seed(place.seed, "minibatches"),
         )
         self._noise = torch.Generator().manual_seed(stream_seed(place.seed, "actions"))
+        self._n_skipped = 0  # updates that fell into the time after a clear of the buffer
         self._is_complete = True  # no iteration is half done
 
     @property
@@ -119,10 +120,15 @@ class OffPolicyTrainer:
 
     def _n_due(self) -> int:
         """Updates that are due after the env steps that are in the buffer."""
-        if not len(self.replay):
+        config, replay = self.config, self.replay
+        learned_from = max(self._env_steps - int(config.learning_starts), 0)
+        due = int(config.updates_per_env_step * learned_from) - self.n_updates - self._n_skipped
+        # A buffer that was cleared must fill again first.
+        least = min(int(config.learning_starts), replay.capacity_rows * replay.n_envs)
+        if len(replay) < max(least, 1):
+            self._n_skipped += due
             return 0
-        learned_from = max(self._env_steps - int(self.config.learning_starts), 0)
-        return int(self.config.updates_per_env_step * learned_from) - self.n_updates
+        return due
 
     def env_snapshots(self) -> list[bytes] | None:
         """All envs as bytes; None during an iteration."""
@@ -137,6 +143,7 @@ class OffPolicyTrainer:
             "agent": self.agent.state_dict(),
             "replay": self.replay.state_dict(),
             **self._learning.state_dict(),
+            "n_skipped": self._n_skipped,
             **self._steps.state_dict(),
             "noise_generator": self._noise.get_state(),
             "positions": self._steps.position() if self._is_complete else None,
@@ -148,6 +155,7 @@ class OffPolicyTrainer:
         self.agent.load_state_dict(state["agent"])
         load_position(self.replay, state)
         self._learning.load_state_dict(state)
+        self._n_skipped = state.get("n_skipped", 0)
         self._noise.set_state(state["noise_generator"])
         self.episodes.load_state_dict(state)
         self._steps.load_state_dict(state)
