@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from typing import Any
 
 from ml_pipeline.config.curriculum import CurriculumConfig, PhaseConfig, UntilConfig
 from ml_pipeline.envs.vec_env import Configurable
@@ -96,12 +97,7 @@ class Curriculum(Callback):
         mix = next((each for each in reversed(mixes) if each), None)
         if mix is None:
             return
-        pool = getattr(loop.envs[0], "opponents", None)
-        if pool is None:
-            raise UserError(
-                f"curriculum.phases.{self.phase}.opponents: the run has no opponents to choose "
-                "from; train with self-play, or set the attribute in env: {opponent: weak}"
-            )
+        pool: Any = getattr(loop.envs[0], "opponents", None)
         pool.set_mix(dict(mix))
 
     def state_dict(self) -> StateDict:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from ml_pipeline.config.checks import check, integer_steps
+from ml_pipeline.config.opponent import check_shares
 
 
 @dataclass
@@ -46,11 +46,7 @@ class CurriculumConfig:
         for name, phase in self.phases.items():
             key = f"curriculum.phases.{name}"
             check(phase.replay in ("keep", "clear"), f"{key}.replay", "keep | clear", phase.replay)
-            shares = list(phase.opponents.values())
-            fit = all(0.0 <= share < math.inf for share in shares) and (
-                sum(shares) > 0 or not shares
-            )
-            check(fit, f"{key}.opponents", "shares of at least 0, not all 0", phase.opponents)
+            check_shares(f"{key}.opponents", phase.opponents)
             _check_until(f"{key}.until", phase.until)
         *earlier, last = self.phases
         for name in earlier:

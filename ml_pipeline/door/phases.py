@@ -10,10 +10,12 @@ from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
 from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.door.compose import ConfigError
-from ml_pipeline.door.parts import build_env_factory, mask_key
+from ml_pipeline.door.parts import mask_key
+from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.trial import in_worker, try_phases
 from ml_pipeline.protocols import Callback
+from ml_pipeline.training.opponent_pool import OpponentPool
 
 # The metrics that only a phase with episodes or evaluations has; see also rollout/info/NAME.
 EPISODE_METRICS = (
@@ -24,12 +26,13 @@ EVALUATION_METRICS = (
     *("eval/episode_return", "eval/episode_return_std"),
     *("eval/episode_length", "eval/n_cut_episodes"),
 )
-_OTHER_GROUPS = ("loss", "policy", "value", "replay", "time", "workers", "gpu")
+_OTHER_GROUPS = ("loss", "policy", "value", "replay", "time", "workers", "gpu", "opponents")
 
 
 def check_phases(
     config: TrainConfig,
     curriculum: CurriculumConfig,
+    make_env: EnvFactory,
     tensor_env: type[TorchVectorEnv] | None,
     callbacks: Sequence[Callback],
 ) -> None:
@@ -38,15 +41,17 @@ def check_phases(
         _try_tensor_settings(config, curriculum, tensor_env)
         infos: dict[str, list[str] | None] = {name: [] for name in curriculum.phases}
     else:
-        infos = _try_settings(config, curriculum)
+        infos = _try_settings(config, curriculum, make_env)
     for name, phase in curriculum.phases.items():
         if phase.until.metric is not None:
             key = f"curriculum.phases.{name}.until.metric={phase.until.metric}"
             _check_metric(key, phase.until.metric, infos[name], callbacks)
 
 
-def _try_settings(config: TrainConfig, curriculum: CurriculumConfig) -> dict[str, list[str] | None]:
-    make_env, name = build_env_factory(config.env), config.env.name
+def _try_settings(
+    config: TrainConfig, curriculum: CurriculumConfig, make_env: EnvFactory
+) -> dict[str, list[str] | None]:
+    name = config.env.name
     phases = {phase: curriculum.settings_of(phase) for phase in curriculum.phases}
     options: dict[str, Any] = {"phases": phases, "mask_key": mask_key(config)}
     if config.vec_env.mode == "parallel":
@@ -68,6 +73,21 @@ def _try_tensor_settings(
             except (ValueError, TypeError, RuntimeError) as error:
                 key = f"curriculum.phases.{phase}.env.{name}={value}"
                 raise ConfigError(f"{key}: {error}") from error
+
+
+def check_mixes(curriculum: CurriculumConfig, pool: OpponentPool | None) -> None:
+    """Refuse opponents that the run does not have."""
+    for name, phase in curriculum.phases.items():
+        if phase.opponents and pool is None:
+            raise ConfigError(
+                f"curriculum.phases.{name}.opponents: the run has no opponents to choose from; "
+                "set opponent=self_play, or the attribute in env: {opponent: weak}"
+            )
+        if pool is not None:
+            try:
+                pool.check_mix(phase.opponents)
+            except ValueError as error:
+                raise ConfigError(f"curriculum.phases.{name}.opponents: {error}") from error
 
 
 def _check_metric(

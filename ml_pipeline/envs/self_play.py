@@ -129,6 +129,9 @@ class SelfPlayEnv(VectorEnv[Any, Any, Any]):
         self.opponents.choose([self.first_env + row for row in range(before, n_envs)])
         return self._split(obs), infos
 
+    def set_attr(self, name: str, values: Any) -> None:
+        self.env.set_attr(name, values)
+
     def snapshot(self) -> list[bytes]:
         """Each env as bytes, after what its opponent sees."""
         snapshots = self.env.snapshot()

@@ -245,7 +245,7 @@ def curriculum(until: str = "n_episodes: 3", env: str = "length: 3") -> str:
         (curriculum("n_episodes: 0"), "a.until.n_episodes=0.0: must be an integer of at least 1"),
         (curriculum("patience: 0, n_episodes: 3"), "a.until.patience=0: must be at least 1"),
         ("+curriculum={phases: {a: {replay: drop}}}", "a.replay=drop: must be keep | clear"),
-        ("+curriculum={phases: {a: {opponents: {weak: 0}}}}", "shares of at least 0, not all 0"),
+        ("+curriculum={phases: {a: {opponents: {weak: 2}}}}", "weak=2.0: must be between 0 and 1"),
     ],
 )
 def test_wrong_phases_are_refused_before_a_run_folder_exists(

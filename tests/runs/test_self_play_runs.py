@@ -23,11 +23,16 @@ REPLAY = [
     *("agent.buffer_size=200", "total_steps=384", "callbacks.checkpoints.every_steps=192"),
     "callbacks.evaluation.eval_every_steps=200",
 ]
+PHASES = (
+    "+curriculum={phases: {a: {opponents: {weak: 1.0}, until: {env_steps: 128}}, "
+    "b: {opponents: {weak: 0.0}, env: {luck: 0.9}}}}"
+)
 CASES = {
     "PPO": [*PPO, "opponent.sampling=hard"],
     "PPO in two halves": [*PPO, "collector=double"],
     "DQN with discrete actions": [*REPLAY, "agent=dqn", "env.kwargs.discrete=true"],
     "SAC": [*REPLAY, "agent=sac", "opponent.add_at_score=0.4"],
+    "the second phase of a curriculum": [*PPO, PHASES],
 }
 
 
@@ -71,6 +76,10 @@ def test_a_run_that_crashes_in_the_middle_of_its_games_resumes_bit_for_bit(
         (["+opponent.scripted.wek=0.5", *POOL[-2:]], "wek: neither a run folder nor an opponent"),
         (["network=lstm", "agent.n_minibatches=1", *POOL[-2:]], "cannot be recurrent"),
         (["opponent.sampling=best", *POOL[-2:]], "opponent.sampling"),
+        (
+            ["+curriculum={phases: {a: {opponents: {wek: 1}}}}", *POOL[-2:]],
+            "curriculum.phases.a.opponents: 'wek': this env has no such player, only weak, strong",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_a_folder_exists(
