@@ -21,6 +21,7 @@ class OpponentReport(Callback):
         self._rating: float | None = None
 
     def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
+        self.pool.between_iterations()
         wins, draws, losses = self.pool.results()
         n_games = wins + draws + losses
         metrics["opponents/pool_size"] = len(self.pool.selves)

@@ -13,9 +13,11 @@ from ml_pipeline.door.parts import act_greedily
 from ml_pipeline.envs.choice import choose_mode
 from ml_pipeline.envs.self_play import SelfPlayEnv
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.tensor_self_play import TensorSelfPlay
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.targets import import_dotted
+from ml_pipeline.training.tensor.opponents import TensorOpponentPool
 
 if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv
@@ -41,11 +43,15 @@ def build_vec_envs(plan: RunPlan) -> tuple[Sequence[VectorEnv[Any, Any, Any]], s
 
 
 def _make_tensor_env(plan: RunPlan, env_class: type[TorchVectorEnv]) -> TorchVectorEnv:
-    config = plan.config
+    config, kwargs = plan.config, dict(plan.config.env.kwargs)
+    if plan.pool is not None:
+        kwargs["opponent"] = None
     try:
-        return env_class(
-            config.n_envs, device=plan.place.device, seed=plan.env_seed, **config.env.kwargs
-        )
+        env = env_class(config.n_envs, device=plan.place.device, seed=plan.env_seed, **kwargs)
+        if not isinstance(plan.pool, TensorOpponentPool):
+            return env
+        plan.pool.env = TensorSelfPlay(env, plan.pool)
+        return plan.pool.env
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env.target={config.env.target}: {error}") from error
 
@@ -106,7 +112,7 @@ def _make_timed_env(plan: RunPlan, mode: str) -> VectorEnv[Any, Any, Any]:
     env = _make_vec_env(plan, mode)
     if plan.self_play is None:
         return env
-    pool = plan.self_play.new_pool(plan.agent, plan.config.seed)
+    pool = plan.self_play.new_pool(plan.agent, plan.place)
     return _with_opponents(plan, [env], pool)[0]
 
 

@@ -112,7 +112,7 @@ def make_plan(
     place = _make_place(config)
     seed_global_generators(config.seed)
     tensor_env = find_tensor_env(config)
-    self_play = find_self_play(config, is_tensor=tensor_env is not None)
+    self_play = find_self_play(config, tensor_env)
     make_env = build_env_factory(config.env) if self_play is None else self_play.arena.make_env
     trial = _try_envs(config, make_env, self_play)
     config = with_mask_source(config, trial)
@@ -140,7 +140,7 @@ def make_plan(
         raise ConfigError(reason)
     pool = None
     if self_play is not None:
-        pool = self_play.new_pool(agent, config.seed)
+        pool = self_play.new_pool(agent, place)
         # First, so that others see its metrics.
         all_callbacks = {"opponents": OpponentReport(pool), **all_callbacks}
     if config.curriculum is not None:

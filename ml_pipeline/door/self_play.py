@@ -11,10 +11,12 @@ from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.door.compose import ConfigError
 from ml_pipeline.door.players import Arena, load_player, open_arena, two_player_version
+from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.trial import EnvTrial
-from ml_pipeline.protocols import Agent, Spaces
+from ml_pipeline.protocols import Agent, Place, Spaces
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.opponent_pool import OpponentPool
+from ml_pipeline.training.tensor.opponents import TensorOpponentPool
 
 
 class SelfPlay(NamedTuple):
@@ -24,6 +26,7 @@ class SelfPlay(NamedTuple):
     spaces: Spaces  # of the agent
     moves: NDArray[Any] | None  # the arena's actions, if those of the agent are discrete
     config: OpponentConfig
+    tensor_env: type[TorchVectorEnv] | None  # its two-player version takes opponent=None
 
     def seen_by_agent(self, trial: EnvTrial) -> EnvTrial:
         """The trial of the arena's env as one player sees it."""
@@ -33,35 +36,36 @@ class SelfPlay(NamedTuple):
             obs=trial.obs[0],
         )
 
-    def new_pool(self, agent: Agent, seed: int) -> OpponentPool:
+    def new_pool(self, agent: Agent, place: Place) -> OpponentPool:
         """The pool of a new run: its first member is the untrained agent."""
         if agent.new_memory(1) is not None:
             raise ConfigError(
                 "opponent: past selves cannot be recurrent; use another network, such as "
                 "network=mlp"
             )
-        scripted = {
+        greedy, seed = agent.greedy(), stream_seed(place.seed, "opponents")
+        players = {
             name: load_player(name, self.arena, noise_seed=0).policy
             for name in dict.fromkeys([*self.arena.scripted, *self.config.scripted])
         }
-        greedy = agent.greedy()
-        pool_seed = stream_seed(seed, "opponents")
-        pool = OpponentPool(greedy, self.config, scripted, seed=pool_seed, moves=self.moves)
+        pool: OpponentPool
+        if self.tensor_env is None:
+            pool = OpponentPool(greedy, self.config, players, seed=seed, moves=self.moves)
+        else:
+            on_device = self.tensor_env.scripted_players
+            pool = TensorOpponentPool(
+                greedy, self.config, on_device, seed=seed, device=place.device
+            )
         pool.add(greedy, 0)
         return pool
 
 
-def find_self_play(config: TrainConfig, *, is_tensor: bool) -> SelfPlay | None:
+def find_self_play(config: TrainConfig, tensor_env: type[TorchVectorEnv] | None) -> SelfPlay | None:
     """The two-player version of the env, or None if the run has no opponents."""
     if config.opponent is None:
         return None
-    if is_tensor:
-        raise ConfigError(
-            f"env {config.env.name} is a tensor env, which does not support opponent; use the env "
-            "in processes, such as env=hockey"
-        )
     own, arena = two_player_version(config.env), open_arena(config.env)
     moves = None
     if own.spaces.action != arena.spaces.action:
         moves = np.asarray(own.moves, dtype=arena.spaces.action.dtype)
-    return SelfPlay(arena, own.spaces, moves, config.opponent)
+    return SelfPlay(arena, own.spaces, moves, config.opponent, tensor_env)

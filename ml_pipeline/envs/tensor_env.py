@@ -15,7 +15,7 @@ import copy
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import gymnasium as gym
@@ -68,6 +68,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     n_draws: int  # random numbers that the start of an episode needs
     gymnasium_id: ClassVar[str | None] = None  # the Gymnasium env with the same dynamics
     max_episode_steps: int | None = None  # None: no time limit
+    # Of a two-player task, by name: observations [N, *obs] -> actions [N, *act].
+    scripted_players: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}
     # Names and first values of what ``set_attr`` may change. Each is an attribute, a tensor
     # [n_envs] float32. ``begin`` copies it into the state, so that an episode keeps its value.
     settings: ClassVar[Mapping[str, float]] = {}

@@ -22,7 +22,7 @@ from ml_pipeline.protocols import StateDict
 AGENT = "agent"  # its name in the games since it last joined the pool
 
 _PRIOR_GAMES = 2  # drawn games that every score starts with
-_MOST_GAMES = 200  # results are halved here, so that a score follows the agent
+_MOST_GAMES = 200  # results are halved from here on, so that a score follows the agent
 
 
 class Scripted(Protocol):
@@ -40,6 +40,13 @@ class Member:
     player: Scripted | None = None
     results: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # wins, draws, losses
 
+    def state_dict(self) -> StateDict:
+        return {"name": self.name, "weights": self.weights, "results": list(self.results)}
+
+    @classmethod
+    def from_state(cls, state: StateDict) -> Member:
+        return cls(state["name"], dict(state["weights"]), None, list(state["results"]))
+
     @property
     def score(self) -> float:
         """The agent's share of the points; 0.5 before the first game."""
@@ -54,12 +61,14 @@ class OpponentPool:
         self,
         greedy: nn.Module,
         config: OpponentConfig,
-        scripted: Mapping[str, Scripted],
+        scripted: Mapping[str, Scripted | None],
         *,
         seed: int,
         moves: NDArray[Any] | None = None,
     ) -> None:
         """``scripted`` has at least the players whose shares the config names.
+
+        They are None if they act elsewhere, as in a ``TensorOpponentPool``.
 
         ``moves`` [k, *act]: the env's action for each discrete one of past selves.
         """
@@ -77,7 +86,7 @@ class OpponentPool:
     def add(self, greedy: nn.Module, env_steps: int) -> None:
         """A copy of the agent joins; the oldest leaves if the pool is full."""
         name = f"self at {env_steps}"
-        weights = {key: each.detach().clone() for key, each in _tensors(greedy).items()}
+        weights = {key: each.detach().clone() for key, each in tensors_of(greedy).items()}
         self.selves = [*self.selves, Member(name, weights)][-self.config.capacity :]
         # What the agent has played so far are the games of this copy.
         for agent, opponent in list(self.games):
@@ -109,6 +118,9 @@ class OpponentPool:
         wins, draws, losses = (sum(each[i] for each in own) for i in range(3))
         return wins, draws, losses
 
+    def between_iterations(self) -> None:
+        """Called after each iteration; nothing to do here: games are counted as they end."""
+
     def choose(self, envs: Sequence[int]) -> None:
         for env in envs:
             self._playing[env] = self._drawn()
@@ -121,6 +133,10 @@ class OpponentPool:
             if kind < share:
                 return self.scripted[name]
             kind -= share
+        return self._self_at(which)
+
+    def _self_at(self, which: float) -> Member:
+        """The past self at ``which``, a number in [0, 1), on the scale of their chances."""
         cumulative = np.cumsum(self._chances())
         return self.selves[int(np.searchsorted(cumulative, which * cumulative[-1], "right"))]
 
@@ -141,21 +157,24 @@ class OpponentPool:
         return self._seats[envs].act(self._greedy, obs, self._moves)
 
     def record(self, env: int, winner: int) -> None:
-        member = self._playing[env]
-        member.results[1 - winner] += 1.0
-        if sum(member.results) >= _MOST_GAMES:
+        self.count(self._playing[env], [int(winner == kind) for kind in (1, 0, -1)])
+
+    def count(self, member: Member, results: Sequence[int]) -> None:
+        """Add wins, draws and losses of the agent against ``member``."""
+        if not any(results):
+            return
+        member.results = [old + new for old, new in zip(member.results, results, strict=True)]
+        while sum(member.results) >= _MOST_GAMES:
             member.results = [each / 2 for each in member.results]
-        self.games.setdefault((AGENT, member.name), [0, 0, 0])[1 - winner] += 1
+        known = self.games.setdefault((AGENT, member.name), [0, 0, 0])
+        known[:] = [old + new for old, new in zip(known, results, strict=True)]
 
     def state_dict(self) -> StateDict:
         leaving = [each for each in self._playing.values() if each not in self.selves]
         members = [*self.selves, *dict.fromkeys(each for each in leaving if each.player is None)]
         numbers = {member: number for number, member in enumerate(members)}
         return {
-            "selves": [
-                {"name": each.name, "weights": each.weights, "results": list(each.results)}
-                for each in members
-            ],
+            "selves": [each.state_dict() for each in members],
             "n_selves": len(self.selves),
             "scripted": {name: list(each.results) for name, each in self.scripted.items()},
             "shares": dict(self.shares),
@@ -168,10 +187,7 @@ class OpponentPool:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        members = [
-            Member(each["name"], dict(each["weights"]), None, list(each["results"]))
-            for each in state["selves"]
-        ]
+        members = [Member.from_state(each) for each in state["selves"]]
         self.selves = members[: state["n_selves"]]
         for name, results in state["scripted"].items():
             if name in self.scripted:
@@ -239,5 +255,5 @@ def _forward(greedy: nn.Module, weights: dict[str, Tensor], obs: Tensor) -> NDAr
     return np.asarray(vmap(one)(weights, obs).numpy())
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -36,6 +36,9 @@ CASES = {
 }
 
 
+MARKS = {name: [pytest.mark.slow] for name in ("PPO in two halves", "SAC")}
+
+
 def settings_of(case: list[str]) -> list[str]:
     kwargs = "+env.kwargs={opponent: strong, luck: 0.5}"
     if "env.kwargs.discrete=true" in case:
@@ -44,7 +47,10 @@ def settings_of(case: list[str]) -> list[str]:
     return [*case, *POOL[:-1], kwargs]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(CASES[name], id=name, marks=MARKS.get(name, [])) for name in CASES],
+)
 def test_a_run_that_crashes_in_the_middle_of_its_games_resumes_bit_for_bit(
     case: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,11 +74,50 @@ def test_a_run_that_crashes_in_the_middle_of_its_games_resumes_bit_for_bit(
     assert load_agent(run, "latest").env_steps == 384
 
 
+TENSOR = [
+    *("env=torch_hockey", "env.kwargs.mode=shooting", "opponent=self_play", "vec_env=auto"),
+    *("opponent.add_every_steps=1024", "opponent.capacity=2", "+opponent.scripted.weak=0.3"),
+    "~callbacks.evaluation",
+]
+TENSOR_CASES = {
+    "PPO": small(n_envs=32, total_steps=6144, callbacks__checkpoints__every_steps=2048),
+    "SAC": [
+        *REPLAY,
+        *("agent=sac", "n_envs=32", "total_steps=6144", "callbacks.checkpoints.every_steps=2048"),
+        *("agent.updates_per_env_step=0.01", "agent.buffer_size=2000"),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TENSOR_CASES.values(), ids=list(TENSOR_CASES))
+def test_self_play_in_a_tensor_env_resumes_bit_for_bit(
+    case: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = [each for each in case if not each.startswith("callbacks.evaluation")]
+    crash = ["+callbacks.crash._target_=own_parts.CrashAt", "+callbacks.crash.iteration=9"]
+    monkeypatch.setenv("CRASH", "raise")
+    with pytest.raises(RuntimeError, match="crash at iteration 9"):
+        train([*case, *TENSOR, *crash])
+    monkeypatch.delenv("CRASH")
+    run = only_run(here)
+    train([f"resume={run}"])
+    whole = train([*case, *TENSOR, *crash]).run_dir
+
+    assert read_rows(run) == read_rows(whole)
+    ours, theirs = checkpoint_numbers(run), checkpoint_numbers(whole)
+    names = [name for name in theirs if "['segments']" not in name]  # files have random names
+    assert [name for name in names if ours.get(name) != theirs[name]] == []
+    last = read_rows(run)[-1]
+    assert float(last["opponents/pool_size"]) == 2
+    assert 0 < float(last["opponents/weak_win_rate"]) < 1
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["env=cartpole"], "CartPole-v1 is not a two-player env"),
-        (["env=torch_cartpole"], "is a tensor env, which does not support opponent"),
+        (["env=torch_cartpole"], "TorchCartPole is not a two-player env"),
         (["+opponent.scripted.wek=0.5", *POOL[-2:]], "wek: neither a run folder nor an opponent"),
         (["network=lstm", "agent.n_minibatches=1", *POOL[-2:]], "cannot be recurrent"),
         (["opponent.sampling=best", *POOL[-2:]], "opponent.sampling"),

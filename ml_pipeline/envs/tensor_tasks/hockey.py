@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import torch
@@ -19,9 +21,14 @@ from ml_pipeline.envs.tasks.hockey import (
     steps_of,
     strength_of,
 )
-from ml_pipeline.envs.tasks.hockey_opponents import scripted_action
+from ml_pipeline.envs.tasks.hockey_opponents import STRENGTH, scripted_action
 from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
 from ml_pipeline.envs.two_players import both_spaces
+
+
+def scripted_actions(strength: float, obs: Tensor) -> Tensor:
+    """[n, 18] -> [n, 4]"""
+    return torch.stack(scripted_action(torch, obs.unbind(1), strength), dim=1)
 
 
 class TorchHockey(TorchVectorEnv):
@@ -29,6 +36,10 @@ class TorchHockey(TorchVectorEnv):
 
     Without an opponent, observations are [n_envs, 2, 18] and actions [n_envs, 2, 4].
     """
+
+    scripted_players: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {
+        name: partial(scripted_actions, strength) for name, strength in STRENGTH.items()
+    }
 
     def __init__(
         self,
