@@ -237,7 +237,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
 
     def _start(self, n_episodes: Tensor) -> Position:
         """Every env at the start of its episode number ``n_episodes``."""
-        state = self.begin(self._draws(n_episodes))
+        # A task may use one tensor twice. torch.compile would compile again when they differ later.
+        state = tuple(part.clone() for part in self.begin(self._draws(n_episodes)))
         episode_return = torch.zeros(self.num_envs, dtype=torch.float32, device=self.device)
         return Position(state, torch.zeros_like(n_episodes), episode_return, n_episodes + 1)
 
