@@ -273,7 +273,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
 
     def _start(self, n_episodes: Tensor) -> Position:
         """Every env at the start of its episode number ``n_episodes``."""
-        # Cloned: a part of the state may be a setting, which changes in place.
+        # Cloned: a part of the state may be a setting, which changes in place, or be used twice,
+        # after which torch.compile would compile again.
         state = tuple(part.clone() for part in self.begin(self._draws(n_episodes)))
         episode_return = torch.zeros(self.num_envs, dtype=torch.float32, device=self.device)
         return Position(state, torch.zeros_like(n_episodes), episode_return, n_episodes + 1)

@@ -160,6 +160,13 @@ def test_starts_equal_those_of_the_reference(mode: str) -> None:
         np.testing.assert_allclose(a, b, atol=0.15 + 0.1 * theirs.std(0).max())
 
 
+def test_a_reset_gives_every_number_of_the_state_its_own_tensor() -> None:
+    env = TorchHockey(2, seed=0)
+    env.reset()
+
+    assert len({part.data_ptr() for part in env.position.state}) == 19
+
+
 def test_spaces_and_single_env_are_those_of_hockey() -> None:
     for opponent in (None, "weak"):
         env, reference = TorchHockey(2, opponent=opponent), Hockey(opponent)

@@ -97,7 +97,7 @@ def advance(m: Any, state: tuple[Any, ...], action_0: Any, action_1: Any) -> tup
     touches, to_puck, to_racket = _NO_CONTACT
     if m is not FLOATS or nearer_0 or nearer_1:
         nearest = tuple(m.where(nearer_0, a, b) for a, b in zip(racket_0, racket_1, strict=True))
-        turn = m.where(nearer_0, 1.0, -1.0)
+        turn = m.where(nearer_0, 1.0, m.where(nearer_1, -1.0, 0.0))  # into its frame
         puck = (turn * x, turn * y, turn * vx, turn * vy, spin)
         touches, to_puck, to_racket = _contact(m, nearest, puck)
         vx, vy, spin = vx + turn * to_puck[0], vy + turn * to_puck[1], spin + to_puck[2]
