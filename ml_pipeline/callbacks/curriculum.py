@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from copy import deepcopy
 
 from ml_pipeline.config.curriculum import CurriculumConfig, PhaseConfig, UntilConfig
-from ml_pipeline.envs.vec_env import Configurable
 from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import PHASE
 from ml_pipeline.protocols import Callback, KeepsReplay, Metrics, StateDict
@@ -38,6 +37,9 @@ class Curriculum(Callback):
         is_resumed = self._first_step is not None
         if self._first_step is None:
             self._first_step = loop.env_steps
+        for name, phase in self.config.phases.items():
+            if phase.opponents:
+                self._set_mix(loop, name)  # finds unknown opponents now; _apply sets the right ones
         # Also in a resumed run: its envs may be new, and a restarted worker needs the settings.
         self._apply(loop)
         say(f"curriculum: {'continues with' if is_resumed else 'starts with'} {self._shown()}")
@@ -87,22 +89,30 @@ class Curriculum(Callback):
     def _apply(self, loop: Loop) -> None:
         """Tell all envs the settings of the phase; they use them from their next reset on."""
         for env in loop.envs:
-            if not isinstance(env, Configurable):
+            # Not every VectorEnv has it, and a wrapper may pass it on by __getattr__.
+            set_attr = getattr(env, "set_attr", None)
+            if set_attr is None:
                 raise UserError(f"curriculum: {type(env).__name__} has no set_attr; add it")
             for name, value in self.config.settings_of(self.phase).items():
-                env.set_attr(name, [deepcopy(value) for _ in range(env.num_envs)])
-        names = self.config.names_until(self.phase)
-        mixes = [self.config.phases[name].opponents for name in names]
-        mix = next((each for each in reversed(mixes) if each), None)
-        if mix is None:
-            return
+                set_attr(name, [deepcopy(value) for _ in range(env.num_envs)])
+        for name in reversed(self.config.names_until(self.phase)):
+            if self.config.phases[name].opponents:
+                self._set_mix(loop, name)
+                break
+
+    def _set_mix(self, loop: Loop, phase: str) -> None:
+        """Choose the opponents of self-play by the shares of ``phase``."""
         pool = getattr(loop.envs[0], "opponents", None)
+        key, mix = f"curriculum.phases.{phase}.opponents", self.config.phases[phase].opponents
         if pool is None:
             raise UserError(
-                f"curriculum.phases.{self.phase}.opponents: the run has no opponents to choose "
-                "from; train with self-play, or set the attribute in env: {opponent: weak}"
+                f"{key}: the run has no opponents to choose from; train with self-play, or set an "
+                "attribute of the env"
             )
-        pool.set_mix(dict(mix))
+        try:
+            pool.set_mix(dict(mix))
+        except ValueError as error:
+            raise UserError(f"{key}: {error}") from error
 
     def state_dict(self) -> StateDict:
         return {

@@ -29,7 +29,7 @@ class PhaseConfig:
     """One phase; what it does not name stays as it was."""
 
     env: dict[str, Any] = field(default_factory=dict)  # attributes of all envs
-    opponents: dict[str, float] = field(default_factory=dict)  # name -> share of the episodes
+    opponents: dict[str, float] = field(default_factory=dict)  # share of the games, by name
     replay: str = "keep"  # or clear: forget the transitions of the phases before
     until: UntilConfig = field(default_factory=UntilConfig)
 
@@ -46,11 +46,10 @@ class CurriculumConfig:
         for name, phase in self.phases.items():
             key = f"curriculum.phases.{name}"
             check(phase.replay in ("keep", "clear"), f"{key}.replay", "keep | clear", phase.replay)
-            shares = list(phase.opponents.values())
-            fit = all(0.0 <= share < math.inf for share in shares) and (
-                sum(shares) > 0 or not shares
-            )
-            check(fit, f"{key}.opponents", "shares of at least 0, not all 0", phase.opponents)
+            shares = phase.opponents
+            fits = all(0.0 <= share <= 1.0 for share in shares.values())
+            fits = fits and math.fsum(shares.values()) <= 1.0 + 1e-9
+            check(fits, f"{key}.opponents", "shares of 0 to 1 with a sum of at most 1", shares)
             _check_until(f"{key}.until", phase.until)
         *earlier, last = self.phases
         for name in earlier:

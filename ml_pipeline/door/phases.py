@@ -87,6 +87,8 @@ def _check_metric(
     is_own = any(not type(each).__module__.startswith("ml_pipeline.") for each in callbacks)
     if is_own and name and group not in ("rollout", "eval"):
         return
+    if infos is None:
+        known.append(f"rollout/info/{metric.rpartition('/')[2]}")
     near = get_close_matches(metric, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
     raise ConfigError(f"{key}: nothing logs this metric; {hint}")

@@ -51,13 +51,19 @@ def weights(run: Path) -> Any:
 
 
 class Iterations:
-    """The part of a loop that the callback uses, without envs."""
+    """The part of a loop that the callback uses."""
 
-    envs: tuple[Any, ...] = ()
     trainer = None
 
-    def __init__(self, callback: Curriculum, env_steps: int = 0, n_episodes: int = 0) -> None:
+    def __init__(
+        self,
+        callback: Curriculum,
+        env_steps: int = 0,
+        n_episodes: int = 0,
+        envs: tuple[Any, ...] = (),
+    ) -> None:
         self.callback = callback
+        self.envs = envs
         self.env_steps = env_steps
         self.n_episodes = n_episodes
         callback.on_train_start(self)  # type: ignore[arg-type]
@@ -233,7 +239,7 @@ def curriculum(until: str = "n_episodes: 3", env: str = "length: 3") -> str:
             "a.env.lenght: the env has no attribute .*; did you",
         ),
         (curriculum(env="reset: 3"), "a.env.reset: the env has no attribute of this name"),
-        (curriculum(env="length: 0"), r"settings of .*a.env failed .*length=0: must be at least 1"),
+        (curriculum(env="length: 0"), r"a.env: env Line fails with .* length=0: must be at"),
         (
             curriculum("metric: rollout/episode_retrun, threshold: 1"),
             "did you mean rollout/episode_",
@@ -245,7 +251,10 @@ def curriculum(until: str = "n_episodes: 3", env: str = "length: 3") -> str:
         (curriculum("n_episodes: 0"), "a.until.n_episodes=0.0: must be an integer of at least 1"),
         (curriculum("patience: 0, n_episodes: 3"), "a.until.patience=0: must be at least 1"),
         ("+curriculum={phases: {a: {replay: drop}}}", "a.replay=drop: must be keep | clear"),
-        ("+curriculum={phases: {a: {opponents: {weak: 0}}}}", "shares of at least 0, not all 0"),
+        (
+            "+curriculum={phases: {a: {opponents: {weak: 1.5}}}}",
+            "shares of 0 to 1 with a sum of at",
+        ),
     ],
 )
 def test_wrong_phases_are_refused_before_a_run_folder_exists(
@@ -259,7 +268,7 @@ def test_wrong_phases_are_refused_before_a_run_folder_exists(
 
 
 def test_workers_try_the_phases_too(here: Path) -> None:
-    with pytest.raises(UserError, match=r"a.env failed .*length=0: must be at least 1"):
+    with pytest.raises(UserError, match=r"a.env: env Line fails .*length=0: must be at least 1"):
         train([*LINE, "vec_env=parallel", "vec_env.start_method=fork", curriculum(env="length: 0")])
     assert not (here / "runs").exists()
 
@@ -281,6 +290,48 @@ def test_a_wrong_setting_of_a_tensor_env_is_refused(here: Path) -> None:
     with pytest.raises(UserError, match=r"env.size=3: size: Stages has no such setting"):
         train([*TENSOR, curriculum(env="size: 3")])
     assert not (here / "runs").exists()
+
+
+class Arena:
+    """Envs with a pool of opponents, which notes what it is told."""
+
+    num_envs = 2
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.opponents = self
+
+    def set_attr(self, name: str, values: Any) -> None:
+        self.told.append((name, values))
+
+    def set_mix(self, mix: dict[str, float]) -> None:
+        if "odd" in mix:
+            raise ValueError("no opponent 'odd'")
+        self.told.append(mix)
+
+
+def test_a_phase_sets_attributes_in_all_envs_and_then_the_mix_of_opponents() -> None:
+    first = PhaseConfig({"sizes": [1, 2]}, {"weak": 1.0}, until=UntilConfig(n_episodes=1))
+    second = PhaseConfig({"mode": "hard"}, until=UntilConfig(n_episodes=1))
+    third = PhaseConfig(opponents={"weak": 0.25, "strong": 0.75})
+    arena = Arena()
+    callback = Curriculum(CurriculumConfig({"a": first, "b": second, "c": third}))
+    loop = Iterations(callback, envs=(arena,))
+    loop.add(n_episodes=1)
+    loop.add(n_episodes=1)
+
+    sizes, mode = ("sizes", [[1, 2], [1, 2]]), ("mode", ["hard", "hard"])
+    weak, both = {"weak": 1.0}, {"weak": 0.25, "strong": 0.75}
+    # At the start all mixes are tried. Then each phase sets its own.
+    assert arena.told == [weak, both, sizes, weak, sizes, mode, weak, sizes, mode, both]
+
+
+def test_an_unknown_opponent_of_a_later_phase_is_named_at_the_start() -> None:
+    first = PhaseConfig(opponents={"weak": 1.0}, until=UntilConfig(n_episodes=1))
+    callback = Curriculum(CurriculumConfig({"a": first, "b": PhaseConfig(opponents={"odd": 1.0})}))
+
+    with pytest.raises(UserError, match=r"curriculum.phases.b.opponents: no opponent 'odd'"):
+        Iterations(callback, envs=(Arena(),))
 
 
 def test_a_mix_needs_opponents(here: Path) -> None:
