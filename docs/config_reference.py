@@ -16,6 +16,7 @@ import yaml
 from ml_pipeline.agents.image_networks import CNN
 from ml_pipeline.config.curriculum import PhaseConfig, UntilConfig
 from ml_pipeline.config.dqn import DQNConfig
+from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.config.sac import SACConfig
 from ml_pipeline.config.train import EnvConfig, EvalEnvConfig, TrainConfig, VecEnvConfig
@@ -49,6 +50,7 @@ GROUPS = (
     ("agent.", DQNConfig, "agent/dqn.yaml", "DQN"),
     ("agent.", SACConfig, "agent/sac.yaml", "SAC"),
     ("vec_env.", VecEnvConfig, "vec_env/auto.yaml", "How the envs run"),
+    ("opponent.", OpponentConfig, "opponent/self_play.yaml", "Self-play"),
     (
         *("curriculum.phases.NAME.", PhaseConfig, "curriculum/hockey.yaml"),
         *("A phase of a curriculum", "phases.shooting."),
@@ -137,11 +139,22 @@ METRICS = (
         "on a GPU, once a second; needs the extra `gpu`",
     ),
     ("rollout/actions", "histogram of the actions", "W&B and TensorBoard, `callbacks.media`"),
+    ("opponents/pool_size", "past selves in the pool", "each iteration, `opponent=self_play`"),
+    ("opponents/games", "games since a copy of the agent last joined", "after the first game"),
+    ("opponents/win_rate", "share of these games that the agent won", "after the first game"),
+    ("opponents/draw_rate", "share of these games that were drawn", "after the first game"),
+    ("opponents/loss_rate", "share of these games that the agent lost", "after the first game"),
+    (
+        "opponents/<name>_win_rate",
+        "the same for a scripted player, recent games",
+        "if it has played",
+    ),
+    ("opponents/rating", "the agent's Elo rating over all games of the run", "after 50 games"),
     ("rollout/advantages", "histogram of the advantages", "W&B and TensorBoard, `callbacks.media`"),
 )
 
 CHOICES = (
-    *("agent", "env", "network", "vec_env", "logger", "callbacks", "curriculum"),
+    *("agent", "env", "network", "vec_env", "logger", "callbacks", "opponent", "curriculum"),
     *("experiment", "sweep"),
 )
 
@@ -175,7 +188,7 @@ def section(prefix: str, kind: type[Any], file: str, title: str, under: str = ""
         default = field.default_factory() if made else field.default  # type: ignore[misc]
         if dataclasses.is_dataclass(default) or default is dataclasses.MISSING:
             continue  # a config group, shown in its own section
-        if field.name in ("agent", "curriculum"):
+        if field.name in ("agent", "opponent", "curriculum"):
             continue  # likewise
         if isinstance(default, dict) and "_target_" in default:
             default = default["_target_"]

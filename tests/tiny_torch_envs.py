@@ -22,7 +22,7 @@ class Places(TorchVectorEnv):
 
     single_observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
     single_action_space = spaces.Discrete(3)
-    n_draws: ClassVar[int] = 1
+    n_draws = 1
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         number = torch.arange(self.num_envs, dtype=torch.float32, device=self.device)
@@ -67,7 +67,7 @@ class Drift(TorchVectorEnv):
 
     single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     single_action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
-    n_draws: ClassVar[int] = 2
+    n_draws = 2
     max_episode_steps = 7
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:

@@ -65,7 +65,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 - as in Gymnasium
 
     # A task also defines single_observation_space and single_action_space.
-    n_draws: ClassVar[int]  # random numbers that the start of an episode needs
+    n_draws: int  # random numbers that the start of an episode needs
     gymnasium_id: ClassVar[str | None] = None  # the Gymnasium env with the same dynamics
     max_episode_steps: int | None = None  # None: no time limit
     # Names and first values of what ``set_attr`` may change. Each is an attribute, a tensor
@@ -119,6 +119,10 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     def observe(self, state: EnvState) -> Tensor:
         """Observations [N, *obs], with the dtype of the observation space."""
 
+    def outcome(self, state: EnvState) -> dict[str, Tensor]:
+        """What ``step`` reports of an ended episode, from its last state: [N, ...] by name."""
+        return {}
+
     def shaped(
         self,
         reward: Tensor,
@@ -162,13 +166,17 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             return self.observe(self.position.state), {}
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """``infos``: final_obs and episode (r, l) of every env, with masks of ended episodes."""
+        """``infos``: final_obs and episode (r, l) of every env, with masks of ended episodes.
+
+        ``final_info`` has the task's ``outcome``, if it defines one.
+        """
         if self._needs_reset:
             raise ResetNeeded("step was called before the first reset; call reset first")
         self._check_action(actions)
         with torch.no_grad():
             position, result = self._advance_shaped(self.position, actions)
             done = result.terminated | result.truncated
+            outcome = self.outcome(position.state)
             # On the CPU this check is cheap and saves random draws; on a GPU it would synchronise.
             if self.device.type != "cpu" or bool(done.any()):
                 position, result = self._autoreset(position, result)
@@ -179,6 +187,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             "episode": {"r": result.episode_return, "l": result.episode_length},
             "_episode": done,
         }
+        if outcome:
+            masks = {f"_{name}": done for name in outcome}
+            infos |= {"final_info": {**outcome, **masks}, "_final_info": done}
         return result.obs, result.reward, result.terminated, result.truncated, infos
 
     def state_dict(self) -> dict[str, Any]:

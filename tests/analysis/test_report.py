@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,19 +192,6 @@ def test_report_is_one_page_and_a_png_per_chart(tmp_path: Path) -> None:
     assert "<th>a&lt;b&gt;</th>" in text
     assert "run3" in text
     assert "10 runs in 2 groups" in text
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with playwright.sync_playwright() as driver:
-        options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        chromium = driver.chromium.launch(executable_path=path, args=options)
-        yield chromium
-        chromium.close()
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,32 @@ def play(env: Hockey, names: tuple[str, str], seed: int) -> tuple[list[Any], int
         seen.append(obs)
         over = terminated or truncated
     return seen, info["winner"]
+
+
+# Steps of games between the BasicOpponents of hockey-env 2.6, eight of each kind.
+RECORDED = json.loads((Path(__file__).parents[1] / "fixtures/hockey_env_steps.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["free", "fast", "angle", "bounce", "catch", "keep", "shot"])
+def test_steps_are_those_recorded_in_hockey_env(kind: str) -> None:
+    steps = [step for step in RECORDED if step["kind"] == kind]
+    assert len(steps) == 8
+    for step in steps:
+        x, y, angle, vx, vy, omega = step["before"][6:12]
+        racket_1 = (-x, -y, angle, -vx, -vy, omega)
+        puck = (*step["before"][12:16], step["spin"])
+        env = hockey_in(state_of(step["before"][:6], racket_1, puck, step["before"][16:]))
+
+        obs, *_ = env.step(np.array(step["action"], dtype=np.float32).reshape(2, 4))
+
+        wanted = np.array(step["after"])
+        # Here walls stop rackets without turning them, and impacts are resolved in one pass.
+        positions, speeds, keep = [0, 1, 6, 7, 12, 13], [14, 15], [16, 17]
+        np.testing.assert_allclose(obs[0, positions], wanted[positions], atol=0.06)
+        np.testing.assert_allclose(obs[0, speeds], wanted[speeds], atol=0.4)
+        assert obs[0, keep].tolist() == wanted[keep].tolist()
+        if kind in ("free", "shot"):
+            np.testing.assert_allclose(obs[0], wanted, atol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

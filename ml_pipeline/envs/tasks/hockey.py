@@ -22,7 +22,7 @@ from ml_pipeline.envs.two_players import both_spaces
 
 GOAL_REWARD = 10.0
 MAX_STEPS = {"normal": 250, "shooting": 80, "defence": 80}
-N_DRAWS = 5  # random numbers of a start
+N_DRAWS = {"normal": 2, "shooting": 4, "defence": 5}  # random numbers of a start
 # Force x, y, torque and shot of each discrete action.
 DISCRETE = (
     (0.0, 0.0, 0.0, 0.0),
@@ -46,6 +46,7 @@ class Hockey(gym.Env[Any, Any]):
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 - as in Gymnasium
     scripted = SCRIPTED
+    moves = DISCRETE
 
     def __init__(
         self,
@@ -64,15 +65,16 @@ class Hockey(gym.Env[Any, Any]):
         action_space = spaces.Discrete(len(DISCRETE)) if discrete else ACTIONS
         self.observation_space = both_spaces(OBSERVATIONS) if self._for_two else OBSERVATIONS
         self.action_space = both_spaces(action_space) if self._for_two else action_space
-        self.state = begin(FLOATS, mode, (0.5,) * N_DRAWS)  # see hockey_physics
         self._apply_settings()
+        self.state = begin(FLOATS, mode, (0.5,) * N_DRAWS[mode])  # of hockey_physics
+        self._n_steps = 0
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[NDArray[np.float32], dict[str, Any]]:
         super().reset(seed=seed)
         self._apply_settings()
-        self.state = begin(FLOATS, self.mode, self.np_random.random(N_DRAWS).tolist())
+        self.state = begin(FLOATS, self.mode, self.np_random.random(N_DRAWS[self.mode]).tolist())
         self._n_steps = 0
         return self._observe(), {}
 
@@ -109,37 +111,48 @@ class Hockey(gym.Env[Any, Any]):
 
     def _apply_settings(self) -> None:
         """Check ``opponent`` and ``mode``, and use them from now on."""
-        if self.mode not in MAX_STEPS:
-            raise ValueError(f"mode={self.mode!r}: unknown; choose from {', '.join(MAX_STEPS)}")
-        if self.opponent is not None and self.opponent not in STRENGTH:
-            raise ValueError(
-                f"opponent={self.opponent!r}: unknown; choose from {', '.join(STRENGTH)}, or None"
-            )
         if (self.opponent is None) != self._for_two:
             raise ValueError(
                 f"opponent={self.opponent!r}: the number of players is fixed; make another env"
             )
-        self._max_steps = MAX_STEPS[self.mode]
-        self._strength = None if self.opponent is None else STRENGTH[self.opponent]
+        self._max_steps = steps_of(self.mode)
+        self._strength = strength_of(self.opponent)
+
+
+def steps_of(mode: str) -> int:
+    """The time limit of a mode."""
+    if mode not in MAX_STEPS:
+        raise ValueError(f"mode={mode!r}: unknown; choose from {', '.join(MAX_STEPS)}")
+    return MAX_STEPS[mode]
+
+
+def strength_of(opponent: str | None) -> float | None:
+    """The strength of a scripted opponent; None for a second player."""
+    if opponent is None:
+        return None
+    if opponent not in STRENGTH:
+        raise ValueError(
+            f"opponent={opponent!r}: unknown; choose from {', '.join(STRENGTH)}, or None"
+        )
+    return STRENGTH[opponent]
 
 
 def begin(m: Any, mode: str, draws: Any) -> tuple[Any, ...]:
     """The first state of an episode from ``N_DRAWS`` numbers in [0, 1), floats or tensors."""
-    side, near, across, other_x, other_y = draws
-    zero = 0.0 * side
+    zero = 0.0 * draws[0]
     racket = (zero - 3.0, zero, zero, zero, zero, zero)
-    other = racket
-    x, y = -(1.0 + near), 2.0 * across - 1.0
-    vx = vy = zero
-    if mode == "normal":
-        x = m.where(side < 0.5, x, -x)
-    else:
-        # As far back as the wall lets it; hockey-env also starts it inside the wall.
-        own_x = -3.0 + (10 / 3 - 5.0 * other_x)
-        other = (m.where(own_x < -3.48, -3.48, own_x), 2.0 - 4.0 * other_y, *racket[2:])
-    if mode == "defence":
-        x, y = 10 / 3 * near, 6.4 * across - 3.2
-        dx, dy = -5.0 - x, 0.75 * (2.0 * side - 1.0) - y
+    y, vx, vy = 2.0 * draws[1] - 1.0, zero, zero
+    if mode == "normal":  # in either half
+        x = 2.0 * draws[0] - 1.0
+        x = m.where(x < 0.0, x - 1.0, x + 1.0)
+        return (*racket, *racket, x, y, vx, vy, zero, zero, zero)
+    x = -1.0 - draws[0]
+    # Not behind the wall; in hockey-env, some rackets start inside it.
+    other_x = 1 / 3 - 5.0 * draws[2]
+    other = (m.where(other_x < -3.48, -3.48, other_x), 2.0 - 4.0 * draws[3], *racket[2:])
+    if mode == "defence":  # just after a shot at the goal of player 0
+        x, y = 10 / 3 * draws[0], 6.2 * draws[1] - 3.1
+        dx, dy = -5.0 - x, 1.5 * draws[4] - 0.75 - y
         scale = physics.SHOT_SPEED / m.sqrt(dx * dx + dy * dy)
         vx, vy = dx * scale, dy * scale
         x, y = x + vx * physics.STEP_SECONDS, y + vy * physics.STEP_SECONDS

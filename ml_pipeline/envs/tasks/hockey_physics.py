@@ -1,5 +1,8 @@
 """The physics of hockey: one step of two rackets and a puck, on floats or on tensors.
 
+A state is 19 numbers: x, y, angle, vx, vy and omega of both rackets; x, y, vx, vy and spin of the
+puck; and for how many more steps each player may keep the puck.
+
 Every function takes ``m``, its mathematics: ``FLOATS`` for Python floats, or the torch module for
 tensors. So Hockey and TorchHockey play the same game. World and timing follow the hockey-env
 package: metres, 50 steps per second, the origin in the centre of the rink.
@@ -46,7 +49,7 @@ PUCK_X, PUCK_Y = HALF_LENGTH - WALL_GAP, HALF_WIDTH - WALL_GAP
 GOAL_X = 245 / 60 - PUCK_RADIUS - SKIN  # a puck beyond it is in the goal
 REACH = 0.7  # further apart, racket and puck cannot touch
 
-N_STATE = 19  # x y angle vx vy omega of both rackets, x y vx vy spin of the puck, both keep times
+_NO_CONTACT = (False, (0.0,) * 5, (0.0,) * 5)
 
 
 class Floats:
@@ -68,7 +71,7 @@ FLOATS = Floats()
 
 def advance(m: Any, state: tuple[Any, ...], action_0: Any, action_1: Any) -> tuple[Any, ...]:
     """The next state; an action is a force x, y, a torque and a shot, within [-1, 1]."""
-    x_0, y_0, a_0, vx_0, vy_0, w_0, x_1, y_1, a_1, vx_1, vy_1, w_1 = state[:12]
+    (x_0, y_0, a_0), (x_1, y_1, a_1) = state[:3], state[6:9]
     x, y, vx, vy, spin, keep_0, keep_1 = state[12:]
     racket_0 = _drive(m, state[:6], action_0)
     racket_1 = _drive(m, state[6:12], action_1)
@@ -87,31 +90,35 @@ def advance(m: Any, state: tuple[Any, ...], action_0: Any, action_1: Any) -> tup
     vx = (vx + (shot_0 * turned_0[0] - shot_1 * turned_1[0])) * drag
     vy = (vy + (shot_0 * turned_0[1] - shot_1 * turned_1[1])) * drag
 
-    _, _, vx_0, vy_0, w_0 = racket_0
-    _, _, vx_1, vy_1, w_1 = racket_1
-    touch_0, puck_0, hit_0 = _contact(
-        m, (x_0, y_0, *turned_0, vx_0, vy_0, w_0), (x, y, vx, vy, spin)
-    )
-    touch_1, puck_1, hit_1 = _contact(
-        m, (x_1, y_1, *turned_1, vx_1, vy_1, w_1), (-x, -y, -vx, -vy, spin)
-    )
-    # A racket catches a puck that does not move away from its goal.
-    catch_0 = touch_0 & (keep_0 == 0.0) & (vx_before < 0.1) & (left_1 == 0.0)
-    catch_1 = touch_1 & (keep_1 == 0.0) & (vx_before > -0.1) & (left_0 == 0.0)
-    left_0 = m.where(catch_0 & (catch_0 != catch_1), MAX_KEEP_STEPS, left_0)
-    left_1 = m.where(catch_1 & (catch_0 != catch_1), MAX_KEEP_STEPS, left_1)
+    # The puck touches one racket at a time, the nearer one.
+    racket_0 = (x_0, y_0, *turned_0, *racket_0[2:])
+    racket_1 = (x_1, y_1, *turned_1, *racket_1[2:])
+    nearer_0, nearer_1 = _nearer(x - x_0, y - y_0, x + x_1, y + y_1)
+    touches, to_puck, to_racket = _NO_CONTACT
+    if m is not FLOATS or nearer_0 or nearer_1:
+        nearest = tuple(m.where(nearer_0, a, b) for a, b in zip(racket_0, racket_1, strict=True))
+        turn = m.where(nearer_0, 1.0, -1.0)
+        puck = (turn * x, turn * y, turn * vx, turn * vy, spin)
+        touches, to_puck, to_racket = _contact(m, nearest, puck)
+        vx, vy, spin = vx + turn * to_puck[0], vy + turn * to_puck[1], spin + to_puck[2]
+        x, y = x + turn * to_puck[3], y + turn * to_puck[4]
+    # It catches a puck that does not move away from its goal.
+    catch_0 = touches & nearer_0 & (keep_0 == 0.0) & (left_1 == 0.0) & (vx_before < 0.1)
+    catch_1 = touches & nearer_1 & (keep_1 == 0.0) & (left_0 == 0.0) & (vx_before > -0.1)
+    left_0 = m.where(catch_0, MAX_KEEP_STEPS, left_0)
+    left_1 = m.where(catch_1, MAX_KEEP_STEPS, left_1)
 
-    puck = _bounce(
-        m,
-        x + (puck_0[3] - puck_1[3]),
-        y + (puck_0[4] - puck_1[4]),
-        vx + (puck_0[0] - puck_1[0]),
-        vy + (puck_0[1] - puck_1[1]),
-        spin + (puck_0[2] + puck_1[2]),
-    )
-    racket_0 = _move(m, x_0, y_0, a_0, turned_0, (vx_0, vy_0, w_0), hit_0)
-    racket_1 = _move(m, x_1, y_1, a_1, turned_1, (vx_1, vy_1, w_1), hit_1)
+    share_0, share_1 = m.where(nearer_0, 1.0, 0.0), m.where(nearer_1, 1.0, 0.0)
+    racket_0 = _move(m, racket_0, a_0, to_racket, share_0)
+    racket_1 = _move(m, racket_1, a_1, to_racket, share_1)
+    puck = _bounce(m, x, y, vx, vy, spin)
     return (*_apart(m, racket_0, racket_1), *puck, left_0, left_1)
+
+
+def _nearer(dx_0: Any, dy_0: Any, dx_1: Any, dy_1: Any) -> tuple[Any, Any]:
+    """Whether the puck is near racket 0, and nearer than to racket 1; the same for racket 1."""
+    d_0, d_1 = dx_0 * dx_0 + dy_0 * dy_0, dx_1 * dx_1 + dy_1 * dy_1
+    return (d_0 < REACH * REACH) & (d_0 < d_1), (d_1 < REACH * REACH) & (d_1 < d_0)
 
 
 def view_0(state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -175,15 +182,10 @@ def _shot(m: Any, keep: Any, wish: Any) -> tuple[Any, Any]:
     return m.where(shoots, SHOT_SPEED, 0.0), m.where(shoots, 0.0, left)
 
 
-_NO_CONTACT = (False, (0.0,) * 5, (0.0,) * 5)
-
-
 def _contact(m: Any, racket: tuple[Any, ...], puck: tuple[Any, ...]) -> tuple[Any, ...]:
     """Whether they touch, and what it adds to vx, vy, omega, x and y of the puck and the racket."""
     x, y, c, s, vx, vy, omega = racket
     dx, dy = puck[0] - x, puck[1] - y
-    if m is FLOATS and dx * dx + dy * dy > REACH * REACH:
-        return _NO_CONTACT
     # In the frame of the racket, mirrored so that the puck is on the side of positive y.
     along, across = c * dx + s * dy, c * dy - s * dx
     flip = m.where(across < 0.0, -1.0, 1.0)
@@ -337,15 +339,14 @@ def _post(m: Any, puck: tuple[Any, ...], cross_y: Any, share: Any, side: Any) ->
     return x - change_x * rest, y - change_y * rest, vx - change_x, vy - change_y
 
 
-def _move(
-    m: Any, x: Any, y: Any, angle: Any, turned: Any, speed: tuple[Any, ...], hit: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def _move(m: Any, racket: tuple[Any, ...], angle: Any, hit: Any, share: Any) -> tuple[Any, ...]:
     """Move a racket; walls stop it. The last number is the reach of its front."""
-    vx, vy, omega = speed[0] + hit[0], speed[1] + hit[1], speed[2] + hit[2]
+    x, y, cos_before, sin_before, vx, vy, omega = racket
+    vx, vy, omega = vx + share * hit[0], vy + share * hit[1], omega + share * hit[2]
     angle = angle + omega * STEP_SECONDS
     c, s = m.cos(angle), m.sin(angle)
-    x = x + hit[3] + vx * STEP_SECONDS - CENTRE_OF_MASS * (c - turned[0])
-    y = y + hit[4] + vy * STEP_SECONDS - CENTRE_OF_MASS * (s - turned[1])
+    x = x + share * hit[3] + vx * STEP_SECONDS - CENTRE_OF_MASS * (c - cos_before)
+    y = y + share * hit[4] + vy * STEP_SECONDS - CENTRE_OF_MASS * (s - sin_before)
     tilt = abs(s)
     front = FRONT * c + SIDE * tilt
     if m is FLOATS and -SIDE_LIMIT < y < SIDE_LIMIT and x > -3.4:
