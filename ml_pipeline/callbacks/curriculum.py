@@ -37,9 +37,6 @@ class Curriculum(Callback):
         is_resumed = self._first_step is not None
         if self._first_step is None:
             self._first_step = loop.env_steps
-        for name, phase in self.config.phases.items():
-            if phase.opponents:
-                self._set_mix(loop, name)  # finds unknown opponents now; _apply sets the right ones
         # Also in a resumed run: its envs may be new, and a restarted worker needs the settings.
         self._apply(loop)
         say(f"curriculum: {'continues with' if is_resumed else 'starts with'} {self._shown()}")
@@ -95,24 +92,17 @@ class Curriculum(Callback):
                 raise UserError(f"curriculum: {type(env).__name__} has no set_attr; add it")
             for name, value in self.config.settings_of(self.phase).items():
                 set_attr(name, [deepcopy(value) for _ in range(env.num_envs)])
-        for name in reversed(self.config.names_until(self.phase)):
-            if self.config.phases[name].opponents:
-                self._set_mix(loop, name)
-                break
-
-    def _set_mix(self, loop: Loop, phase: str) -> None:
-        """Choose the opponents of self-play by the shares of ``phase``."""
+        mixes = [self.config.phases[each].opponents for each in self.config.names_until(self.phase)]
+        mix = next((each for each in reversed(mixes) if each), None)
+        if mix is None:
+            return
         pool = getattr(loop.envs[0], "opponents", None)
-        key, mix = f"curriculum.phases.{phase}.opponents", self.config.phases[phase].opponents
         if pool is None:
             raise UserError(
-                f"{key}: the run has no opponents to choose from; train with self-play, or set an "
-                "attribute of the env"
+                f"curriculum.phases.{self.phase}.opponents: the envs have no opponents to choose "
+                "from; train with self-play"
             )
-        try:
-            pool.set_mix(dict(mix))
-        except ValueError as error:
-            raise UserError(f"{key}: {error}") from error
+        pool.set_mix(dict(mix))
 
     def state_dict(self) -> StateDict:
         return {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from ml_pipeline.config.checks import check, integer_steps
+from ml_pipeline.config.opponent import check_shares
 
 
 @dataclass
@@ -46,10 +46,7 @@ class CurriculumConfig:
         for name, phase in self.phases.items():
             key = f"curriculum.phases.{name}"
             check(phase.replay in ("keep", "clear"), f"{key}.replay", "keep | clear", phase.replay)
-            shares = phase.opponents
-            fits = all(0.0 <= share <= 1.0 for share in shares.values())
-            fits = fits and math.fsum(shares.values()) <= 1.0 + 1e-9
-            check(fits, f"{key}.opponents", "shares of 0 to 1 with a sum of at most 1", shares)
+            check_shares(f"{key}.opponents", phase.opponents)
             _check_until(f"{key}.until", phase.until)
         *earlier, last = self.phases
         for name in earlier:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,7 +10,8 @@ from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
 from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.door.compose import ConfigError
-from ml_pipeline.door.parts import build_env_factory, mask_key
+from ml_pipeline.door.parts import mask_key
+from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.trial import in_worker, try_phases
 from ml_pipeline.protocols import Callback
@@ -24,29 +25,49 @@ EVALUATION_METRICS = (
     *("eval/episode_return", "eval/episode_return_std"),
     *("eval/episode_length", "eval/n_cut_episodes"),
 )
-_OTHER_GROUPS = ("loss", "policy", "value", "replay", "time", "workers", "gpu")
+_OTHER_GROUPS = ("loss", "policy", "value", "replay", "time", "workers", "gpu", "opponents")
 
 
 def check_phases(
     config: TrainConfig,
     curriculum: CurriculumConfig,
-    tensor_env: type[TorchVectorEnv] | None,
     callbacks: Sequence[Callback],
+    *,
+    env: EnvFactory | type[TorchVectorEnv],
+    opponents: Collection[str] | None,
 ) -> None:
-    """Refuse settings that the envs do not accept, and metrics that nothing logs."""
-    if tensor_env is not None:
-        _try_tensor_settings(config, curriculum, tensor_env)
+    """Refuse settings that the envs do not accept, and metrics that nothing logs.
+
+    ``opponents``: the scripted players of self-play; None without self-play.
+    """
+    for name, phase in curriculum.phases.items():
+        for opponent in phase.opponents:
+            _check_opponent(f"curriculum.phases.{name}.opponents.{opponent}", opponent, opponents)
+    if isinstance(env, type):
+        _try_tensor_settings(config, curriculum, env)
         infos: dict[str, list[str] | None] = {name: [] for name in curriculum.phases}
     else:
-        infos = _try_settings(config, curriculum)
+        infos = _try_settings(config, curriculum, env)
     for name, phase in curriculum.phases.items():
         if phase.until.metric is not None:
             key = f"curriculum.phases.{name}.until.metric={phase.until.metric}"
             _check_metric(key, phase.until.metric, infos[name], callbacks)
 
 
-def _try_settings(config: TrainConfig, curriculum: CurriculumConfig) -> dict[str, list[str] | None]:
-    make_env, name = build_env_factory(config.env), config.env.name
+def _check_opponent(key: str, name: str, known: Collection[str] | None) -> None:
+    if known is None:
+        raise ConfigError(
+            f"{key}: the run has no opponents to choose from; add opponent=self_play, or set an "
+            "attribute of the env"
+        )
+    if name not in known:
+        raise ConfigError(f"{key}: this env has no such player, only {', '.join(known) or 'none'}")
+
+
+def _try_settings(
+    config: TrainConfig, curriculum: CurriculumConfig, make_env: EnvFactory
+) -> dict[str, list[str] | None]:
+    name = config.env.name
     phases = {phase: curriculum.settings_of(phase) for phase in curriculum.phases}
     options: dict[str, Any] = {"phases": phases, "mask_key": mask_key(config)}
     if config.vec_env.mode == "parallel":

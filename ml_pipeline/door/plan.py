@@ -122,7 +122,13 @@ def make_plan(
             raise ConfigError(f"callbacks.{name}: the config has one of that name; rename one")
         all_callbacks[name] = callback
     if config.curriculum is not None:
-        check_phases(config, config.curriculum, tensor_env, list(all_callbacks.values()))
+        check_phases(
+            config,
+            config.curriculum,
+            list(all_callbacks.values()),
+            env=tensor_env or make_env,
+            opponents=None if self_play is None else self_play.player_names,
+        )
     with memory_explained(place.device, lambda: NETWORK_ADVICE):
         agent = build_agent(config, trial, place)
         _try_agent(agent, trial)

@@ -253,7 +253,7 @@ def curriculum(until: str = "n_episodes: 3", env: str = "length: 3") -> str:
         ("+curriculum={phases: {a: {replay: drop}}}", "a.replay=drop: must be keep | clear"),
         (
             "+curriculum={phases: {a: {opponents: {weak: 1.5}}}}",
-            "shares of 0 to 1 with a sum of at",
+            "a.opponents.weak=1.5: must be between 0 and 1",
         ),
     ],
 )
@@ -292,51 +292,41 @@ def test_a_wrong_setting_of_a_tensor_env_is_refused(here: Path) -> None:
     assert not (here / "runs").exists()
 
 
-class Arena:
-    """Envs with a pool of opponents, which notes what it is told."""
-
-    num_envs = 2
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-        self.opponents = self
-
-    def set_attr(self, name: str, values: Any) -> None:
-        self.told.append((name, values))
-
-    def set_mix(self, mix: dict[str, float]) -> None:
-        if "odd" in mix:
-            raise ValueError("no opponent 'odd'")
-        self.told.append(mix)
-
-
-def test_a_phase_sets_attributes_in_all_envs_and_then_the_mix_of_opponents() -> None:
-    first = PhaseConfig({"sizes": [1, 2]}, {"weak": 1.0}, until=UntilConfig(n_episodes=1))
-    second = PhaseConfig({"mode": "hard"}, until=UntilConfig(n_episodes=1))
-    third = PhaseConfig(opponents={"weak": 0.25, "strong": 0.75})
-    arena = Arena()
-    callback = Curriculum(CurriculumConfig({"a": first, "b": second, "c": third}))
-    loop = Iterations(callback, envs=(arena,))
-    loop.add(n_episodes=1)
-    loop.add(n_episodes=1)
-
-    sizes, mode = ("sizes", [[1, 2], [1, 2]]), ("mode", ["hard", "hard"])
-    weak, both = {"weak": 1.0}, {"weak": 0.25, "strong": 0.75}
-    # At the start all mixes are tried. Then each phase sets its own.
-    assert arena.told == [weak, both, sizes, weak, sizes, mode, weak, sizes, mode, both]
-
-
-def test_an_unknown_opponent_of_a_later_phase_is_named_at_the_start() -> None:
-    first = PhaseConfig(opponents={"weak": 1.0}, until=UntilConfig(n_episodes=1))
-    callback = Curriculum(CurriculumConfig({"a": first, "b": PhaseConfig(opponents={"odd": 1.0})}))
-
-    with pytest.raises(UserError, match=r"curriculum.phases.b.opponents: no opponent 'odd'"):
-        Iterations(callback, envs=(Arena(),))
-
-
-def test_a_mix_needs_opponents(here: Path) -> None:
-    with pytest.raises(UserError, match="the run has no opponents to choose from"):
+def test_a_phase_without_self_play_names_no_opponents(here: Path) -> None:
+    with pytest.raises(UserError, match=r"a.opponents.weak: the run has no opponents to choose"):
         train([*LINE, "+curriculum={phases: {a: {opponents: {weak: 1}}}}"])
+    assert not (here / "runs").exists()
+
+
+TUG = [
+    *small(n_envs=4, total_steps=512, agent__n_steps=32),
+    *("opponent=self_play", "env.target=two_player_games.TugOfWar", "env.id=null"),
+    "+env.kwargs={opponent: strong}",
+]
+MIXES = "+curriculum={phases: {a: {opponents: {weak: 1}, until: {env_steps: 128}}, "
+MIXES += "b: {opponents: {strong: 1}}}}"
+
+
+def test_a_phase_chooses_the_opponents_of_self_play_and_resumes(here: Path) -> None:
+    whole = train([*TUG, MIXES])
+    stop = "+callbacks.stop={_target_: own_parts.StopAt, iteration: 1}"
+    part = train([*TUG, MIXES, stop]).run_dir
+    train([f"resume={part}", "+callbacks.stop={_target_: own_parts.StopAt, iteration: 99}"])
+
+    assert column(whole.run_dir, PHASE) == [1.0, 2.0, 2.0, 2.0]
+    assert shown(part) == shown(whole.run_dir)
+    first, *_, last = shown(part)
+    assert first["opponents/weak_win_rate"]
+    assert not first["opponents/strong_win_rate"]
+    assert last["opponents/strong_win_rate"]
+
+
+def test_wrong_opponents_of_self_play_are_refused_before_a_run_folder_exists(here: Path) -> None:
+    with pytest.raises(UserError, match=r"a.opponents.odd: this env has no such player, only weak"):
+        train([*TUG, "+curriculum={phases: {a: {opponents: {odd: 1}}}}"])
+    with pytest.raises(UserError, match=r"weak.env: env Hockey fails .* of players is fixed"):
+        train([*small(), "env=hockey", "opponent=self_play", "curriculum=hockey"])
+    assert not (here / "runs").exists()
 
 
 def test_a_phase_that_a_resumed_run_has_lost_is_named(here: Path) -> None:
