@@ -11,7 +11,6 @@ from copy import deepcopy
 from typing import Any
 
 from ml_pipeline.config.curriculum import CurriculumConfig, PhaseConfig, UntilConfig
-from ml_pipeline.envs.vec_env import Configurable
 from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import PHASE
 from ml_pipeline.protocols import Callback, KeepsReplay, Metrics, StateDict
@@ -88,12 +87,13 @@ class Curriculum(Callback):
     def _apply(self, loop: Loop) -> None:
         """Tell all envs the settings of the phase; they use them from their next reset on."""
         for env in loop.envs:
-            if not isinstance(env, Configurable):
+            # Not every VectorEnv has it, and a wrapper may pass it on by __getattr__.
+            set_attr = getattr(env, "set_attr", None)
+            if set_attr is None:
                 raise UserError(f"curriculum: {type(env).__name__} has no set_attr; add it")
             for name, value in self.config.settings_of(self.phase).items():
-                env.set_attr(name, [deepcopy(value) for _ in range(env.num_envs)])
-        names = self.config.names_until(self.phase)
-        mixes = [self.config.phases[name].opponents for name in names]
+                set_attr(name, [deepcopy(value) for _ in range(env.num_envs)])
+        mixes = [self.config.phases[each].opponents for each in self.config.names_until(self.phase)]
         mix = next((each for each in reversed(mixes) if each), None)
         if mix is None:
             return

@@ -29,7 +29,7 @@ class PhaseConfig:
     """One phase; what it does not name stays as it was."""
 
     env: dict[str, Any] = field(default_factory=dict)  # attributes of all envs
-    opponents: dict[str, float] = field(default_factory=dict)  # name -> share of the episodes
+    opponents: dict[str, float] = field(default_factory=dict)  # share of the games, by name
     replay: str = "keep"  # or clear: forget the transitions of the phases before
     until: UntilConfig = field(default_factory=UntilConfig)
 

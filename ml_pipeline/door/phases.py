@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,7 +15,6 @@ from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.trial import in_worker, try_phases
 from ml_pipeline.protocols import Callback
-from ml_pipeline.training.opponent_pool import OpponentPool
 
 # The metrics that only a phase with episodes or evaluations has; see also rollout/info/NAME.
 EPISODE_METRICS = (
@@ -32,20 +31,37 @@ _OTHER_GROUPS = ("loss", "policy", "value", "replay", "time", "workers", "gpu", 
 def check_phases(
     config: TrainConfig,
     curriculum: CurriculumConfig,
-    make_env: EnvFactory,
-    tensor_env: type[TorchVectorEnv] | None,
     callbacks: Sequence[Callback],
+    *,
+    env: EnvFactory | type[TorchVectorEnv],
+    opponents: Collection[str] | None,
 ) -> None:
-    """Refuse settings that the envs do not accept, and metrics that nothing logs."""
-    if tensor_env is not None:
-        _try_tensor_settings(config, curriculum, tensor_env)
+    """Refuse settings that the envs do not accept, and metrics that nothing logs.
+
+    ``opponents``: the scripted players of self-play; None without self-play.
+    """
+    for name, phase in curriculum.phases.items():
+        for opponent in phase.opponents:
+            _check_opponent(f"curriculum.phases.{name}.opponents.{opponent}", opponent, opponents)
+    if isinstance(env, type):
+        _try_tensor_settings(config, curriculum, env)
         infos: dict[str, list[str] | None] = {name: [] for name in curriculum.phases}
     else:
-        infos = _try_settings(config, curriculum, make_env)
+        infos = _try_settings(config, curriculum, env)
     for name, phase in curriculum.phases.items():
         if phase.until.metric is not None:
             key = f"curriculum.phases.{name}.until.metric={phase.until.metric}"
             _check_metric(key, phase.until.metric, infos[name], callbacks)
+
+
+def _check_opponent(key: str, name: str, known: Collection[str] | None) -> None:
+    if known is None:
+        raise ConfigError(
+            f"{key}: the run has no opponents to choose from; add opponent=self_play, or set an "
+            "attribute of the env"
+        )
+    if name not in known:
+        raise ConfigError(f"{key}: this env has no such player, only {', '.join(known) or 'none'}")
 
 
 def _try_settings(
@@ -75,21 +91,6 @@ def _try_tensor_settings(
                 raise ConfigError(f"{key}: {error}") from error
 
 
-def check_mixes(curriculum: CurriculumConfig, pool: OpponentPool | None) -> None:
-    """Refuse opponents that the run does not have."""
-    for name, phase in curriculum.phases.items():
-        if phase.opponents and pool is None:
-            raise ConfigError(
-                f"curriculum.phases.{name}.opponents: the run has no opponents to choose from; "
-                "set opponent=self_play, or the attribute in env: {opponent: weak}"
-            )
-        if pool is not None:
-            try:
-                pool.check_mix(phase.opponents)
-            except ValueError as error:
-                raise ConfigError(f"curriculum.phases.{name}.opponents: {error}") from error
-
-
 def _check_metric(
     key: str, metric: str, infos: list[str] | None, callbacks: Sequence[Callback]
 ) -> None:
@@ -107,6 +108,8 @@ def _check_metric(
     is_own = any(not type(each).__module__.startswith("ml_pipeline.") for each in callbacks)
     if is_own and name and group not in ("rollout", "eval"):
         return
+    if infos is None:
+        known.append(f"rollout/info/{metric.rpartition('/')[2]}")
     near = get_close_matches(metric, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
     raise ConfigError(f"{key}: nothing logs this metric; {hint}")

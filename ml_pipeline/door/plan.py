@@ -30,7 +30,7 @@ from ml_pipeline.door.parts import (
     mask_key,
     torch_threads,
 )
-from ml_pipeline.door.phases import check_mixes, check_phases
+from ml_pipeline.door.phases import check_phases
 from ml_pipeline.door.self_play import SelfPlay, find_self_play
 from ml_pipeline.door.warm_start import started_from
 from ml_pipeline.envs.choice import choose_n_envs
@@ -122,7 +122,13 @@ def make_plan(
             raise ConfigError(f"callbacks.{name}: the config has one of that name; rename one")
         all_callbacks[name] = callback
     if config.curriculum is not None:
-        check_phases(config, config.curriculum, make_env, tensor_env, list(all_callbacks.values()))
+        check_phases(
+            config,
+            config.curriculum,
+            list(all_callbacks.values()),
+            env=tensor_env or make_env,
+            opponents=None if self_play is None else self_play.player_names,
+        )
     with memory_explained(place.device, lambda: NETWORK_ADVICE):
         agent = build_agent(config, trial, place)
         _try_agent(agent, trial)
@@ -143,8 +149,6 @@ def make_plan(
         pool = self_play.new_pool(agent, place)
         # First, so that others see its metrics.
         all_callbacks = {"opponents": OpponentReport(pool), **all_callbacks}
-    if config.curriculum is not None:
-        check_mixes(config.curriculum, pool)
     return RunPlan(
         config,
         place,

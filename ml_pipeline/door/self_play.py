@@ -36,6 +36,11 @@ class SelfPlay(NamedTuple):
             obs=trial.obs[0],
         )
 
+    @property
+    def player_names(self) -> list[str]:
+        """The scripted players: those of the env, and those that the config names."""
+        return list(dict.fromkeys([*self.arena.scripted, *self.config.scripted]))
+
     def new_pool(self, agent: Agent, place: Place) -> OpponentPool:
         """The pool of a new run: its first member is the untrained agent."""
         if agent.new_memory(1) is not None:
@@ -45,8 +50,7 @@ class SelfPlay(NamedTuple):
             )
         greedy, seed = agent.greedy(), stream_seed(place.seed, "opponents")
         players = {
-            name: load_player(name, self.arena, noise_seed=0).policy
-            for name in dict.fromkeys([*self.arena.scripted, *self.config.scripted])
+            name: load_player(name, self.arena, noise_seed=0).policy for name in self.player_names
         }
         pool: OpponentPool
         if self.tensor_env is None:

@@ -140,10 +140,13 @@ def try_phases(
             key = f"curriculum.phases.{phase}.env"
             for attribute in settings:
                 _check_attribute(env, attribute, key)
-            with _errors_of(env, f"{name} with the settings of {key}"):
+            try:
                 for attribute, value in settings.items():
                     env.set_wrapper_attr(attribute, value)
                 found[phase] = _last_numbers(env, mask_key, seconds, most_steps)
+            except (Exception, SystemExit) as error:  # envs may raise anything
+                reason = f"{type(error).__name__}: {first_line(error, n_lines=5)}{place_of(error)}"
+                raise EnvError(f"{key}: env {name} fails with these settings: {reason}") from error
     finally:
         close_env(env)
     return found

@@ -32,7 +32,6 @@ from ml_pipeline.envs.workers.worker_vector_env import Host, WorkerVectorEnv
 
 __all__ = [
     "AnswerPendingError",
-    "Configurable",
     "HasWorkers",
     "ParallelEnv",
     "Resizable",
@@ -71,14 +70,6 @@ class Restorable(Protocol):
 
     def restore(self, snapshots: Sequence[bytes]) -> None:
         """Continue the episodes of ``snapshots``, one per env, without a reset."""
-
-
-@runtime_checkable
-class Configurable(Protocol):
-    """A vector env whose envs can get new values of their attributes between two steps."""
-
-    def set_attr(self, name: str, values: Any) -> None:
-        """One value for all envs; a list has one per env."""
 
 
 @runtime_checkable

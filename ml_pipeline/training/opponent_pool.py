@@ -95,16 +95,12 @@ class OpponentPool:
 
     def set_mix(self, shares: Mapping[str, float]) -> None:
         """Change the scripted players' shares of the games that start from now on."""
-        self.check_mix(shares)
-        self.shares = dict(shares)
-
-    def check_mix(self, shares: Mapping[str, float]) -> None:
-        """Raise ``ValueError`` if ``set_mix`` would not accept ``shares``."""
         unknown = [name for name in shares if name not in self.scripted]
         if unknown:
             known = ", ".join(self.scripted) or "none"
             raise ValueError(f"{unknown[0]!r}: this env has no such player, only {known}")
         check_shares("shares", dict(shares))
+        self.shares = dict(shares)
 
     @property
     def anchor(self) -> str:

@@ -51,13 +51,19 @@ def weights(run: Path) -> Any:
 
 
 class Iterations:
-    """The part of a loop that the callback uses, without envs."""
+    """The part of a loop that the callback uses."""
 
-    envs: tuple[Any, ...] = ()
     trainer = None
 
-    def __init__(self, callback: Curriculum, env_steps: int = 0, n_episodes: int = 0) -> None:
+    def __init__(
+        self,
+        callback: Curriculum,
+        env_steps: int = 0,
+        n_episodes: int = 0,
+        envs: tuple[Any, ...] = (),
+    ) -> None:
         self.callback = callback
+        self.envs = envs
         self.env_steps = env_steps
         self.n_episodes = n_episodes
         callback.on_train_start(self)  # type: ignore[arg-type]
@@ -233,7 +239,7 @@ def curriculum(until: str = "n_episodes: 3", env: str = "length: 3") -> str:
             "a.env.lenght: the env has no attribute .*; did you",
         ),
         (curriculum(env="reset: 3"), "a.env.reset: the env has no attribute of this name"),
-        (curriculum(env="length: 0"), r"settings of .*a.env failed .*length=0: must be at least 1"),
+        (curriculum(env="length: 0"), r"a.env: env Line fails with .* length=0: must be at"),
         (
             curriculum("metric: rollout/episode_retrun, threshold: 1"),
             "did you mean rollout/episode_",
@@ -245,7 +251,10 @@ def curriculum(until: str = "n_episodes: 3", env: str = "length: 3") -> str:
         (curriculum("n_episodes: 0"), "a.until.n_episodes=0.0: must be an integer of at least 1"),
         (curriculum("patience: 0, n_episodes: 3"), "a.until.patience=0: must be at least 1"),
         ("+curriculum={phases: {a: {replay: drop}}}", "a.replay=drop: must be keep | clear"),
-        ("+curriculum={phases: {a: {opponents: {weak: 2}}}}", "weak=2.0: must be between 0 and 1"),
+        (
+            "+curriculum={phases: {a: {opponents: {weak: 1.5}}}}",
+            "a.opponents.weak=1.5: must be between 0 and 1",
+        ),
     ],
 )
 def test_wrong_phases_are_refused_before_a_run_folder_exists(
@@ -259,7 +268,7 @@ def test_wrong_phases_are_refused_before_a_run_folder_exists(
 
 
 def test_workers_try_the_phases_too(here: Path) -> None:
-    with pytest.raises(UserError, match=r"a.env failed .*length=0: must be at least 1"):
+    with pytest.raises(UserError, match=r"a.env: env Line fails .*length=0: must be at least 1"):
         train([*LINE, "vec_env=parallel", "vec_env.start_method=fork", curriculum(env="length: 0")])
     assert not (here / "runs").exists()
 
@@ -283,9 +292,41 @@ def test_a_wrong_setting_of_a_tensor_env_is_refused(here: Path) -> None:
     assert not (here / "runs").exists()
 
 
-def test_a_mix_needs_opponents(here: Path) -> None:
-    with pytest.raises(UserError, match="the run has no opponents to choose from"):
+def test_a_phase_without_self_play_names_no_opponents(here: Path) -> None:
+    with pytest.raises(UserError, match=r"a.opponents.weak: the run has no opponents to choose"):
         train([*LINE, "+curriculum={phases: {a: {opponents: {weak: 1}}}}"])
+    assert not (here / "runs").exists()
+
+
+TUG = [
+    *small(n_envs=4, total_steps=512, agent__n_steps=32),
+    *("opponent=self_play", "env.target=two_player_games.TugOfWar", "env.id=null"),
+    "+env.kwargs={opponent: strong}",
+]
+MIXES = "+curriculum={phases: {a: {opponents: {weak: 1}, until: {env_steps: 128}}, "
+MIXES += "b: {opponents: {strong: 1}}}}"
+
+
+def test_a_phase_chooses_the_opponents_of_self_play_and_resumes(here: Path) -> None:
+    whole = train([*TUG, MIXES])
+    stop = "+callbacks.stop={_target_: own_parts.StopAt, iteration: 1}"
+    part = train([*TUG, MIXES, stop]).run_dir
+    train([f"resume={part}", "+callbacks.stop={_target_: own_parts.StopAt, iteration: 99}"])
+
+    assert column(whole.run_dir, PHASE) == [1.0, 2.0, 2.0, 2.0]
+    assert shown(part) == shown(whole.run_dir)
+    first, *_, last = shown(part)
+    assert first["opponents/weak_win_rate"]
+    assert not first["opponents/strong_win_rate"]
+    assert last["opponents/strong_win_rate"]
+
+
+def test_wrong_opponents_of_self_play_are_refused_before_a_run_folder_exists(here: Path) -> None:
+    with pytest.raises(UserError, match=r"a.opponents.odd: this env has no such player, only weak"):
+        train([*TUG, "+curriculum={phases: {a: {opponents: {odd: 1}}}}"])
+    with pytest.raises(UserError, match=r"weak.env: env Hockey fails .* of players is fixed"):
+        train([*small(), "env=hockey", "opponent=self_play", "curriculum=hockey"])
+    assert not (here / "runs").exists()
 
 
 def test_a_phase_that_a_resumed_run_has_lost_is_named(here: Path) -> None:

@@ -123,7 +123,7 @@ def test_self_play_in_a_tensor_env_resumes_bit_for_bit(
         (["opponent.sampling=best", *POOL[-2:]], "opponent.sampling"),
         (
             ["+curriculum={phases: {a: {opponents: {wek: 1}}}}", *POOL[-2:]],
-            "curriculum.phases.a.opponents: 'wek': this env has no such player, only weak, strong",
+            "curriculum.phases.a.opponents.wek: this env has no such player, only weak, strong",
         ),
     ],
 )
