@@ -170,7 +170,7 @@ class RealHockey(gym.Env[Any, Any]):
         self.action_space = act_space if self._has_one_player else both_spaces(act_space)
         self._game = _Game()
         to_forces = self._game.env.discrete_to_continous_action
-        self._moves = np.array([to_forces(move) for move in range(_N_MOVES)])
+        self.moves = np.array([to_forces(move) for move in range(_N_MOVES)])
         self._rival: _Opponent | None = None
 
     @property
@@ -211,7 +211,7 @@ class RealHockey(gym.Env[Any, Any]):
         return self._shown_obs(), {}
 
     def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
-        forces = self._moves[action] if self.discrete else np.asarray(action)
+        forces = self.moves[action] if self.discrete else np.asarray(action)
         if self._rival is not None:
             forces = np.concatenate([forces, self._rival.act(self._game.view_of_player_1())])
         reward, info = self._game.step(np.clip(forces, -1.0, 1.0).astype(np.float32).ravel())
