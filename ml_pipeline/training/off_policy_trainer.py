@@ -167,11 +167,7 @@ def load_position(replay: ReplayBuffer, state: StateDict) -> None:
         replay.begin(leaves, None if mask is None else mask.numpy())
 
 
-def check_envs(envs: Envs, config: OffPolicyConfig) -> None:
+def check_envs(envs: Envs) -> None:
     """Refuse envs that replay does not support."""
     if len(envs.parts) > 1:
         raise TrainingError("collector=double: replay learns while envs step; use collector=sync")
-    if isinstance(envs.parts[0], TorchVectorEnv) and config.stacked_frames > 1:
-        raise TrainingError(
-            f"agent.stacked_frames={config.stacked_frames}: tensor envs have no stacks; use 1"
-        )

@@ -147,13 +147,19 @@ def test_evaluate_and_export_work_for_all(here: Path, capsys: Capture) -> None:
         (["agent=dqn", "network=lstm"], "network Recurrent is recurrent, which replay does not"),
         (["agent=dqn", "agent.buffer_size=3"], "holds less than two steps of n_envs=8"),
         (["agent=dqn", "collector=double"], "replay learns while envs step"),
-        (["agent=dqn", "env=torch_cartpole", "agent.stacked_frames=4"], "agent.stacked_frames=4"),
         (["agent=sac", "env=pendulum", "agent.tau=0"], "agent.tau=0.0: must be above 0"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(here: Path, settings: list[str], words: str) -> None:
     with pytest.raises((UserError, ConfigError), match=words):
         train([*settings, "logger=none", "device=cpu"])
+
+
+def test_stacked_frames_of_a_tensor_env_are_refused_before_a_folder_exists(here: Path) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.stacked_frames; set agent\.stacked_f"):
+        train(["agent=dqn", "env=torch_cartpole", "agent.stacked_frames=4"])
+
+    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize(
