@@ -118,6 +118,19 @@ def test_the_update_ratio_does_not_depend_on_the_number_of_envs(here: Path) -> N
         assert np.mean(measured[-8:]) == pytest.approx(0.25, abs=0.02)
 
 
+def test_a_new_update_ratio_holds_for_the_steps_after_the_resume(here: Path) -> None:
+    settings = [*DQN, "vec_env=serial"]
+    run = train([*settings, "total_steps=96", "agent.updates_per_env_step=0.5"]).run_dir
+
+    for total_steps, ratio in ((128, 0.25), (160, 1.0)):
+        changes = [f"total_steps={total_steps}", f"agent.updates_per_env_step={ratio}"]
+        train([*settings, f"resume={run}", *changes])
+
+    rows = read_metrics(run / "metrics.csv")
+    measured = [float(row["time/updates_per_env_step"]) for row in rows]
+    assert measured[-6:] == [0.5, 0.5, 0.25, 0.25, 1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("settings", "where"), [(DQN, "info"), (DQN, "obs"), (DISCRETE, "info"), (DISCRETE, "obs")]
 )
