@@ -80,6 +80,7 @@ class SACAgent:
     """Soft actor-critic with two critics and a learned temperature."""
 
     memory_size = 0  # not recurrent
+    takes_arrays = False
     metric_names: ClassVar[dict[str, str]] = {  # field of SACResult -> name in the log
         "critic_loss": "loss/value",
         "actor_loss": "loss/policy",

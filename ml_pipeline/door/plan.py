@@ -236,6 +236,7 @@ def _try_env(config: TrainConfig, env: EnvConfig, make_env: EnvFactory, **option
 def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> None:
     """Refuse settings that need envs in processes."""
     is_nested = isinstance(trial.observation_space, (spaces.Dict, spaces.Tuple))
+    is_stacked = getattr(config.agent, "stacked_frames", 1) > 1  # a setting of replay
     for is_wrong, key, fix in (
         (bool(config.env.wrappers), "env.wrappers", "put their work into the env class"),
         (config.vec_env.mode != "auto", "vec_env", "leave vec_env=auto"),
@@ -243,6 +244,7 @@ def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> Non
         (_is_recurrent(agent), "network", "use one that is not recurrent, such as network=mlp"),
         (config.agent.action_mask != "none", "agent.action_mask", "set agent.action_mask=none"),
         (is_nested, "its observation space", "use one Box or Discrete"),
+        (is_stacked, "agent.stacked_frames", "set agent.stacked_frames=1"),
     ):
         if is_wrong:
             raise ConfigError(
