@@ -91,6 +91,15 @@ class TugOfWar(gym.Env[Any, Any]):
         return frame
 
 
+class OnlyForTwo(TugOfWar):
+    """It has no opponent of its own."""
+
+    scripted: ClassVar[Mapping[str, Callable[[], Puller]]] = {}
+
+    def __init__(self, luck: float = 0.0) -> None:
+        super().__init__(None, luck)
+
+
 class ShortWins(TugOfWar):
     """Player 0 wins every other game in 1 step and loses the others in 20, whatever they do."""
 

@@ -173,6 +173,11 @@ class TrainConfig:
         """The env of evaluations: ``env`` with the changes of ``eval_env``."""
         return self.eval_env.applied_to(self.env)
 
+    @property
+    def needs_two_players(self) -> bool:
+        """Whether the env of evaluations has no opponent of its own."""
+        return self.opponent is not None and self.evaluated_env.kwargs.get("opponent") is None
+
     def suits(self, n_envs: int, *, recurrent: bool = False) -> bool:
         """Whether ``n_envs`` fits the minibatches and leaves the run at least ten iterations."""
         budget = math.inf if self.num_episodes is not None else self.total_steps

@@ -82,6 +82,8 @@ def _load_agent(
     """``other``: an env to play in instead of that of the run."""
     checkpoint = checkpoint or best_or_latest(run_folder)
     played = other or config.evaluated_env
+    if other is None and config.needs_two_players:
+        raise ConfigError(f"env {played.name} needs two players; name the other one by --opponent")
     make_env = build_env_factory(played)
     if render_mode is not None:
         make_env = make_env.rendering(render_mode)

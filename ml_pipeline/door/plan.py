@@ -206,17 +206,27 @@ def _try_envs(config: TrainConfig, make_env: EnvFactory, self_play: SelfPlay | N
     trial = _try_env(config, config.env, make_env, **options)
     if self_play is not None:
         trial = self_play.seen_by_agent(trial)
-    if config.evaluated_env != config.env or self_play is not None:
-        try:
-            evaluated_env = config.evaluated_env
-            evaluated = _try_env(config, evaluated_env, build_env_factory(evaluated_env))
-        except UserError as error:
-            raise ConfigError(f"eval_env: {error}") from error
-        for name in ("observation_space", "action_space"):
-            theirs, ours = getattr(evaluated, name), getattr(trial, name)
-            if theirs != ours:
-                raise ConfigError(f"eval_env has the {name} {theirs}, but env has {ours}")
+    if config.needs_two_players:
+        if "evaluation" in config.callbacks:
+            raise ConfigError(
+                f"env {config.evaluated_env.name} needs two players, also in evaluations; name one "
+                "by +eval_env.kwargs.opponent=NAME, or use ~callbacks.evaluation and a tournament"
+            )
+    elif config.evaluated_env != config.env or self_play is not None:
+        _check_evaluated_env(config, trial)
     return trial
+
+
+def _check_evaluated_env(config: TrainConfig, trial: EnvTrial) -> None:
+    env = config.evaluated_env
+    try:
+        evaluated = _try_env(config, env, build_env_factory(env))
+    except UserError as error:
+        raise ConfigError(f"eval_env: {error}") from error
+    for name in ("observation_space", "action_space"):
+        theirs, ours = getattr(evaluated, name), getattr(trial, name)
+        if theirs != ours:
+            raise ConfigError(f"eval_env has the {name} {theirs}, but env has {ours}")
 
 
 def _try_env(config: TrainConfig, env: EnvConfig, make_env: EnvFactory, **options: Any) -> EnvTrial:

@@ -8,6 +8,7 @@ import pytest
 from conftest import only_run, read_rows, small
 from stopped_runs import checkpoint_numbers
 
+from ml_pipeline.__main__ import main
 from ml_pipeline.build import load_agent, train
 from ml_pipeline.errors import UserError
 
@@ -72,6 +73,22 @@ def test_a_run_that_crashes_in_the_middle_of_its_games_resumes_bit_for_bit(
     assert float(last["opponents/pool_size"]) == 2
     assert float(last["opponents/games"]) > 0
     assert load_agent(run, "latest").env_steps == 384
+
+
+def test_a_game_without_scripted_players_is_trained_and_rated(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    game = ["opponent=self_play", "env.target=two_player_games.OnlyForTwo"]
+    settings = [each for each in small(total_steps=128) if "evaluation" not in each]
+    with pytest.raises(UserError, match="needs two players, also in evaluations"):
+        train([*small(), *game])
+    run = train([*settings, *game, "~callbacks.evaluation"]).run_dir
+    with pytest.raises(UserError, match="needs two players; name the other one by --opponent"):
+        load_agent(run)
+
+    main(["evaluate", str(run), "--opponent", str(run), "--games", "10"])
+
+    assert "10 games" in capsys.readouterr().out
 
 
 TENSOR = [
