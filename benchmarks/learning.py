@@ -1,11 +1,12 @@
 """Return of the presets over seeds, compared with published figures.
 
     python benchmarks/learning.py --experiments cartpole pendulum --seeds 1 2 3 4 5 --jobs 2
+    python benchmarks/learning.py --experiments dqn_cartpole@n_envs=1 dqn_cartpole@n_envs=32
     python benchmarks/learning.py --all --jobs 2     # hours; stop it any time, run it again
     python benchmarks/learning.py --table            # only prints the known results
 
 Each training is one ``ml_pipeline train experiment=NAME seed=N`` in ``--out``; a stopped one is
-resumed.
+resumed. ``NAME@KEY=VALUE,KEY=VALUE`` is a variant: the experiment with these overrides.
 Then the policy plays 100 greedy episodes with seeds that training never used. The results are in
 benchmarks/results/learning.json, one entry per experiment and seed; known entries do not run again.
 The table shows mean and 95 % interval (Student's t) over the seeds.
@@ -51,7 +52,6 @@ class Goal(NamedTuple):
     figure: str  # greedy: 100 episodes after training; train: the last 100 training episodes
     published: float | None
     source: str
-    overrides: tuple[str, ...] = ()
 
 
 GOALS = {
@@ -63,9 +63,6 @@ GOALS = {
     "half_cheetah": Goal("train", 1442.6, "CleanRL"),
     "cartpole_memory": Goal("greedy", 500.0, "rl-baselines3-zoo, recurrent"),
     "crowded_keys": Goal("greedy", None, "maximum 32"),
-    "crowded_keys_unmasked": Goal(
-        "greedy", None, "the same without its mask", ("agent.action_mask=none",)
-    ),
     "camera_and_flag": Goal("greedy", None, "maximum 32; 16 with one input alone"),
     "half_cheetah_tuned": Goal("greedy", 5819.1, "rl-baselines3-zoo, one run, HalfCheetah-v3"),
     "hopper": Goal("greedy", 2410.4, "rl-baselines3-zoo, one run, Hopper-v3"),
@@ -82,17 +79,45 @@ GOALS = {
     "sac_walker2d": Goal("greedy", 5007.0, "Tianshou"),
 }
 
+VARIANTS = (
+    "crowded_keys@agent.action_mask=none",
+    "dqn_cartpole@n_envs=1",
+    "dqn_cartpole@n_envs=32",
+    "sac_pendulum@n_envs=1",
+    "sac_pendulum@n_envs=32",
+)
 
-def experiment_of(name: str) -> str:
-    return name.removesuffix("_unmasked")
+
+def parts_of(name: str) -> tuple[str, list[str]]:
+    """The experiment of a name, and its overrides."""
+    experiment, _, overrides = name.partition("@")
+    return experiment, overrides.split(",") if overrides else []
+
+
+def known_name(name: str) -> str:
+    experiment, overrides = parts_of(name)
+    if experiment not in GOALS or not all("=" in each for each in overrides):
+        raise argparse.ArgumentTypeError(
+            f"{name}: not EXPERIMENT or EXPERIMENT@KEY=VALUE; experiments: {', '.join(GOALS)}"
+        )
+    return name
+
+
+def goal_of(name: str) -> Goal:
+    return GOALS[parts_of(name)[0]]
+
+
+def folder_of(out: Path, name: str, seed: int) -> Path:
+    return out / name.replace("=", "_") / f"seed{seed}"  # Hydra refuses = in the path of resume=
 
 
 def train(name: str, seed: int, out: Path, device: str) -> Path:
     """Train an experiment with a seed to the end, resuming a stopped run; returns its folder."""
-    folder = out / name / f"seed{seed}"
+    folder = folder_of(out, name, seed)
     folder.mkdir(parents=True, exist_ok=True)
     runs = [path.parent for path in folder.glob("runs/*/*/config.yaml")]
-    arguments = [f"experiment={experiment_of(name)}", f"seed={seed}", *GOALS[name].overrides]
+    experiment, overrides = parts_of(name)
+    arguments = [f"experiment={experiment}", f"seed={seed}", *overrides]
     for run in runs:
         summary = json.loads((run / "summary.json").read_text() or "{}")
         if summary.get("status") == "finished":
@@ -160,20 +185,26 @@ def run_all(names: Sequence[str], seeds: Sequence[int], out: Path, jobs: int, de
         try:
             result = measured(name, seed, train(name, seed, out, device))
         except subprocess.CalledProcessError as error:
-            log = out / name / f"seed{seed}" / "log"
+            log = folder_of(out, name, seed) / "log"
             print(f"{name} seed {seed} failed ({error.returncode}); see {log}", flush=True)
             return
         with lock:
             results.append(result)
-            results.sort(key=lambda each: (list(GOALS).index(each["experiment"]), each["seed"]))
+            results.sort(key=_order)
             RESULTS.parent.mkdir(exist_ok=True)
             temporary = RESULTS.with_suffix(".tmp")
             temporary.write_text(json.dumps(results, indent=1) + "\n")
             temporary.replace(RESULTS)
-            print(f"{name} seed {seed}: {result[GOALS[name].figure]:.1f}", flush=True)
+            print(f"{name} seed {seed}: {result[goal_of(name).figure]:.1f}", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(work, todo))
+
+
+def _order(result: dict[str, Any]) -> tuple[int, str, int]:
+    """In the order of GOALS, each experiment before its variants."""
+    name = result["experiment"]
+    return list(GOALS).index(parts_of(name)[0]), name, result["seed"]
 
 
 def interval(values: Sequence[float]) -> float:
@@ -189,7 +220,7 @@ def print_table(names: Sequence[str]) -> None:
     print("| experiment | env steps | seeds | mean ± 95 % | worst seed | published |")
     print("|---|---|---|---|---|---|")
     for name in names:
-        goal = GOALS[name]
+        goal = goal_of(name)
         runs = [each for each in results if each["experiment"] == name]
         if not runs:
             continue
@@ -207,15 +238,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--experiments", nargs="+", choices=list(GOALS), default=["cartpole"])
-    parser.add_argument("--all", action="store_true", help="every experiment")
+    parser.add_argument("--experiments", nargs="+", type=known_name, default=["cartpole"])
+    parser.add_argument(
+        "--all", action="store_true", help="every experiment, and the variants in the docs"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--jobs", type=int, default=1, help="parallel trainings")
     parser.add_argument("--device", default="cpu", help="of the training")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="folder for runs")
     parser.add_argument("--table", action="store_true", help="print the table only")
     args = parser.parse_args()
-    names = list(GOALS) if args.all or args.table else args.experiments
+    names = [*GOALS, *VARIANTS] if args.all or args.table else args.experiments
     if not args.table:
         run_all(names, args.seeds, args.out.resolve(), args.jobs, args.device)
     print_table(names)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from ml_pipeline.config.checks import check, integer_steps
+from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.errors import shorten
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 
@@ -115,12 +116,14 @@ class TrainConfig:
     run_root: str = RUN_ROOT  # the run folder is <run_root>/<env>/<date>_<time>_<hex>[_<name>]
     env: EnvConfig = field(default_factory=EnvConfig)
     eval_env: EvalEnvConfig = field(default_factory=EvalEnvConfig)
+    opponent: Optional[OpponentConfig] = None  # self-play in a two-player env
     agent: Any = field(default_factory=dict)  # an AgentConfig, of the class of its algorithm
     network: dict[str, Any] = field(default_factory=dict)  # a _target_ entry
     vec_env: VecEnvConfig = field(default_factory=VecEnvConfig)
     collector: str = "sync"  # or double: act in one half of the envs while the other half steps
     logger: dict[str, Any] = field(default_factory=dict)  # name -> _target_ entry
     callbacks: dict[str, Any] = field(default_factory=dict)  # name -> _target_ entry
+    curriculum: Any = None  # a CurriculumConfig: phases of training
 
     def __post_init__(self) -> None:
         self.n_envs = self._checked_n_envs()

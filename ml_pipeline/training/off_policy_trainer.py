@@ -95,11 +95,14 @@ class OffPolicyTrainer:
         n_steps = config.iteration_length
         noise = self.agent.draw_noise(n_steps, self.replay.n_envs, self._noise)
         due = self._updates_due(n_steps)
+        # A buffer that was cleared must fill again first.
+        capacity = self.replay.capacity_rows * self.replay.n_envs
+        least = max(min(int(config.learning_starts), capacity), 1)
         steps.begin(learning.begin(rates, sum(due)), noise)
         for t in range(n_steps):
             steps.send(t, is_random=self._env_steps < config.learning_starts)
             learn_start = time.perf_counter()
-            if len(self.replay):
+            if len(self.replay) >= least:
                 learning.run(due[t])  # while the envs step
             learn_seconds += time.perf_counter() - learn_start
             steps.receive(t)

@@ -163,10 +163,16 @@ class ReplayBuffer:
         """Drop the newest row, whose successor is not known; its observations are current."""
         if not self.n_written:
             return
-        self.first = self.first_drawn  # the row before it has been overwritten
+        self.first = min(self.first_drawn, self.n_written - 1)  # the row before is overwritten
         self.n_written -= 1
         self._tell_device()
         self._set_priority(self.n_written, self.n_written + 1, 0.0 * self._top)
+
+    def clear(self) -> None:
+        """Draw none of the transitions so far; the current episodes continue."""
+        self._set_priority(self.first_drawn, self.n_written, 0.0 * self._top)
+        self.first = self.n_written
+        self._tell_device()
 
     def forget_before(self, row: int) -> None:
         """Draw no transition that needs a row before this one."""

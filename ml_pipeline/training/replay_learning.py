@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ml_pipeline.protocols import Metrics
+from ml_pipeline.seeding import set_generator_state
 from ml_pipeline.training.checks import TrainingError
 from ml_pipeline.training.contracts import ReplayAgent
 from ml_pipeline.training.gpu.programs import Programs, send
@@ -120,4 +121,4 @@ class ReplayLearning:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.n_updates = state["n_updates"]
-        self._generator.set_state(state["draw_generator"])
+        set_generator_state(self._generator, state["draw_generator"])
