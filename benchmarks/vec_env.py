@@ -8,8 +8,9 @@
 ``limit`` is one free-running process per core; these processes share nothing. For each cell the
 benchmark builds all backends, then times them in short windows, in shuffled order, several times.
 The figures are medians. Compare within a cell, not across runs, because machines are noisy. Peers
-that are not installed are skipped. Envs: any Gymnasium id, ``pong`` (84x84x4, frame skip 4), or
-``synth:COST[:img]``, a loop with this much CPU work per step (100us, 1ms).
+that are not installed are skipped. Envs: any Gymnasium id, ``pong`` (84x84x4, frame skip 4),
+``hockey`` (both players), or ``synth:COST[:img]``, a loop with this much CPU work per step (100us,
+1ms).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
+from ml_pipeline.envs.tasks.hockey import Hockey
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
 from ml_pipeline.envs.workers.cores import available_cores
 
@@ -99,6 +101,8 @@ def make_pong() -> gym.Env[Any, Any]:
 def env_factory(name: str) -> EnvFn:
     if name == "pong":
         return make_pong
+    if name == "hockey":
+        return Hockey
     if not name.startswith("synth:"):
         return partial(gym.make, name)
     _, cost, *rest = name.split(":")

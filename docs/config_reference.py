@@ -14,7 +14,9 @@ from typing import Any
 import yaml
 
 from ml_pipeline.agents.image_networks import CNN
+from ml_pipeline.config.curriculum import PhaseConfig, UntilConfig
 from ml_pipeline.config.dqn import DQNConfig
+from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.config.sac import SACConfig
 from ml_pipeline.config.train import EnvConfig, EvalEnvConfig, TrainConfig, VecEnvConfig
@@ -48,6 +50,15 @@ GROUPS = (
     ("agent.", DQNConfig, "agent/dqn.yaml", "DQN"),
     ("agent.", SACConfig, "agent/sac.yaml", "SAC"),
     ("vec_env.", VecEnvConfig, "vec_env/auto.yaml", "How the envs run"),
+    ("opponent.", OpponentConfig, "opponent/self_play.yaml", "Self-play"),
+    (
+        *("curriculum.phases.NAME.", PhaseConfig, "curriculum/hockey.yaml"),
+        *("A phase of a curriculum", "phases.shooting."),
+    ),
+    (
+        *("curriculum.phases.NAME.until.", UntilConfig, "curriculum/hockey.yaml"),
+        *("When a phase ends", "phases.shooting.until."),
+    ),
 )
 
 # Parameters that the run passes; they are not keys.
@@ -104,6 +115,7 @@ METRICS = (
     ),
     ("value/mean", "mean value of the actions in the minibatches", "DQN and SAC"),
     ("replay/size", "transitions in the replay buffer", "DQN and SAC"),
+    ("curriculum/phase", "number of the phase, from 1", "with a curriculum"),
     ("eval/episode_return", "mean return of the greedy episodes", EVALUATION),
     ("eval/episode_return_std", "their standard deviation", EVALUATION),
     ("eval/episode_length", "their mean length", EVALUATION),
@@ -127,10 +139,24 @@ METRICS = (
         "on a GPU, once a second; needs the extra `gpu`",
     ),
     ("rollout/actions", "histogram of the actions", "W&B and TensorBoard, `callbacks.media`"),
+    ("opponents/pool_size", "past selves in the pool", "each iteration, `opponent=self_play`"),
+    ("opponents/games", "games since a copy of the agent last joined", "after the first game"),
+    ("opponents/win_rate", "share of these games that the agent won", "after the first game"),
+    ("opponents/draw_rate", "share of these games that were drawn", "after the first game"),
+    ("opponents/loss_rate", "share of these games that the agent lost", "after the first game"),
+    (
+        "opponents/<name>_win_rate",
+        "the same for a scripted player, recent games",
+        "if it has played",
+    ),
+    ("opponents/rating", "the agent's Elo rating over all games of the run", "after 50 games"),
     ("rollout/advantages", "histogram of the advantages", "W&B and TensorBoard, `callbacks.media`"),
 )
 
-CHOICES = ("agent", "env", "network", "vec_env", "logger", "callbacks", "experiment", "sweep")
+CHOICES = (
+    *("agent", "env", "network", "vec_env", "logger", "callbacks", "opponent", "curriculum"),
+    *("experiment", "sweep"),
+)
 
 
 def comments(path: Path) -> dict[str, str]:
@@ -153,7 +179,8 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def section(prefix: str, kind: type[Any], file: str, title: str) -> str:
+def section(prefix: str, kind: type[Any], file: str, title: str, under: str = "") -> str:
+    """``under``: where the file has the keys of this section."""
     comment_of = comments(CONF / file)
     lines = [f"\n## {title}\n", "| key | type | default | comment |", "|---|---|---|---|"]
     for field in dataclasses.fields(kind):
@@ -161,13 +188,13 @@ def section(prefix: str, kind: type[Any], file: str, title: str) -> str:
         default = field.default_factory() if made else field.default  # type: ignore[misc]
         if dataclasses.is_dataclass(default) or default is dataclasses.MISSING:
             continue  # a config group, shown in its own section
-        if field.name == "agent":
+        if field.name in ("agent", "opponent", "curriculum"):
             continue  # likewise
         if isinstance(default, dict) and "_target_" in default:
             default = default["_target_"]
         type_name = re.sub(r"Optional\[(.+)\]", r"\1 or null", str(field.type))
         type_name = {"Any": "int or auto"}.get(type_name, type_name)
-        comment = comment_of.get(field.name, "").replace("|", "\\|")
+        comment = comment_of.get(under + field.name, "").replace("|", "\\|")
         lines.append(f"| `{prefix}{field.name}` | {type_name} | {shown(default)} | {comment} |")
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from ml_pipeline.errors import UserError
 _EXTRAS = {
     "mujoco": ("mujoco",),
     "atari": ("ale", "ale_py", "atari", "cv2", "opencv"),
+    "pettingzoo": ("pettingzoo",),
     "sweep": ("hydra_joblib_launcher", "hydra_submitit_launcher"),
     "study": ("optuna", "optuna_dashboard"),
     "plots": ("matplotlib", "plotly"),
@@ -49,6 +50,8 @@ class MissingExtraError(UserError, ImportError):
 def missing_extra(needed_by: str, error: Exception) -> MissingExtraError:
     """The error to raise, with the install command of the package that ``error`` names."""
     text = str(error)
+    if isinstance(error, MissingExtraError):
+        return MissingExtraError(f"{needed_by}: {text}")
     words = set(re.findall(r"\w+", text.lower()))
     for name, command in INSTALL_COMMANDS.items():
         if name in words:

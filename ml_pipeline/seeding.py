@@ -34,6 +34,18 @@ def seed_global_generators(seed: int) -> None:
     torch.manual_seed(stream_seed(seed, "torch"))
 
 
+def set_generator_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Continue from ``state``; one of another kind of device only determines the new stream.
+
+    The generators of CPU, CUDA and MPS are different algorithms, with states of different sizes.
+    """
+    if state.shape == generator.get_state().shape:
+        generator.set_state(state)
+    else:
+        digest = hashlib.sha256(state.numpy().tobytes()).digest()
+        generator.manual_seed(int.from_bytes(digest[:8], "big") % _MAX_SEED)
+
+
 def global_generators_state() -> dict[str, Any]:
     """The state of the global generators as plain data, for a checkpoint."""
     version, numbers, gauss = random.getstate()

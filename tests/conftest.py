@@ -310,3 +310,17 @@ def old_python() -> str:
                 subprocess.run([name, "-c", ""], check=True, capture_output=True)
                 return name
     pytest.skip("no Python older than 3.10 on this machine")
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    """A Chromium without a window."""
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with playwright.sync_playwright() as driver:
+        options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        chromium = driver.chromium.launch(executable_path=path, args=options)
+        yield chromium
+        chromium.close()

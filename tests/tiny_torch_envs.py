@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -21,7 +22,7 @@ class Places(TorchVectorEnv):
 
     single_observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
     single_action_space = spaces.Discrete(3)
-    n_draws: ClassVar[int] = 1
+    n_draws = 1
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         number = torch.arange(self.num_envs, dtype=torch.float32, device=self.device)
@@ -37,12 +38,36 @@ class Places(TorchVectorEnv):
         return (10.0 * t + number).unsqueeze(1)
 
 
+class Stages(Places):
+    """Reward 1 per step, 10 more to learn from; an episode has ``length`` steps."""
+
+    settings: ClassVar[Mapping[str, float]] = {"length": 2.0}
+    length: Tensor
+
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
+        return self.length, torch.zeros_like(self.length)
+
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
+        length, t = state
+        return (length, t + 1.0), torch.ones_like(t), t + 1.0 >= length
+
+    def shaped(
+        self,
+        reward: Tensor,
+        state: EnvState,
+        action: Tensor,
+        next_state: EnvState,
+        terminated: Tensor,
+    ) -> Tensor:
+        return reward + 10.0
+
+
 class Drift(TorchVectorEnv):
     """Actions and a random wind move a place; the reward is minus its distance to 0."""
 
     single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     single_action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
-    n_draws: ClassVar[int] = 2
+    n_draws = 2
     max_episode_steps = 7
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:

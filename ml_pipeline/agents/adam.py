@@ -71,7 +71,7 @@ class FlatAdam:
         self.grad, self._mean, self._square = (torch.zeros_like(self.values) for _ in range(3))
         self.n_steps = torch.zeros((), device=self.values.device)
         if self.values.device.type == "cpu":
-            self._grad_array = self.grad.numpy()
+            self._grad_array, self._n_steps_array = self.grad.numpy(), self.n_steps.numpy()
             held = ([each] for each in (self.values, self.grad, self._mean, self._square))
             self._fused: tuple[Any, ...] = (*held, [], [self.n_steps])
         self.views: dict[str, tuple[Tensor, Tensor]] = {}  # by name: (values, gradient)
@@ -94,12 +94,12 @@ class FlatAdam:
     def step_on_cpu(self, learning_rate: float, loss: float) -> tuple[float, bool]:
         """``step`` by the kernel of ``torch.optim.Adam(fused=True)``; waits for the result."""
         grad = self._grad_array
-        norm = math.sqrt(float(grad @ grad))
+        norm = math.sqrt(float(grad.dot(grad)))
         if not (math.isfinite(norm) and math.isfinite(loss)):
             return norm, False
         if norm > self.max_grad_norm:
             grad *= self.max_grad_norm / (norm + 1e-6)
-        self.n_steps += 1
+        self._n_steps_array += 1.0
         torch._fused_adam_(
             *self._fused,
             lr=learning_rate,

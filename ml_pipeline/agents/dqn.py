@@ -65,7 +65,7 @@ class DQNResult(NamedTuple):
     q: Any  # mean value of the actions in the batch
     grad_norm: Any
     finite: Any  # False if loss or gradient was not finite; such a step changes nothing
-    error: Tensor  # [B]
+    error: Any  # [B], a tensor or an array
 
 
 def dqn_loss(chosen: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,6 +181,10 @@ class DQNAgent:
         self.n_updates = 0
         self._generator = torch.Generator().manual_seed(stream_seed(place.seed, "act"))
 
+    @property
+    def takes_arrays(self) -> bool:
+        return self.fast is not None
+
     def rates(self, progress: float, learning_rate: float) -> DQNRates:
         config = self.config
         beta = config.priority_beta + (1.0 - config.priority_beta) * progress
@@ -201,7 +205,9 @@ class DQNAgent:
     def sample_batch(self, inputs: PolicyInput, noise: Tensor, epsilon: float) -> PolicySample:
         """The best action in each env, or with probability ``epsilon`` a random allowed one."""
         if self.fast is not None:
-            return PolicySample(self.fast.explore(inputs, noise, epsilon), None)
+            action: Any = self.fast.explore(inputs, noise, epsilon)
+            is_array = isinstance(noise, np.ndarray)
+            return PolicySample(action if is_array else torch.from_numpy(action), None)
         values = self._values(inputs)
         best = self.distribution.mode(values)
         explores = noise[:, 0] < epsilon
@@ -212,7 +218,9 @@ class DQNAgent:
         return PolicySample(torch.where(explores, drawn, best), None)
 
     def _values(self, inputs: PolicyInput) -> Tensor:
-        return self.plain_values(inputs) if self.fast is None else self.fast.values(inputs)
+        if self.fast is None:
+            return self.plain_values(inputs)
+        return torch.from_numpy(self.fast.values(inputs))
 
     def plain_values(self, inputs: PolicyInput) -> Tensor:
         """Mean values, [B, n_outputs]; very low for forbidden actions."""

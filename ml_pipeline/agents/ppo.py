@@ -25,6 +25,7 @@ from ml_pipeline.agents.fast.self_check import why_not
 from ml_pipeline.agents.masks import ActionMasks, Mask, find_mask_leaf
 from ml_pipeline.agents.observations import ObservationReader, map_obs
 from ml_pipeline.agents.policy import ActorCritic, GreedyPolicy, one_step
+from ml_pipeline.agents.senses import policy_input
 from ml_pipeline.agents.space_data import check_spaces, space_to_data
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.protocols import (
@@ -194,6 +195,7 @@ class PPOAgent:
         self._seed = seed
         self._player: PPOAgent | None = None
         self.reader = ObservationReader(observation_space)
+        self.inputs = partial(policy_input, self.reader, device)
         self.model = ActorCritic(
             self.reader,
             action_space,
@@ -225,18 +227,6 @@ class PPOAgent:
             return ""
         name, self.fast = type(self.fast).__name__, None
         return f"plain torch runs instead of {name}: {reason}; agent.fast=off skips this check"
-
-    def inputs(
-        self,
-        leaves: dict[str, NDArray[Any]],
-        action_mask: Mask | None = None,
-        memory: Tensor | None = None,
-        episode_start: Tensor | None = None,
-    ) -> PolicyInput:
-        """Arrays as the reader returns them, moved to the agent's device."""
-        obs = self.reader.to_tensors(leaves, self.device)
-        mask = None if action_mask is None else torch.from_numpy(action_mask).to(self.device)
-        return PolicyInput(obs, mask, memory, episode_start)
 
     def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
         """Noise for a rollout, [T, n_envs, ...], on the agent's device."""

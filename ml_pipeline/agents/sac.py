@@ -39,7 +39,7 @@ from ml_pipeline.protocols import (
     Spaces,
     StateDict,
 )
-from ml_pipeline.seeding import stream_seed
+from ml_pipeline.seeding import set_generator_state, stream_seed
 
 
 class SACRates(NamedTuple):
@@ -80,6 +80,7 @@ class SACAgent:
     """Soft actor-critic with two critics and a learned temperature."""
 
     memory_size = 0  # not recurrent
+    takes_arrays = False
     metric_names: ClassVar[dict[str, str]] = {  # field of SACResult -> name in the log
         "critic_loss": "loss/value",
         "actor_loss": "loss/policy",
@@ -314,7 +315,7 @@ class SACAgent:
             adam.load_state_dict(state["adams"][name])
         self.n_updates = state["n_updates"]
         self.last_actor.copy_(torch.stack(state["last_actor"]))
-        self.update_generator.set_state(state["update_generator"])
+        set_generator_state(self.update_generator, state["update_generator"])
         self._noise.load_state_dict(state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -30,7 +31,7 @@ class Senses:
         self, space: gym.Space[Any], settings: SenseSettings, device: torch.device
     ) -> None:
         self.reader = ObservationReader(space)
-        self._device = device
+        self.inputs = partial(policy_input, self.reader, device)
         self._mask_source = settings.action_mask
         leaf = find_mask_leaf(settings.action_mask, self.reader)
         clip = settings.clip_obs if settings.normalize_obs else None
@@ -40,14 +41,16 @@ class Senses:
         """The action masks of the env, for actions of ``distribution``."""
         return ActionMasks(self._mask_source, self.reader, distribution)
 
-    def inputs(
-        self,
-        leaves: dict[str, NDArray[Any]],
-        action_mask: Mask | None = None,
-        memory: Tensor | None = None,
-        episode_start: Tensor | None = None,
-    ) -> PolicyInput:
-        """Arrays as the reader returns them, moved to the device."""
-        obs = self.reader.to_tensors(leaves, self._device)
-        mask = None if action_mask is None else torch.from_numpy(action_mask).to(self._device)
-        return PolicyInput(obs, mask, memory, episode_start)
+
+def policy_input(
+    reader: ObservationReader,
+    device: torch.device,
+    leaves: dict[str, NDArray[Any]],
+    action_mask: Mask | None = None,
+    memory: Tensor | None = None,
+    episode_start: Tensor | None = None,
+) -> PolicyInput:
+    """Arrays as ``reader`` returns them, moved to the device."""
+    obs = reader.to_tensors(leaves, device)
+    mask = None if action_mask is None else torch.from_numpy(action_mask).to(device)
+    return PolicyInput(obs, mask, memory, episode_start)

@@ -9,7 +9,7 @@ from ml_pipeline.training.off_policy_trainer import OffPolicyTrainer, check_envs
 
 
 def make_trainer(agent: DQNAgent, envs: Envs, config: DQNConfig, place: Place) -> OffPolicyTrainer:
-    check_envs(envs, config)
+    check_envs(envs)
     if remark := agent.check_fast():
         place.programs.tell(remark)
     exponent = config.priority_exponent

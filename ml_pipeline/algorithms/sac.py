@@ -9,7 +9,7 @@ from ml_pipeline.training.off_policy_trainer import OffPolicyTrainer, check_envs
 
 
 def make_trainer(agent: SACAgent, envs: Envs, config: SACConfig, place: Place) -> OffPolicyTrainer:
-    check_envs(envs, config)
+    check_envs(envs)
     if remark := agent.check_fast():
         place.programs.tell(remark)
     return OffPolicyTrainer(agent, envs, config, place)

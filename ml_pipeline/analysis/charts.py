@@ -17,6 +17,7 @@ from ml_pipeline.analysis.statistics import (
     probability_of_improvement,
     with_interval,
 )
+from ml_pipeline.metrics import PHASE
 
 MOST_GROUPS = 10  # in a chart: as many as there are colours
 
@@ -34,6 +35,13 @@ class Line(NamedTuple):
     y: Array
     low: Array
     high: Array
+
+
+class Mark(NamedTuple):
+    """A vertical line: where a group enters a phase of its curriculum."""
+
+    rank: int
+    x: float
 
 
 class Bar(NamedTuple):
@@ -58,6 +66,7 @@ class Chart(NamedTuple):
     lines: Sequence[Line] = ()
     bars: Sequence[Bar] = ()
     x_range: tuple[float, float] | None = None  # None: fits the data
+    marks: Sequence[Mark] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -100,8 +109,23 @@ def _ranks(drawn: Sequence[Line] | Sequence[Bar]) -> set[int]:
 def _curves(groups: Sequence[Group], metric: str) -> Chart:
     lines = _lines(groups, metric, lambda run: run.curve(metric)[0])
     why = f"no {metric} over a range of steps that its runs share"
-    note = _noted(f"{_BAND}.", groups, _ranks(lines), why)
-    return Chart("curves", "Learning curves", "env steps", metric, note, lines=lines)
+    marks = _phase_marks(groups)
+    note = f"{_BAND}." + (" Dotted: a phase of the curriculum starts." if marks else "")
+    note = _noted(note, groups, _ranks(lines), why)
+    return Chart("curves", "Learning curves", "env steps", metric, note, lines=lines, marks=marks)
+
+
+def _phase_marks(groups: Sequence[Group]) -> list[Mark]:
+    """Where each phase starts, the median over the runs of a group that reach it."""
+    marks = []
+    for rank, group in enumerate(groups):
+        starts: dict[float, list[float]] = {}
+        for run in group.runs:
+            steps, phases = run.curve(PHASE)
+            for last in np.flatnonzero(np.diff(phases)).tolist():
+                starts.setdefault(float(phases[last + 1]), []).append(float(steps[last]))
+        marks += [Mark(rank, float(np.median(each))) for _, each in sorted(starts.items())]
+    return marks
 
 
 def _curves_by_time(groups: Sequence[Group], metric: str) -> Chart:

@@ -76,6 +76,8 @@ def _draw_png(chart: Chart, path: Path) -> None:
         axes.fill_between(
             line.x, line.low, line.high, color=colour, alpha=_opacity(chart), linewidth=0
         )
+    for mark in chart.marks:
+        axes.axvline(mark.x, color=_COLOURS[mark.rank], linestyle=":", linewidth=1)
     for row, bar in enumerate(chart.bars):
         colour = _COLOURS[bar.rank]
         axes.plot(bar.points, np.full(len(bar.points), row), "|", color=colour, markersize=9)
@@ -113,6 +115,8 @@ def _plotly(chart: Chart) -> Any:
             hovertemplate="%{x:,.4~g}: %{y:.4~g} (%{customdata[0]:.4~g} to %{customdata[1]:.4~g})",
             **same,
         )
+    for mark in chart.marks:
+        figure.add_vline(mark.x, line={"color": _COLOURS[mark.rank], "dash": "dot", "width": 1})
     for bar in chart.bars:
         colour = _COLOURS[bar.rank]
         figure.add_scatter(
@@ -162,38 +166,54 @@ def _faint(colour: str, opacity: float) -> str:
 
 
 def _page(folder: Path, groups: Sequence[Group], metric: str, charts: Sequence[Chart]) -> str:
-    from plotly.offline import get_plotlyjs
-
     runs = [run for group in groups for run in group.runs]
     lines = [*remarks(groups), *verdicts(groups, metric)]
     if len(groups) > MOST_GROUPS:
         lines.append(f"the charts show the {MOST_GROUPS} best of {len(groups)} groups")
-    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-    return _PAGE.format(
-        env=html.escape(runs[0].env),
-        script=get_plotlyjs(),
+    runs_in_groups = f"{_count(len(runs), 'run')} in {_count(len(groups), 'group')}"
+    env = html.escape(runs[0].env)
+    body = _BODY.format(
+        env=env,
         when=datetime.now().astimezone().isoformat(" ", "minutes"),
-        runs_in_groups=f"{_count(len(runs), 'run')} in {_count(len(groups), 'group')}",
+        runs_in_groups=runs_in_groups,
         metric=html.escape(metric),
-        verdicts=f"<ul>{items}</ul>" if items else "",
-        groups=_table(
+        verdicts=html_list(lines),
+        groups=html_table(
             ["group", *groups[0].settings, *FIGURES],
             [[g.name, *g.settings.values(), *figures(g, metric)] for g in groups],
         ),
-        charts="\n".join(map(_section, charts)),
+        charts="\n".join(map(html_chart, charts)),
         differences=_differences_html(runs),
         runs=_runs_html(folder, groups, metric),
     )
+    return html_page(f"{env}: {runs_in_groups}", body)
 
 
-def _section(chart: Chart) -> str:
-    note = f"<p class=note>{html.escape(chart.note)}</p>"
+def html_page(title: str, body: str) -> str:
+    """A page that needs no network; ``title`` and ``body`` are HTML."""
+    from plotly.offline import get_plotlyjs
+
+    return _PAGE.format(title=title, script=get_plotlyjs(), body=body)
+
+
+def html_list(lines: Sequence[str]) -> str:
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def html_chart(chart: Chart) -> str:
     if chart.is_empty:
+        note = f"<p class=note>{html.escape(chart.note)}</p>"
         return f"<section><h3>{html.escape(chart.title)}</h3>{note}</section>"
-    figure = _plotly(chart).to_html(
-        full_html=False, include_plotlyjs=False, div_id=chart.name, config={"responsive": True}
+    return html_figure(_plotly(chart), chart.name, chart.note)
+
+
+def html_figure(figure: Any, name: str, note: str) -> str:
+    """A figure of plotly; ``name`` is the id of its element."""
+    drawn = figure.to_html(
+        full_html=False, include_plotlyjs=False, div_id=name, config={"responsive": True}
     )
-    return f"<section>{figure}{note}</section>"
+    return f"<section>{drawn}<p class=note>{html.escape(note)}</p></section>"
 
 
 def _count(number: int, noun: str) -> str:
@@ -212,7 +232,7 @@ def _differences_html(runs: Sequence[RunData]) -> str:
         rows.append([key, shown])
     if not rows:
         return "<p>All configs are equal.</p>"
-    return _table(["key", "values (number of runs)"], rows)
+    return html_table(["key", "values (number of runs)"], rows)
 
 
 def _runs_html(folder: Path, groups: Sequence[Group], metric: str) -> str:
@@ -225,10 +245,10 @@ def _runs_html(folder: Path, groups: Sequence[Group], metric: str) -> str:
             figures = [f"{run.env_steps:,}", f"{run.final(metric):.1f}"]
             commit = str(run.summary.get("git_commit") or "-")[:9]
             rows.append([(link, run.run.name), *facts, *figures, commit])
-    return _table(["run", "group", "seed", "status", "env steps", metric, "commit"], rows)
+    return html_table(["run", "group", "seed", "status", "env steps", metric, "commit"], rows)
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def html_table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A cell that is a tuple is a link: its address and its text."""
     head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
     body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
@@ -247,7 +267,7 @@ _PAGE = """<!doctype html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{env}: {runs_in_groups}</title>
+<title>{title}</title>
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem;
   padding: 0 1rem; color: #222; }}
@@ -264,7 +284,13 @@ th, td {{ text-align: left; padding: 0.25rem 0.9rem 0.25rem 0; border-bottom: 1p
 <script>{script}</script>
 </head>
 <body>
-<h1>{env}</h1>
+{body}
+<script>dispatchEvent(new Event("resize"));</script>
+</body>
+</html>
+"""
+
+_BODY = """<h1>{env}</h1>
 <p class="when">{runs_in_groups}, compared by the final {metric} on {when}.
 IQM is the interquartile mean over the seeds.</p>
 {verdicts}
@@ -275,8 +301,4 @@ IQM is the interquartile mean over the seeds.</p>
 <h2>Config differences</h2>
 {differences}
 <h2>Runs</h2>
-{runs}
-<script>dispatchEvent(new Event("resize"));</script>
-</body>
-</html>
-"""
+{runs}"""

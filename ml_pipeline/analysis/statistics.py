@@ -17,6 +17,7 @@ Array = NDArray[np.float64]
 FEW_SEEDS = 5  # with fewer runs in a group, no difference is claimed
 _N_DRAWS = 2_000
 _CONFIDENCE = 0.95
+_Z = 1.959964  # the standard normal quantile of a two-sided 95 % interval
 
 
 class Estimate(NamedTuple):
@@ -60,6 +61,16 @@ def performance_profile(finals: Array, thresholds: Array) -> Estimate:
     """The share of runs that end at or above each threshold."""
     above = np.asarray(finals)[:, None] >= thresholds[None, :]
     return with_interval(above.astype(np.float64), lambda runs: runs.mean(axis=0))
+
+
+def wilson(successes: Array | float, n: Array | float) -> Estimate:
+    """The share of successes in ``n`` independent trials with its Wilson interval; nan if n = 0."""
+    successes, n = np.asarray(successes, dtype=np.float64), np.asarray(n, dtype=np.float64)
+    n = np.where(n == 0, np.nan, n)
+    share, z2 = successes / n, _Z**2
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z / (1 + z2 / n) * np.sqrt(share * (1 - share) / n + z2 / (4 * n**2))
+    return Estimate(share, np.clip(middle - half, 0.0, 1.0), np.clip(middle + half, 0.0, 1.0))
 
 
 def verdict(label: str, ours: Array, other: str, theirs: Array) -> str:

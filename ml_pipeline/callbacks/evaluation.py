@@ -86,7 +86,7 @@ class PeriodicEvaluation(EverySteps):
         if self._envs is not None and self._envs.num_envs != n_envs:
             self.close()
         if self._envs is None:
-            in_workers = isinstance(loop.envs[0], HasWorkers)
+            in_workers = isinstance(loop.envs[0].unwrapped, HasWorkers)
             make = make_evaluation_workers if in_workers else make_evaluation_envs
             self._envs = make(self._make_env, self._settings, n_envs=n_envs)
         has_limit = has_ended or _has_time_limit(self._envs)

@@ -61,5 +61,5 @@ class FollowFreeCores(Callback):
 
 def _resizable_env(loop: Loop) -> ParallelEnv | None:
     """The only vector env of the run, if its size can change."""
-    env = loop.envs[0]
+    env = loop.envs[0].unwrapped
     return env if isinstance(env, ParallelEnv) and len(loop.envs) == 1 else None

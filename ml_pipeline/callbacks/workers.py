@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from ml_pipeline.envs.vec_env import ParallelEnv, WorkerLoad
+from ml_pipeline.envs.vec_env import HasWorkers, WorkerLoad
 from ml_pipeline.envs.workers.errors import env_names
 from ml_pipeline.protocols import Callback, Metrics
 from ml_pipeline.runs.console import say
@@ -67,8 +67,8 @@ def _worker_loads(loop: Loop) -> list[WorkerLoad]:
     loads: list[WorkerLoad] = []
     first = 0
     for env in loop.envs:
-        if isinstance(env, ParallelEnv):
-            for load in env.worker_loads():
+        if isinstance(env.unwrapped, HasWorkers):
+            for load in env.unwrapped.worker_loads():
                 loads.append(load._replace(rows=[first + row for row in load.rows]))
         first += env.num_envs
     return loads

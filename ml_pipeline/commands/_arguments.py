@@ -5,11 +5,18 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ml_pipeline.config.train import RUN_ROOT
+from ml_pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from ml_pipeline.door.players import Player
 
 LATEST_RUN = "latest"
 RUN_HELP = f"run folder, or {LATEST_RUN}: the run that was started or resumed last"
+ENV_HELP = "play in this env: a file of conf/env, or a run whose env to use"
+MOST_GAMES = 32  # played at the same time
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -53,3 +60,9 @@ def chosen_run(given: str, root: Path) -> str:
     path = str(newest_run(root).path)
     print(f"{LATEST_RUN}: {path}")
     return path
+
+
+def check_actions(player: Player, *, deterministic: bool) -> None:
+    """Refuse an exported policy where actions are sampled."""
+    if player.only_greedy and not deterministic:
+        raise UserError(f"{player.name}: an exported policy acts greedily; add --deterministic")

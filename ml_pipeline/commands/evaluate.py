@@ -1,21 +1,49 @@
-"""evaluate: play new episodes with a trained agent and print its returns."""
+"""evaluate: play new episodes with a trained agent and print its returns, or games and results."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
+from typing import TYPE_CHECKING
 
-from ml_pipeline.commands._arguments import RUN_HELP, add_root, add_trust, chosen_run, integer
+from ml_pipeline.commands._arguments import (
+    ENV_HELP,
+    MOST_GAMES,
+    RUN_HELP,
+    add_root,
+    add_trust,
+    check_actions,
+    chosen_run,
+    integer,
+)
 from ml_pipeline.errors import UserError
 
-_MOST_ENVS = 8  # played at the same time
+if TYPE_CHECKING:
+    from ml_pipeline.analysis.games import Games
+    from ml_pipeline.door.players import Arena, Player
 
-HELP = "play episodes with a trained agent and print its returns"
+_MOST_ENVS = 8  # played at the same time
+_N_EPISODES, _N_GAMES, _N_SHOWN_GAMES = 20, 200, 2
+
+HELP = "play episodes with a trained agent and print its returns, or games against an opponent"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
-    parser.add_argument("--episodes", type=integer(1), default=20, metavar="N", help="default: 20")
+    parser.add_argument("--episodes", type=integer(1), metavar="N", help=f"default: {_N_EPISODES}")
+    parser.add_argument(
+        "--opponent",
+        metavar="PLAYER",
+        help="play games of two players against this one: a scripted opponent of the env, such "
+        "as weak or strong, or another run",
+    )
+    parser.add_argument(
+        "--games",
+        type=integer(2),
+        metavar="N",
+        help=f"with --opponent; default: {_N_GAMES}, or {_N_SHOWN_GAMES} with --video or --render",
+    )
+    parser.add_argument("--env", metavar="NAME_OR_RUN", help=f"{ENV_HELP}; default: that of RUN")
     parser.add_argument(
         "--deterministic", action="store_true", help="take the most likely action; default: sample"
     )
@@ -28,7 +56,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--seed",
         type=integer(0),
         metavar="N",
-        help="seed of the first episode; default: derived from the seed of the run",
+        help="seed of the first episode or game; default: derived from the seed of the run; with "
+        "--opponent, the same for every run",
     )
     parser.add_argument("--video", action="store_true", help="record each episode as mp4")
     parser.add_argument("--render", choices=("human",), help="show the episodes in a window")
@@ -37,22 +66,47 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
+    if options.video and options.render:
+        raise UserError("--video and --render: an env renders in one way; choose one of them")
+    if options.opponent is None and options.games is not None:
+        raise UserError("--games: needs two players; add --opponent, or use --episodes")
+    if options.opponent is not None and options.episodes is not None:
+        raise UserError("--episodes: with --opponent, set the number of games with --games")
+    if options.opponent is None:
+        _play_episodes(options)
+    else:
+        _play_games(options)
+
+
+def _render_mode(options: Namespace) -> str | None:
+    return "rgb_array" if options.video else options.render
+
+
+def _play_episodes(options: Namespace) -> None:
     from ml_pipeline.analysis.evaluate import evaluate, evaluate_batch
     from ml_pipeline.analysis.video import record_video
     from ml_pipeline.door.load import load_agent
+    from ml_pipeline.door.players import chosen_env
     from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
     from ml_pipeline.runs.run_folder import RunFolder
     from ml_pipeline.seeding import stream_seed
 
-    if options.video and options.render:
-        raise UserError("--video and --render: an env renders in one way; choose one of them")
-    render_mode = "rgb_array" if options.video else options.render
     run_dir = chosen_run(options.run, options.root)
-    trained = load_agent(run_dir, options.checkpoint, render_mode=render_mode, trust=options.trust)
+    env = None
+    if options.env is not None:
+        env = chosen_env(chosen_run(options.env, options.root), trust=options.trust)
+    trained = load_agent(
+        run_dir,
+        options.checkpoint,
+        render_mode=_render_mode(options),
+        env=env,
+        trust=options.trust,
+    )
     seed = options.seed
     if seed is None:
         seed = stream_seed(trained.seed, "evaluate command")
-    how = {"n_episodes": options.episodes, "seed": seed, "deterministic": options.deterministic}
+    n_episodes = options.episodes or _N_EPISODES
+    how = {"n_episodes": n_episodes, "seed": seed, "deterministic": options.deterministic}
     if options.video:
         folder = RunFolder.open(run_dir).videos
         name = f"{trained.checkpoint}-{trained.env_steps}"
@@ -63,13 +117,13 @@ def run(options: Namespace) -> None:
         result = evaluate(trained.agent, trained.env, **how)
         trained.env.close()
     else:
-        n_envs = min(options.episodes, _MOST_ENVS)
+        n_envs = min(n_episodes, _MOST_ENVS)
         with closing(trained.make_envs(n_envs=n_envs)) as envs:
             result = evaluate_batch(trained.agent, envs, **how)
     actions = "greedy" if options.deterministic else "sampled"
     print(
         f"{trained.env_name}, checkpoint {trained.checkpoint} of env step {trained.env_steps:,}, "
-        f"{options.episodes} episodes from seed {seed}, {actions} actions"
+        f"{n_episodes} episodes from seed {seed}, {actions} actions"
     )
     print(
         f"return: mean {result.mean:.1f}  std {result.std:.1f}  "
@@ -77,3 +131,73 @@ def run(options: Namespace) -> None:
     )
     if result.n_cut:
         print(f"{result.n_cut} episodes did not end and were cut at {MAX_EPISODE_STEPS:,} steps")
+
+
+def _play_games(options: Namespace) -> None:
+    import torch
+
+    from ml_pipeline.analysis.tournament import DRAWS_HINT, MANY_DRAWS, counts_lines
+    from ml_pipeline.door.parts import torch_threads
+    from ml_pipeline.door.players import chosen_env, env_of, load_player, open_arena
+    from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
+    from ml_pipeline.seeding import stream_seed
+
+    run_dir = chosen_run(options.run, options.root)
+    if options.env is None:
+        env = env_of(run_dir, trust=options.trust)
+    else:
+        env = chosen_env(chosen_run(options.env, options.root), trust=options.trust)
+    arena = open_arena(env, render_mode=_render_mode(options))
+    seed = stream_seed(0, "games") if options.seed is None else options.seed
+    noise = [stream_seed(seed, f"actions of player {number}") for number in range(2)]
+    checkpoint, trust = options.checkpoint, options.trust
+    first = load_player(run_dir, arena, noise_seed=noise[0], checkpoint=checkpoint, trust=trust)
+    rival = chosen_run(options.opponent, options.root)
+    second = load_player(rival, arena, noise_seed=noise[1], trust=trust)
+    for player in (first, second):
+        check_actions(player, deterministic=options.deterministic)
+    with torch_threads(torch.device("cpu")):
+        games = _played(options, arena, first, second, seed)
+    counts = games.counts
+    actions = "greedy" if options.deterministic else "sampled"
+    print(f"{first.name} ({first.origin}) against {second.name} ({second.origin})")
+    print(f"{arena.name}, {counts.n_games:,} games from seed {seed}, {actions} actions")
+    for line in counts_lines(counts):
+        print(line)
+    for side, each in enumerate(games[:2]):
+        print(f"as player {side}: wins {each.wins}, draws {each.draws}, losses {each.losses}")
+    if games.n_cut:
+        n_cut = games.n_cut
+        print(f"{n_cut} games did not end, were cut at {MAX_EPISODE_STEPS:,} steps, and are draws")
+    if counts.draws > MANY_DRAWS * counts.n_games:
+        print(f"most games are draws: {DRAWS_HINT}")
+
+
+def _played(options: Namespace, arena: Arena, first: Player, second: Player, seed: int) -> Games:
+    from ml_pipeline.analysis.evaluate import Evaluation, evaluate
+    from ml_pipeline.analysis.games import Side, play_games, play_sides
+    from ml_pipeline.analysis.video import record_video
+    from ml_pipeline.runs.run_folder import RunFolder
+
+    policies = first.policy, second.policy
+    is_shown = options.video or options.render
+    n_games = options.games or (_N_SHOWN_GAMES if is_shown else _N_GAMES)
+    how = {"deterministic": options.deterministic}
+    if not is_shown:
+        with closing(arena.make_envs(n_envs=min(n_games, MOST_GAMES))) as envs:
+            return play_games(*policies, envs, n_games=n_games, seed=seed, **how)
+
+    def play(side: Side) -> Evaluation:
+        place = {"n_episodes": side.n_games, "seed": side.seed, **how}
+        if options.render:
+            with closing(arena.make_env()) as env:
+                return evaluate(side.policy, env, **place)
+        folder = RunFolder.open(chosen_run(options.run, options.root)).videos
+        number = int(side.is_swapped)
+        name = f"{first.name}-against-{second.name}-as-player-{number}".replace("/", "-")
+        result, videos = record_video(side.policy, arena.make_env, folder, name, **place)
+        for path in videos:
+            print(path)
+        return result
+
+    return play_sides(*policies, play, n_games=n_games, seed=seed)

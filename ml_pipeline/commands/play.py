@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
 
 from ml_pipeline.commands._arguments import RUN_HELP, add_root, add_trust, chosen_run, integer
+
+if TYPE_CHECKING:
+    import gymnasium as gym
+
+    from ml_pipeline.protocols import Policy
+
+_OUTCOMES = {1: "won", 0: "drawn", -1: "lost"}
 
 HELP = "play greedy episodes with a run or an exported policy"
 
@@ -20,6 +28,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="seed of the first episode; default: 0",
     )
+    parser.add_argument(
+        "--opponent",
+        metavar="PLAYER",
+        help="play as player 0 of two, against a scripted opponent of the env, such as weak or "
+        "strong, or against another file or run",
+    )
     parser.add_argument("--render", choices=("human",), help="show the episodes in a window")
     add_root(parser)
     add_trust(parser)
@@ -29,15 +43,19 @@ def run(options: Namespace) -> None:
     import torch
 
     from ml_pipeline.analysis.evaluate import evaluate
+    from ml_pipeline.analysis.games import winner_of
     from ml_pipeline.door.load import load_policy
     from ml_pipeline.door.parts import torch_threads
     from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
     from ml_pipeline.envs.factory import close_env
 
     path = chosen_run(options.policy, options.root)
-    policy, env, name = load_policy(path, render=options.render, trust=options.trust)
+    if options.opponent is None:
+        policy, env, name = load_policy(path, render=options.render, trust=options.trust)
+    else:
+        policy, env, name = _load_pair(path, options)
     print(f"{name}, greedy actions")
-    returns = []
+    returns, winners = [], []
     try:
         with torch_threads(torch.device("cpu")):
             for seed in range(options.seed, options.seed + options.episodes):
@@ -45,8 +63,30 @@ def run(options: Namespace) -> None:
                 cut = f", cut at {MAX_EPISODE_STEPS:,} steps" if result.n_cut else ""
                 (episode,) = result.episodes
                 returns.append(episode.episode_return)
-                line = f"seed {seed}: return {returns[-1]:.1f}, length {episode.length}{cut}"
-                print(line, flush=True)
+                outcome = ""
+                if options.opponent is not None:
+                    winners.append(winner_of(episode))
+                    outcome = f"{_OUTCOMES[winners[-1]]}, "
+                line = f"seed {seed}: {outcome}return {returns[-1]:.1f}, length {episode.length}"
+                print(f"{line}{cut}", flush=True)
     finally:
         close_env(env)
     print(f"mean return of {len(returns)}: {sum(returns) / len(returns):.1f}")
+    if winners:
+        counts = (f"{word} {winners.count(each)}" for each, word in _OUTCOMES.items())
+        print(", ".join(counts))
+
+
+def _load_pair(path: str, options: Namespace) -> tuple[Policy, gym.Env[Any, Any], str]:
+    """Both players as one policy, the two-player env, and a title."""
+    from ml_pipeline.analysis.games import PairPolicy
+    from ml_pipeline.door.players import env_of, load_player, open_arena
+
+    arena = open_arena(env_of(path, trust=options.trust), render_mode=options.render)
+    rival = chosen_run(options.opponent, options.root)
+    # Both act greedily, so the seed of their noise does not matter.
+    first, second = (
+        load_player(each, arena, noise_seed=0, trust=options.trust) for each in (path, rival)
+    )
+    title = f"{arena.name}, {first.name} against {second.name}"
+    return PairPolicy(first.policy, second.policy), arena.make_env(), title

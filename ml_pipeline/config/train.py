@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from ml_pipeline.config.checks import check, integer_steps
+from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.errors import shorten
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 
@@ -115,12 +116,14 @@ class TrainConfig:
     run_root: str = RUN_ROOT  # the run folder is <run_root>/<env>/<date>_<time>_<hex>[_<name>]
     env: EnvConfig = field(default_factory=EnvConfig)
     eval_env: EvalEnvConfig = field(default_factory=EvalEnvConfig)
+    opponent: Optional[OpponentConfig] = None  # self-play in a two-player env
     agent: Any = field(default_factory=dict)  # an AgentConfig, of the class of its algorithm
     network: dict[str, Any] = field(default_factory=dict)  # a _target_ entry
     vec_env: VecEnvConfig = field(default_factory=VecEnvConfig)
     collector: str = "sync"  # or double: act in one half of the envs while the other half steps
     logger: dict[str, Any] = field(default_factory=dict)  # name -> _target_ entry
     callbacks: dict[str, Any] = field(default_factory=dict)  # name -> _target_ entry
+    curriculum: Any = None  # a CurriculumConfig: phases of training
 
     def __post_init__(self) -> None:
         self.n_envs = self._checked_n_envs()
@@ -169,6 +172,11 @@ class TrainConfig:
     def evaluated_env(self) -> EnvConfig:
         """The env of evaluations: ``env`` with the changes of ``eval_env``."""
         return self.eval_env.applied_to(self.env)
+
+    @property
+    def needs_two_players(self) -> bool:
+        """Whether the env of evaluations has no opponent of its own."""
+        return self.opponent is not None and self.evaluated_env.kwargs.get("opponent") is None
 
     def suits(self, n_envs: int, *, recurrent: bool = False) -> bool:
         """Whether ``n_envs`` fits the minibatches and leaves the run at least ten iterations."""

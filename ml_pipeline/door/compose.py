@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.door.explain import explained
 from ml_pipeline.door.trust import check_algorithm, check_names
@@ -92,8 +93,12 @@ def checked_config(cfg: DictConfig) -> TrainConfig:
     """The config as checked dataclasses; agent.algorithm chooses the class of ``agent``."""
     config_class: Any = find_algorithm(cfg).config
     try:
-        agent = OmegaConf.merge(_schema(config_class), {"agent": cfg.agent}).agent
-        values = {str(key): cfg[key] for key in cfg} | {"agent": agent}
+        parts = {"agent": _typed("agent", config_class, cfg)}
+        if cfg.curriculum is not None:
+            if OmegaConf.is_list(OmegaConf.select(cfg, "curriculum.phases")):
+                raise ConfigError("curriculum.phases is a list; write phases: {NAME: {...}, ...}")
+            parts["curriculum"] = _typed("curriculum", CurriculumConfig, cfg)
+        values = {str(key): cfg[key] for key in cfg} | parts
         return TrainConfig(**{key: _plain(value) for key, value in values.items()})
     except OmegaConfBaseException as error:
         raise ConfigError(explained(error)) from error
@@ -101,9 +106,15 @@ def checked_config(cfg: DictConfig) -> TrainConfig:
         raise ConfigError(str(error)) from error
 
 
+def _typed(key: str, config_class: Any, cfg: DictConfig) -> Any:
+    """The config at ``key``, as a node of this class."""
+    merged = OmegaConf.merge(_schema(key, config_class), {key: cfg[key]})
+    return getattr(merged, key)
+
+
 @cache
-def _schema(config_class: Any) -> DictConfig:
-    return OmegaConf.create({"agent": OmegaConf.structured(config_class)})
+def _schema(key: str, config_class: Any) -> DictConfig:
+    return OmegaConf.create({key: OmegaConf.structured(config_class)})
 
 
 def _plain(value: Any) -> Any:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.door.compose import ConfigError
 from ml_pipeline.door.parts import act_greedily
 from ml_pipeline.envs.choice import choose_mode
+from ml_pipeline.envs.self_play import SelfPlayEnv
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.tensor_self_play import TensorSelfPlay
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.targets import import_dotted
+from ml_pipeline.training.tensor.opponents import TensorOpponentPool
 
 if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv
 
     from ml_pipeline.door.plan import RunPlan
+    from ml_pipeline.training.opponent_pool import OpponentPool
 
 
 def find_tensor_env(config: TrainConfig) -> type[TorchVectorEnv] | None:
@@ -38,11 +43,15 @@ def build_vec_envs(plan: RunPlan) -> tuple[Sequence[VectorEnv[Any, Any, Any]], s
 
 
 def _make_tensor_env(plan: RunPlan, env_class: type[TorchVectorEnv]) -> TorchVectorEnv:
-    config = plan.config
+    config, kwargs = plan.config, dict(plan.config.env.kwargs)
+    if plan.pool is not None:
+        kwargs["opponent"] = None
     try:
-        return env_class(
-            config.n_envs, device=plan.place.device, seed=plan.env_seed, **config.env.kwargs
-        )
+        env = env_class(config.n_envs, device=plan.place.device, seed=plan.env_seed, **kwargs)
+        if not isinstance(plan.pool, TensorOpponentPool):
+            return env
+        plan.pool.env = TensorSelfPlay(env, plan.pool)
+        return plan.pool.env
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env.target={config.env.target}: {error}") from error
 
@@ -60,13 +69,13 @@ def _counted(n_envs: int) -> str:
     return "1 env" if n_envs == 1 else f"{n_envs} envs"
 
 
-def _build_process_envs(plan: RunPlan) -> tuple[list[ParallelEnv | SerialEnv], str]:
+def _build_process_envs(plan: RunPlan) -> tuple[Sequence[VectorEnv[Any, Any, Any]], str]:
     config, mode, reason = plan.config, plan.config.vec_env.mode, plan.remark
     n_slices = min(config.vec_env.n_workers or available_cores(), config.n_envs)
     halves = [config.n_envs] if config.collector == "sync" else [config.n_envs // 2] * 2
     if mode == "auto":
         mode, why = choose_mode(
-            partial(_make_vec_env, plan),
+            partial(_make_timed_env, plan),
             plan.trial,
             partial(act_greedily, plan.agent),
             n_envs=config.n_envs,
@@ -81,7 +90,30 @@ def _build_process_envs(plan: RunPlan) -> tuple[list[ParallelEnv | SerialEnv], s
         for env in envs:
             env.close()
         raise
-    return envs, _how_process_envs_run(envs, mode) + (f" ({reason})" if reason else "")
+    how = _how_process_envs_run(envs, mode) + (f" ({reason})" if reason else "")
+    if plan.pool is None:
+        return envs, how
+    return _with_opponents(plan, envs, plan.pool), f"{how}, against a pool of opponents"
+
+
+def _with_opponents(
+    plan: RunPlan, envs: Sequence[VectorEnv[Any, Any, Any]], pool: OpponentPool
+) -> list[VectorEnv[Any, Any, Any]]:
+    moves = plan.self_play.moves if plan.self_play is not None else None
+    first_envs = accumulate((env.num_envs for env in envs[:-1]), initial=0)
+    return [
+        SelfPlayEnv(env, pool, first_env=first, moves=moves)
+        for env, first in zip(envs, first_envs, strict=True)
+    ]
+
+
+def _make_timed_env(plan: RunPlan, mode: str) -> VectorEnv[Any, Any, Any]:
+    """All envs, and opponents of their own: the pool of the run must not draw yet."""
+    env = _make_vec_env(plan, mode)
+    if plan.self_play is None:
+        return env
+    pool = plan.self_play.new_pool(plan.agent, plan.place)
+    return _with_opponents(plan, [env], pool)[0]
 
 
 def _how_process_envs_run(envs: Sequence[ParallelEnv | SerialEnv], mode: str) -> str:

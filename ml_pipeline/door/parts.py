@@ -13,6 +13,7 @@ import gymnasium as gym
 import torch
 from threadpoolctl import threadpool_limits
 
+from ml_pipeline.callbacks.curriculum import Curriculum
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.distributed import World
 from ml_pipeline.door.compose import ConfigError, find_algorithm, stored_text
@@ -187,6 +188,9 @@ def _named_metrics(config: TrainConfig) -> dict[str, str]:
     for name, entry in config.callbacks.items():
         if isinstance(metric := entry.get("metric"), str):
             named[f"callbacks.{name}.metric"] = metric
+    for name, phase in (config.curriculum.phases if config.curriculum else {}).items():
+        if phase.until.metric is not None:
+            named[f"curriculum.phases.{name}.until.metric"] = phase.until.metric
     return named
 
 
@@ -237,6 +241,10 @@ def build_callbacks(
         "best_metric": config.best_metric,
     }
     callbacks: dict[str, Callback] = {}
+    if config.curriculum is not None:
+        if "curriculum" in config.callbacks:
+            raise ConfigError("callbacks.curriculum: the key curriculum makes one of that name")
+        callbacks["curriculum"] = Curriculum(config.curriculum)
     for name, entry in config.callbacks.items():
         callbacks[name] = instantiate(entry, key=f"callbacks.{name}", offers=offers)
         if not isinstance(callbacks[name], Callback):

@@ -15,6 +15,7 @@ from gymnasium import spaces
 
 from ml_pipeline.agents.networks import out_features
 from ml_pipeline.agents.observations import ObservationReader, batched
+from ml_pipeline.callbacks.opponents import OpponentReport
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.device import program_mode, resolve_device
 from ml_pipeline.distributed import World
@@ -29,6 +30,8 @@ from ml_pipeline.door.parts import (
     mask_key,
     torch_threads,
 )
+from ml_pipeline.door.phases import check_phases
+from ml_pipeline.door.self_play import SelfPlay, find_self_play
 from ml_pipeline.door.warm_start import started_from
 from ml_pipeline.envs.choice import choose_n_envs
 from ml_pipeline.envs.factory import EnvFactory
@@ -48,6 +51,7 @@ from ml_pipeline.runs.console import say, say_if_slow
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.seeding import first_env_seed, seed_global_generators
 from ml_pipeline.training.gpu.programs import Programs
+from ml_pipeline.training.opponent_pool import OpponentPool
 from ml_pipeline.training.out_of_memory import (
     NETWORK_ADVICE,
     memory_explained,
@@ -62,7 +66,9 @@ class RunPlan(NamedTuple):
     place: Place
     make_env: EnvFactory
     tensor_env: type[TorchVectorEnv] | None  # None: the envs run in processes
-    trial: EnvTrial  # of one env
+    self_play: SelfPlay | None  # None: the env has no opponents from outside
+    pool: OpponentPool | None  # of the opponents
+    trial: EnvTrial  # of one env, as the agent sees it
     agent: Agent
     run: RunFolder  # of a new run: not yet on disk
     callbacks: dict[str, Callback]
@@ -105,15 +111,24 @@ def make_plan(
     run_folder = run_folder.absolute()
     place = _make_place(config)
     seed_global_generators(config.seed)
-    make_env = build_env_factory(config.env)
     tensor_env = find_tensor_env(config)
-    trial = _try_envs(config)
+    self_play = find_self_play(config, tensor_env)
+    make_env = build_env_factory(config.env) if self_play is None else self_play.arena.make_env
+    trial = _try_envs(config, make_env, self_play)
     config = with_mask_source(config, trial)
     all_callbacks = build_callbacks(config, run_folder, place.device)
     for name, callback in (callbacks or {}).items():
         if name in all_callbacks:
             raise ConfigError(f"callbacks.{name}: the config has one of that name; rename one")
         all_callbacks[name] = callback
+    if config.curriculum is not None:
+        check_phases(
+            config,
+            config.curriculum,
+            list(all_callbacks.values()),
+            env=tensor_env or make_env,
+            opponents=None if self_play is None else self_play.player_names,
+        )
     with memory_explained(place.device, lambda: NETWORK_ADVICE):
         agent = build_agent(config, trial, place)
         _try_agent(agent, trial)
@@ -129,11 +144,18 @@ def make_plan(
     reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
     if reason is not None:
         raise ConfigError(reason)
+    pool = None
+    if self_play is not None:
+        pool = self_play.new_pool(agent, place)
+        # First, so that others see its metrics.
+        all_callbacks = {"opponents": OpponentReport(pool), **all_callbacks}
     return RunPlan(
         config,
         place,
         make_env,
         tensor_env,
+        self_play,
+        pool,
         trial,
         agent,
         run_folder,
@@ -173,7 +195,7 @@ def _is_recurrent(agent: Agent) -> bool:
     return agent.new_memory(1) is not None
 
 
-def _try_envs(config: TrainConfig) -> EnvTrial:
+def _try_envs(config: TrainConfig, make_env: EnvFactory, self_play: SelfPlay | None) -> EnvTrial:
     """Play the env for a moment, and that of evaluations if it is another.
 
     A broken env is refused before a run folder exists.
@@ -181,21 +203,34 @@ def _try_envs(config: TrainConfig) -> EnvTrial:
     options: dict[str, Any] = {}
     if config.n_envs == "auto" or config.vec_env.mode == "auto":
         options = {"seconds": 0.1, "least_steps": 20}  # long enough to time a step
-    trial = _try_env(config, config.env, **options)
-    if config.evaluated_env != config.env:
-        try:
-            evaluated = _try_env(config, config.evaluated_env)
-        except UserError as error:
-            raise ConfigError(f"eval_env: {error}") from error
-        for name in ("observation_space", "action_space"):
-            theirs, ours = getattr(evaluated, name), getattr(trial, name)
-            if theirs != ours:
-                raise ConfigError(f"eval_env has the {name} {theirs}, but env has {ours}")
+    trial = _try_env(config, config.env, make_env, **options)
+    if self_play is not None:
+        trial = self_play.seen_by_agent(trial)
+    if config.needs_two_players:
+        if "evaluation" in config.callbacks:
+            raise ConfigError(
+                f"env {config.evaluated_env.name} needs two players, also in evaluations; name one "
+                "by +eval_env.kwargs.opponent=NAME, or use ~callbacks.evaluation and a tournament"
+            )
+    elif config.evaluated_env != config.env or self_play is not None:
+        _check_evaluated_env(config, trial)
     return trial
 
 
-def _try_env(config: TrainConfig, env: EnvConfig, **options: Any) -> EnvTrial:
-    make_env, options["mask_key"] = build_env_factory(env), mask_key(config)
+def _check_evaluated_env(config: TrainConfig, trial: EnvTrial) -> None:
+    env = config.evaluated_env
+    try:
+        evaluated = _try_env(config, env, build_env_factory(env))
+    except UserError as error:
+        raise ConfigError(f"eval_env: {error}") from error
+    for name in ("observation_space", "action_space"):
+        theirs, ours = getattr(evaluated, name), getattr(trial, name)
+        if theirs != ours:
+            raise ConfigError(f"eval_env has the {name} {theirs}, but env has {ours}")
+
+
+def _try_env(config: TrainConfig, env: EnvConfig, make_env: EnvFactory, **options: Any) -> EnvTrial:
+    options["mask_key"] = mask_key(config)
     is_parallel = config.vec_env.mode == "parallel"
     with say_if_slow(slow_trial(env.name, config.vec_env, in_worker=is_parallel)):
         if is_parallel:
@@ -211,6 +246,7 @@ def _try_env(config: TrainConfig, env: EnvConfig, **options: Any) -> EnvTrial:
 def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> None:
     """Refuse settings that need envs in processes."""
     is_nested = isinstance(trial.observation_space, (spaces.Dict, spaces.Tuple))
+    is_stacked = getattr(config.agent, "stacked_frames", 1) > 1  # a setting of replay
     for is_wrong, key, fix in (
         (bool(config.env.wrappers), "env.wrappers", "put their work into the env class"),
         (config.vec_env.mode != "auto", "vec_env", "leave vec_env=auto"),
@@ -218,6 +254,7 @@ def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> Non
         (_is_recurrent(agent), "network", "use one that is not recurrent, such as network=mlp"),
         (config.agent.action_mask != "none", "agent.action_mask", "set agent.action_mask=none"),
         (is_nested, "its observation space", "use one Box or Discrete"),
+        (is_stacked, "agent.stacked_frames", "set agent.stacked_frames=1"),
     ):
         if is_wrong:
             raise ConfigError(

@@ -24,6 +24,7 @@ Path = tuple[str, ...]  # of a config key: ("network", "encoder", "_target_")
 
 
 _LOGGER = r"logger/[^/]+/_target_"
+_TERM = r"(eval_)?env/wrappers/[^/]+/terms/[^/]+/_target_"  # of RewardShaping: a function
 
 
 def check_names(config: Mapping[str, Any], source: object, *, typed: Sequence[Path] = ()) -> None:
@@ -86,6 +87,8 @@ def _is_known_part(path: Path, name: str) -> bool:
         return isinstance(found, Algorithm)
     if path[0] == "agent":  # parts of an algorithm may be functions
         return getattr(found, "__module__", "").startswith("ml_pipeline.agents.")
+    if re.fullmatch(_TERM, key):
+        return getattr(found, "__module__", "").startswith("ml_pipeline.envs.wrappers.")
     # A module also has the names that it imports: judge a class by where it was defined.
     if not isinstance(found, type) or not _is_known_module(found.__module__):
         return False

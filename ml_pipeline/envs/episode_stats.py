@@ -37,7 +37,7 @@ class EpisodeStats:
         """Add one step; returns the episodes that ended in it, in the order of the envs."""
         self._return += reward
         self._length += 1
-        if not done.any():
+        if not np.count_nonzero(done):  # far faster than any()
             return []
         ended = np.flatnonzero(done).tolist()
         if self._from_infos:

@@ -15,6 +15,7 @@ import copy
 import math
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import gymnasium as gym
@@ -64,9 +65,14 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 - as in Gymnasium
 
     # A task also defines single_observation_space and single_action_space.
-    n_draws: ClassVar[int]  # random numbers that the start of an episode needs
+    n_draws: int  # random numbers that the start of an episode needs
     gymnasium_id: ClassVar[str | None] = None  # the Gymnasium env with the same dynamics
     max_episode_steps: int | None = None  # None: no time limit
+    # Of a two-player task, by name: observations [N, *obs] -> actions [N, *act].
+    scripted_players: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}
+    # Names and first values of what ``set_attr`` may change. Each is an attribute, a tensor
+    # [n_envs] float32. ``begin`` copies it into the state, so that an episode keeps its value.
+    settings: ClassVar[Mapping[str, float]] = {}
 
     def __init__(
         self,
@@ -92,6 +98,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         self.seeds = torch.zeros(num_envs, dtype=torch.int64, device=device)  # [n_envs]
         self.device = self.seeds.device  # "cuda:0", not "cuda": tensors report the index
         self._set_seed(int.from_bytes(os.urandom(6), "big") if seed is None else seed)
+        for name, value in self.settings.items():
+            setattr(self, name, torch.full((num_envs,), float(value), device=device))
         # Placeholders with the right shapes until the first reset.
         n_episodes = torch.zeros_like(self.seeds)
         self.position = self._start(n_episodes)._replace(n_episodes=n_episodes)
@@ -113,9 +121,35 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     def observe(self, state: EnvState) -> Tensor:
         """Observations [N, *obs], with the dtype of the observation space."""
 
+    def outcome(self, state: EnvState) -> dict[str, Tensor]:
+        """What ``step`` reports of an ended episode, from its last state: [N, ...] by name."""
+        return {}
+
+    def shaped(
+        self,
+        reward: Tensor,
+        state: EnvState,
+        action: Tensor,
+        next_state: EnvState,
+        terminated: Tensor,
+    ) -> Tensor:
+        """The reward to learn from, [N] float32; episode returns and evaluations keep ``reward``.
+
+        Like ``advance`` it must be pure.
+        """
+        return reward
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Change a setting of the task: one number, or one per env."""
+        if name not in self.settings:
+            known = ", ".join(self.settings) or "none"
+            raise ValueError(f"{name}: {type(self).__name__} has no such setting; it has: {known}")
+        # In place: a captured CUDA graph reads the setting at this address.
+        getattr(self, name).copy_(torch.as_tensor(values, dtype=torch.float32))
+
     def transition(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
         """One step of all envs; after an episode ends, the next one starts in the same step."""
-        return self._autoreset(*self._advance_all(position, action))
+        return self._autoreset(*self._advance_shaped(position, action))
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -134,13 +168,17 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             return self.observe(self.position.state), {}
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """``infos``: final_obs and episode (r, l) of every env, with masks of ended episodes."""
+        """``infos``: final_obs and episode (r, l) of every env, with masks of ended episodes.
+
+        ``final_info`` has the task's ``outcome``, if it defines one.
+        """
         if self._needs_reset:
             raise ResetNeeded("step was called before the first reset; call reset first")
         self._check_action(actions)
         with torch.no_grad():
-            position, result = self._advance_all(self.position, actions)
+            position, result = self._advance_shaped(self.position, actions)
             done = result.terminated | result.truncated
+            outcome = self.outcome(position.state)
             # On the CPU this check is cheap and saves random draws; on a GPU it would synchronise.
             if self.device.type != "cpu" or bool(done.any()):
                 position, result = self._autoreset(position, result)
@@ -151,6 +189,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             "episode": {"r": result.episode_return, "l": result.episode_length},
             "_episode": done,
         }
+        if outcome:
+            masks = {f"_{name}": done for name in outcome}
+            infos |= {"final_info": {**outcome, **masks}, "_final_info": done}
         return result.obs, result.reward, result.terminated, result.truncated, infos
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,8 +238,14 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             return gym.make(cls.gymnasium_id, **kwargs)
         return SingleTorchEnv(cls, **kwargs)
 
+    def _advance_shaped(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
+        """One step without autoreset, with the reward to learn from."""
+        after, result = self._advance_all(position, action)
+        reward = self.shaped(result.reward, position.state, action, after.state, result.terminated)
+        return after, result._replace(reward=reward)
+
     def _advance_all(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
-        """One step without autoreset."""
+        """One step without autoreset, with the reward of the task."""
         state, reward, terminated = self.advance(position.state, action)
         n_steps = position.n_steps + 1
         episode_return = position.episode_return + reward
@@ -226,7 +273,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
 
     def _start(self, n_episodes: Tensor) -> Position:
         """Every env at the start of its episode number ``n_episodes``."""
-        state = self.begin(self._draws(n_episodes))
+        # Cloned: a part of the state may be a setting, which changes in place, or be used twice,
+        # after which torch.compile would compile again.
+        state = tuple(part.clone() for part in self.begin(self._draws(n_episodes)))
         episode_return = torch.zeros(self.num_envs, dtype=torch.float32, device=self.device)
         return Position(state, torch.zeros_like(n_episodes), episode_return, n_episodes + 1)
 

@@ -7,9 +7,10 @@ the main process with it. Workers import this module: keep torch out of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -17,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 
 from ml_pipeline.config.train import VecEnvConfig
-from ml_pipeline.envs.episode_stats import counts_episodes
+from ml_pipeline.envs.episode_stats import counts_episodes, final_numbers
 from ml_pipeline.envs.factory import EnvError, allowed_action, close_env
 from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.vec_env import WorkerError
@@ -89,14 +90,18 @@ def try_env(
         close_env(env)
 
 
-def try_env_in_worker(
-    make_env: Callable[[], gym.Env[Any, Any]], name: str, settings: VecEnvConfig, **options: Any
-) -> EnvTrial:
-    """``try_env`` in a worker, under the deadline of ``settings``."""
+def in_worker(
+    trial: Callable[..., Any],
+    make_env: Callable[[], gym.Env[Any, Any]],
+    name: str,
+    settings: VecEnvConfig,
+    **options: Any,
+) -> Any:
+    """``trial(make_env, name, **options)`` in a worker, under the deadline of ``settings``."""
     try:
-        trial: EnvTrial = call_in_worker(
-            _try_in_worker,
-            (make_env, name, options),
+        return call_in_worker(
+            _called,
+            (trial, make_env, name, options),
             start_method=settings.start_method or "spawn",  # type: ignore[arg-type]  # VecEnvConfig
             seconds=settings.step_timeout_seconds,
         )
@@ -104,7 +109,78 @@ def try_env_in_worker(
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from error
         raise EnvError(f"env {name} failed in its trial before training: {error}") from error
+
+
+def try_env_in_worker(
+    make_env: Callable[[], gym.Env[Any, Any]], name: str, settings: VecEnvConfig, **options: Any
+) -> EnvTrial:
+    """``try_env`` in a worker, under the deadline of ``settings``."""
+    trial: EnvTrial = in_worker(try_env, make_env, name, settings, **options)
     return trial
+
+
+def try_phases(
+    make_env: Callable[[], gym.Env[Any, Any]],
+    name: str,
+    *,
+    phases: Mapping[str, Mapping[str, Any]],
+    mask_key: str = "action_mask",
+    seconds: float = 0.02,
+    most_steps: int = 500,
+) -> dict[str, list[str] | None]:
+    """Play one env with the attributes of each phase, one phase after the other.
+
+    Returns the names of the numbers in the info of an episode's last step; None if none ended.
+    """
+    env = make_env()
+    found: dict[str, list[str] | None] = {}
+    try:
+        env.action_space.seed(0)
+        for phase, settings in phases.items():
+            key = f"curriculum.phases.{phase}.env"
+            for attribute in settings:
+                _check_attribute(env, attribute, key)
+            try:
+                for attribute, value in settings.items():
+                    env.set_wrapper_attr(attribute, value)
+                found[phase] = _last_numbers(env, mask_key, seconds, most_steps)
+            except (Exception, SystemExit) as error:  # envs may raise anything
+                reason = f"{type(error).__name__}: {first_line(error, n_lines=5)}{place_of(error)}"
+                raise EnvError(f"{key}: env {name} fails with these settings: {reason}") from error
+    finally:
+        close_env(env)
+    return found
+
+
+def _check_attribute(env: gym.Env[Any, Any], name: str, key: str) -> None:
+    if env.has_wrapper_attr(name) and not callable(env.get_wrapper_attr(name)):
+        return
+    layers, inner = [env], env
+    while isinstance(inner, gym.Wrapper):
+        inner = inner.env
+        layers.append(inner)
+    known = [each for layer in layers for each in vars(layer) if not each.startswith("_")]
+    near = get_close_matches(name, known, n=1)
+    fix = f"did you mean {near[0]}?" if near else "name one that takes effect at a reset"
+    raise EnvError(f"{key}.{name}: the env has no attribute of this name; {fix}")
+
+
+def _last_numbers(
+    env: gym.Env[Any, Any], mask_key: str, seconds: float, most_steps: int
+) -> list[str] | None:
+    """The names of the numbers in the last info of one episode; None if it takes too long."""
+    obs, info = env.reset(seed=0)
+    check = _ObservationCheck(env)
+    check(obs)
+    deadline = time.perf_counter() + seconds
+    for _ in range(most_steps):
+        obs, _, terminated, truncated, info = env.step(allowed_action(env, obs, info, mask_key))
+        check(obs)
+        if terminated or truncated:
+            return list(final_numbers(info))
+        if time.perf_counter() > deadline:
+            break
+    return None
 
 
 def slow_trial(name: str, settings: VecEnvConfig, *, in_worker: bool) -> str:
@@ -116,10 +192,13 @@ def slow_trial(name: str, settings: VecEnvConfig, *, in_worker: bool) -> str:
     return f"env {name}: its trial before training takes long; {fix}"
 
 
-def _try_in_worker(
-    make_env: Callable[[], gym.Env[Any, Any]], name: str, options: dict[str, Any]
-) -> EnvTrial:
-    return try_env(make_env, name, **options)
+def _called(
+    trial: Callable[..., Any],
+    make_env: Callable[[], gym.Env[Any, Any]],
+    name: str,
+    options: dict[str, Any],
+) -> Any:
+    return trial(make_env, name, **options)
 
 
 def _play(

@@ -2,6 +2,7 @@
 
 Row 0 is what player 0 sees and does, row 1 the same for player 1, each from its own point of view.
 The reward is that of player 0; ``info["winner"]`` of the last step is 1, 0 or -1 for player 0.
+An env with the keyword ``discrete`` has ``moves`` [n, *act]: the action that each of n stands for.
 """
 
 from __future__ import annotations

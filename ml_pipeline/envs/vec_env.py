@@ -206,9 +206,10 @@ class ParallelEnv(WorkerVectorEnv):
     def resize(self, n_envs: int) -> tuple[Any, dict[str, Any]]:
         """Add or remove envs at the end; the others are not affected.
 
-        New envs use the factories in turn, are seeded ``seed + i`` and reset. Workers without
-        envs end; new ones start if fewer than ``n_workers`` run. Returns the observations of all
-        envs and the infos of the resets.
+        New envs use the factories in turn, and the attributes that ``set_attr`` has set in the
+        envs of these. They are seeded ``seed + i`` and reset. Workers without envs end; new ones
+        start if fewer than ``n_workers`` run. Returns the observations of all envs and the infos
+        of the resets.
 
         If a worker is already lost or a new env cannot be built, this raises and changes nothing.
         If a worker is lost later, this raises and closes the vector env.
@@ -236,6 +237,9 @@ class ParallelEnv(WorkerVectorEnv):
         if n_envs <= before:
             return self._observations(), {}
         is_new = np.arange(n_envs) >= before
+        told = [dict(self._attributes[row % before]) for row in range(before, n_envs)]
+        if any(told):
+            self._set_attributes([{}] * before + told)
         return self.reset(seed=list(self._seeds.last), options={"reset_mask": is_new})
 
     def _shrink(self, n_envs: int) -> None:

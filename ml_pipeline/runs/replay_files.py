@@ -78,7 +78,7 @@ def read_replay(run: RunFolder, buffer: ReplayBuffer) -> None:
     for segment in reversed(buffer.segments):
         if segment["last"] >= first:
             first = min(first, segment["first"])
-    if first == buffer.n_written > 0:
+    if first == buffer.n_written > buffer.oldest:
         raise CheckpointError(
             f"{run.path}: the checkpoint was saved without its newest transitions; "
             "resume from latest"

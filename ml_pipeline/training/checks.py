@@ -30,7 +30,7 @@ class FiniteCheck:
 
     def reward(self, reward: NDArray[Any], *, first_env: int, t: int) -> None:
         # One dot product is the cheapest test. If it overflows, the rewards may still be finite.
-        if not self.enabled or math.isfinite(reward @ reward):
+        if not self.enabled or math.isfinite(reward.dot(reward)):
             return
         for row in np.flatnonzero(~np.isfinite(reward)).tolist():
             raise BadValueError(
@@ -45,7 +45,7 @@ class FiniteCheck:
             if leaf.dtype != np.float32:
                 continue
             flat = leaf.reshape(-1)
-            if math.isfinite(flat @ flat):
+            if math.isfinite(flat.dot(flat)):
                 continue
             for row, *index in np.argwhere(~np.isfinite(leaf)).tolist():
                 which = f" {name!r}" if name else ""

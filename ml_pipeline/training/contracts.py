@@ -68,6 +68,10 @@ class ReplayAgent(Agent, Observer, Protocol):
     config: Any  # OffPolicyConfig
 
     @property
+    def takes_arrays(self) -> bool:
+        """Whether ``explore`` and ``gradient_step`` take NumPy arrays in the place of tensors."""
+
+    @property
     def update_generator(self) -> torch.Generator | None:
         """For the noise of updates, on the agent's device."""
 

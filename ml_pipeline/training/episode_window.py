@@ -13,7 +13,7 @@ import numpy as np
 from ml_pipeline.envs.episode_stats import MAX_INFOS, info_means
 from ml_pipeline.protocols import Episode, Metrics, StateDict
 
-_LENGTH = 100
+N_RECENT = 100
 
 
 class EpisodeWindow:
@@ -21,7 +21,7 @@ class EpisodeWindow:
 
     def __init__(self) -> None:
         self.n_episodes = 0
-        self._recent: deque[Episode] = deque(maxlen=_LENGTH)
+        self._recent: deque[Episode] = deque(maxlen=N_RECENT)
         self._info_names: list[str] = []  # of the infos that are logged
 
     def add(self, episodes: Sequence[Episode]) -> Metrics:
@@ -47,7 +47,7 @@ class EpisodeWindow:
     def _latest(self) -> list[Episode]:
         """The last 100 episodes, or a few more if only the mean of several is known."""
         latest: list[Episode] = []
-        missing = _LENGTH
+        missing = N_RECENT
         for episode in reversed(self._recent):
             if missing <= 0:
                 break

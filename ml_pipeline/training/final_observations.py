@@ -68,8 +68,9 @@ class FinalObservations:
     def release(self, place: Any) -> None:
         """Free the slots of transitions that are overwritten."""
         held = self._slots[place]
-        self._free += held[held >= 0].tolist()
-        self._slots[place] = -1
+        if (used := held[held >= 0]).size:
+            self._free += used.tolist()
+            self._slots[place] = -1
 
     def _stored(self, final: FinalObservation, slot: int) -> int:
         for name, leaf in final.leaves.items():

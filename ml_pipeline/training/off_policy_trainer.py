@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -93,12 +94,13 @@ class OffPolicyTrainer:
         rates = self.agent.rates(self.progress, learning_rate)
         n_steps = config.iteration_length
         noise = self.agent.draw_noise(n_steps, self.replay.n_envs, self._noise)
-        steps.begin(learning.begin(rates))
+        due = self._updates_due(n_steps)
+        steps.begin(learning.begin(rates, sum(due)), noise)
         for t in range(n_steps):
-            row = self.agent.distribution.noise_row(t)
-            steps.send(noise[row], is_random=self._env_steps < config.learning_starts)
+            steps.send(t, is_random=self._env_steps < config.learning_starts)
             learn_start = time.perf_counter()
-            learning.run(self._n_due())  # while the envs step
+            if len(self.replay):
+                learning.run(due[t])  # while the envs step
             learn_seconds += time.perf_counter() - learn_start
             steps.receive(t)
         episodes = steps.end(n_steps)
@@ -117,12 +119,20 @@ class OffPolicyTrainer:
             "time/collect_seconds": seconds - learn_seconds,
         }
 
-    def _n_due(self) -> int:
-        """Updates that are due after the env steps that are in the buffer."""
-        if not len(self.replay):
-            return 0
-        learned_from = max(self._env_steps - int(self.config.learning_starts), 0)
-        return int(self.config.updates_per_env_step * learned_from) - self.n_updates
+    def _updates_due(self, n_steps: int) -> list[int]:
+        """Updates during each of the next steps; the env steps before it make them due.
+
+        A buffer that was cleared must fill again first; the updates of that time are left out.
+        """
+        ratio, starts = self.config.updates_per_env_step, int(self.config.learning_starts)
+        replay, n_envs = self.replay, self.replay.n_envs
+        env_steps = [self._env_steps + t * n_envs for t in range(-1, n_steps)]
+        totals = [int(ratio * max(each - starts, 0)) for each in env_steps]
+        full = replay.first * n_envs + min(starts, replay.capacity_rows * n_envs)
+        return [
+            total - before if now >= full else 0
+            for (before, total), now in zip(pairwise(totals), env_steps[1:], strict=True)
+        ]
 
     def env_snapshots(self) -> list[bytes] | None:
         """All envs as bytes; None during an iteration."""
@@ -167,11 +177,7 @@ def load_position(replay: ReplayBuffer, state: StateDict) -> None:
         replay.begin(leaves, None if mask is None else mask.numpy())
 
 
-def check_envs(envs: Envs, config: OffPolicyConfig) -> None:
+def check_envs(envs: Envs) -> None:
     """Refuse envs that replay does not support."""
     if len(envs.parts) > 1:
         raise TrainingError("collector=double: replay learns while envs step; use collector=sync")
-    if isinstance(envs.parts[0], TorchVectorEnv) and config.stacked_frames > 1:
-        raise TrainingError(
-            f"agent.stacked_frames={config.stacked_frames}: tensor envs have no stacks; use 1"
-        )

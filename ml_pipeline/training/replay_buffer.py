@@ -104,7 +104,7 @@ class ReplayBuffer:
             gamma=gamma,
         )
         self._is_reset = True  # the next ``begin`` starts episodes
-        self._compiled_batch: Callable[[Tensor, Tensor], ReplayBatch] = self.batch
+        self._compiled_batch: Callable[[Any, Any], ReplayBatch] = self.batch
         if device.type == "cuda" and programs is not None:
 
             def batch(index: Tensor, weight: Tensor) -> ReplayBatch:
@@ -163,10 +163,16 @@ class ReplayBuffer:
         """Drop the newest row, whose successor is not known; its observations are current."""
         if not self.n_written:
             return
-        self.first = self.first_drawn  # the row before it has been overwritten
+        self.first = min(self.first_drawn, self.n_written - 1)  # the row before is overwritten
         self.n_written -= 1
         self._tell_device()
         self._set_priority(self.n_written, self.n_written + 1, 0.0 * self._top)
+
+    def clear(self) -> None:
+        """Draw none of the transitions so far; the current episodes continue."""
+        self._set_priority(self.first_drawn, self.n_written, 0.0 * self._top)
+        self.first = self.n_written
+        self._tell_device()
 
     def forget_before(self, row: int) -> None:
         """Draw no transition that needs a row before this one."""
@@ -271,19 +277,28 @@ class ReplayBuffer:
         start = (row % self.n_rows) * self.n_envs
         return slice(start, start + self.n_envs)
 
-    def sample(self, uniform: Tensor, *, beta: Any = 1.0) -> tuple[ReplayBatch, Tensor]:
-        """Transitions for uniform numbers [B] in [0, 1), and their indices for ``prioritise``."""
+    def sample(self, uniform: Any, *, beta: Any = 1.0) -> tuple[ReplayBatch, Any]:
+        """Transitions for uniform numbers [B] in [0, 1), and their indices for ``prioritise``.
+
+        All are tensors, or arrays if ``uniform`` is an array, which is faster on the CPU.
+        """
         n_valid, first, _ = self._counts()
+        index: Any
+        weight: Any
+        is_array = isinstance(uniform, np.ndarray)
         if self.tree is not None:
-            index = self.tree.draw(uniform)
+            index = self.tree.draw(torch.as_tensor(uniform))
             share = self.tree.priorities[index] / self.tree.total
             weight = (n_valid * share).pow(-beta)
             weight = (weight / weight.max()).float()
+            if is_array:
+                index, weight = index.numpy(), weight.numpy()
         else:
             # torch draws float32 numbers of 24 bits, so the integers are exact.
-            number = ((uniform * 2**24).long() * n_valid) >> 24
-            index = (number + first) % len(self.done)
-            weight = torch.ones_like(uniform)
+            number = uniform * 2**24
+            number = number.astype(np.int64) if is_array else number.long()
+            index = ((number * n_valid >> 24) + first) % (self.n_rows * self.n_envs)
+            weight = np.ones_like(uniform) if is_array else torch.ones_like(uniform)
         return self._compiled_batch(index, weight), index
 
     def _counts(self) -> tuple[Any, Any, Any]:
@@ -294,17 +309,17 @@ class ReplayBuffer:
         first_row, newest_row = self.first_drawn % self.n_rows, (self.n_written - 1) % self.n_rows
         return len(self), first_row * self.n_envs, newest_row
 
-    def batch(self, index: Tensor, weight: Tensor) -> ReplayBatch:
+    def batch(self, index: Any, weight: Any) -> ReplayBatch:
         """The windows of n steps that begin at ``index``."""
         return self.windows.batch(index, weight, self._counts()[2])
 
-    def prioritise(self, index: Tensor, error: Tensor) -> None:
+    def prioritise(self, index: Any, error: Any) -> None:
         """Set priorities by the absolute TD error, [B]; without prioritised replay does nothing."""
         if self.tree is None:
             return
-        priority = (error.abs() + 1e-6).pow(self._exponent)
+        priority = (torch.as_tensor(error).abs() + 1e-6).pow(self._exponent)
         # The same transition may be drawn twice; its errors are equal, so any of them will do.
-        self.tree.set(index, priority)
+        self.tree.set(torch.as_tensor(index), priority)
         self._top.copy_(torch.maximum(self._top, priority.max()))
 
     def _row_tables(self) -> dict[str, Tensor]:

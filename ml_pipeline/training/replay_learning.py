@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ml_pipeline.protocols import Metrics
+from ml_pipeline.seeding import set_generator_state
 from ml_pipeline.training.checks import TrainingError
 from ml_pipeline.training.contracts import ReplayAgent
 from ml_pipeline.training.gpu.programs import Programs, send
@@ -44,15 +45,18 @@ class ReplayLearning:
         self._names = agent.metric_names
         self._on_host = replay.device.type == "cpu"
         self._rates: Any = None
+        self._uniform: Any = None  # [n_updates, B] in host memory, for the updates of an iteration
         self._n_results = 0
         self._sums = [0.0] * (len(self._names) + 1)  # the last one: steps that were finite
         self._device_sums = torch.zeros(len(self._sums), device=replay.device)
         self._captured: dict[tuple[bool, int], Callable[[], None]] = {}
 
-    def begin(self, rates: Any) -> Any:
-        """Use these rates from now on; returns them as the agent must read them."""
+    def begin(self, rates: Any, n_updates: int) -> Any:
+        """Prepare for up to ``n_updates``; returns the rates as the agent must read them."""
         if self._on_host:
             self._rates = rates
+            uniform = torch.rand(n_updates, self._batch_size, generator=self._generator)
+            self._uniform = uniform.numpy() if self._agent.takes_arrays else uniform
         else:
             if self._rates is None:
                 place = torch.zeros(len(rates), device=self._replay.device)
@@ -65,7 +69,7 @@ class ReplayLearning:
         for _ in range(n_updates):
             is_turn = self._agent.begin_update()
             if self._on_host:
-                self._add(self._update(is_turn))
+                self._add(self._update(is_turn, self._uniform[self._n_results]))
             else:
                 self._program(is_turn)()
             self._n_results += 1
@@ -77,7 +81,9 @@ class ReplayLearning:
             self._captured = {each: p for each, p in self._captured.items() if each[1] == key[1]}
 
             def update() -> None:
-                result = self._update(is_turn)
+                shape, device = (self._batch_size,), self._replay.device
+                uniform = torch.rand(shape, generator=self._generator, device=device)
+                result = self._update(is_turn, uniform)
                 report = [*(getattr(result, name) for name in self._names), result.finite]
                 self._device_sums += torch.stack([each.float() for each in report])
 
@@ -85,9 +91,8 @@ class ReplayLearning:
             self._captured[key] = self._programs.captured(update, "the update", generators)
         return self._captured[key]
 
-    def _update(self, is_turn: bool) -> Any:
+    def _update(self, is_turn: bool, uniform: Any) -> Any:
         replay, rates = self._replay, self._rates
-        uniform = torch.rand(self._batch_size, generator=self._generator, device=replay.device)
         batch, index = replay.sample(uniform, beta=getattr(rates, "beta", 1.0))
         result = self._agent.gradient_step(batch, rates, is_turn)
         if replay.tree is not None:
@@ -116,4 +121,4 @@ class ReplayLearning:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.n_updates = state["n_updates"]
-        self._generator.set_state(state["draw_generator"])
+        set_generator_state(self._generator, state["draw_generator"])

@@ -34,6 +34,7 @@ class ReplaySteps:
         self._env_seed = envs.first_seed
         self._check = FiniteCheck(enabled=True)
         self._rates: Any = None
+        self._noise: Any = None  # of an iteration: a tensor, or an array if the agent takes arrays
         self._action: NDArray[Any] = np.zeros(0)
         self._episodes: list[Episode] = []
         self._acting: GpuActing | None = None
@@ -45,9 +46,10 @@ class ReplaySteps:
         env: VectorEnv[Any, Any, Any] = self._columns.env
         return env
 
-    def begin(self, rates: Any) -> None:
+    def begin(self, rates: Any, noise: Tensor) -> None:
         """Before the steps of an iteration; resets the envs if they have not started."""
         self._rates = rates
+        self._noise = noise.numpy() if self._agent.takes_arrays else noise
         columns, agent = self._columns, self._agent
         if not columns.leaves:
             columns.reset(agent, self._env_seed)
@@ -55,10 +57,18 @@ class ReplaySteps:
             self._replay.end_episodes()
             self._replay.begin(columns.leaves, columns.mask)
 
-    def send(self, noise: Tensor, *, is_random: bool) -> None:
-        """Choose actions; the envs step until ``receive``."""
+    def send(self, t: int, *, is_random: bool) -> None:
+        """Choose the actions of step ``t`` of the iteration; the envs step until ``receive``."""
         columns, agent = self._columns, self._agent
-        if self._acting is None or is_random:
+        noise = self._noise[agent.distribution.noise_row(t)]
+        if agent.takes_arrays:
+            leaves: Any = columns.leaves
+            mask: Any = columns.mask
+            obs = leaves[""] if agent.reader.is_single else leaves
+            inputs = PolicyInput(obs, mask, None, None)
+            action: Any = agent.explore(inputs, noise, self._rates, is_random=is_random).action
+            self._action = action
+        elif self._acting is None or is_random:
             inputs = columns.inputs(agent)
             sample = agent.explore(inputs, noise, self._rates, is_random=is_random)
             self._action = sample.action.cpu().numpy()
@@ -96,7 +106,7 @@ class ReplaySteps:
 
     def _finals(self, step: Step, t: int) -> list[FinalObservation]:
         finals = []
-        if step.truncated.any():
+        if np.count_nonzero(step.truncated):  # far faster than any()
             for env in np.flatnonzero(step.truncated & ~step.terminated).tolist():
                 leaves = self._agent.reader.read(step.infos["final_obs"][env])
                 one = {name: leaf[np.newaxis] for name, leaf in leaves.items()}

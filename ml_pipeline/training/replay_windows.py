@@ -49,10 +49,13 @@ class Windows:
         powers = [gamma**k for k in range(n_step + 1)]
         self._powers = self._native(torch.tensor(powers, device=device))
 
-    def batch(self, index: Tensor, weight: Tensor, newest: Any) -> ReplayBatch:
-        """The windows that begin at ``index`` [B]; ``newest`` is the place of the newest row."""
+    def batch(self, index: Any, weight: Any, newest: Any) -> ReplayBatch:
+        """The windows that begin at ``index`` [B]; ``newest`` is the place of the newest row.
+
+        The fields are tensors, or arrays if ``index`` is an array.
+        """
         at = self._native(index)
-        last, steps, reward = self._window(at, newest)
+        last, n_steps, reward = self._window(at, newest)
         successor = (last + self._n_envs) % self._size
         next_obs = self._leaves(successor)
         next_mask = None if self._has_no_mask else self.tables["mask"][successor]
@@ -65,16 +68,17 @@ class Windows:
         if next_mask is not None:
             # The mask of a terminated episode's last observation may allow nothing.
             next_mask = next_mask | terminated[:, None]
-        discount = self._powers[steps] * ~terminated
+        discount = self._powers[n_steps] * ~terminated
         mask = None if self._has_no_mask else self.tables["mask"][at]
-        return ReplayBatch(
+        batch = ReplayBatch(
             self._inputs(self._leaves(at), mask),
-            _tensor(self.tables["action"][at]),
-            _tensor(reward),
+            self.tables["action"][at],
+            reward,
             self._inputs(next_obs, next_mask),
-            _tensor(discount),
+            discount,
             weight,
         )
+        return _as_tensors(batch) if at is not index else batch
 
     def _with_finals(self, obs: Any, mask: Any, slot: Any, has_final: Any) -> tuple[Any, Any]:
         """Put final observations and masks in the place of those of a reset."""
@@ -94,19 +98,26 @@ class Windows:
         rows = {False: index}
         if self._stacks.names:
             rows[True] = self._stacks.rows(index, self.tables["done"], self._n_envs)
-        return {n: self.tables[f"obs {n}"][rows[n in self._stacks.names]] for n in self._names}
+        return {n: self._taken(f"obs {n}", rows[n in self._stacks.names]) for n in self._names}
+
+    def _taken(self, name: str, index: Any) -> Any:
+        table = self.tables[name]
+        # For rows of several numbers, ``take`` is three times as fast as an index.
+        return table.take(index, axis=0) if self._on_host else table[index]
 
     def ends(self, index: Tensor, newest: Any) -> tuple[Tensor, Tensor]:
         """The last transition of each window, and its length."""
-        last, steps, _ = self._window(self._native(index), newest)
-        return _tensor(last), _tensor(steps)
+        last, n_steps, _ = self._window(self._native(index), newest)
+        return _tensor(last), _tensor(n_steps + 0 * last)
 
     def _window(self, index: Any, newest: Any) -> tuple[Any, Any, Any]:
+        """The last transition, the length (1 or [B]) and the discounted sum of rewards."""
         reward, done = self.tables["reward"], self.tables["done"]
         library = self._library
-        last, total, steps = index, reward[index], library.ones_like(index)
+        last, total = index, reward[index]
         if self._n_step == 1:
-            return last, steps, total
+            return last, 1, total
+        steps = library.ones_like(index)
         left = (newest - index // self._n_envs) % self._n_rows  # rows before the write head
         is_open = ~done[index]
         for k in range(1, self._n_step):
@@ -119,12 +130,18 @@ class Windows:
         return last, steps, total
 
     def _inputs(self, leaves: dict[str, Any], mask: Any) -> PolicyInput:
-        obs = {name: _tensor(leaf) for name, leaf in leaves.items()}
-        mask = None if mask is None else _tensor(mask)
-        return PolicyInput(obs[""] if self._is_single else obs, mask, None, None)
+        return PolicyInput(leaves[""] if self._is_single else leaves, mask, None, None)
 
-    def _native(self, tensor: Tensor) -> Any:
-        return tensor.numpy() if self._on_host else tensor
+    def _native(self, values: Any) -> Any:
+        return values.numpy() if self._on_host and isinstance(values, Tensor) else values
+
+
+def _as_tensors(batch: ReplayBatch) -> ReplayBatch:
+    inputs, action, reward, next_inputs, discount, weight = batch
+    inputs, next_inputs = (each.mapped(_tensor, None) for each in (inputs, next_inputs))
+    return ReplayBatch(
+        inputs, _tensor(action), _tensor(reward), next_inputs, _tensor(discount), weight
+    )
 
 
 def _tensor(native: Any) -> Tensor:

@@ -187,3 +187,16 @@ def test_a_changed_loss_or_network_switches_the_hand_written_gradients_off(
     monkeypatch.setattr("ml_pipeline.agents.sac.actor_loss", doubled)
     assert "plain torch runs instead of MlpSAC: the metric actor_loss" in agent.check_fast()
     assert agent.fast is None
+
+
+def test_an_agent_trained_on_a_gpu_is_loaded_on_a_cpu() -> None:
+    agent, state = made(), made().state_dict()
+    state["update_generator"] = torch.arange(16, dtype=torch.uint8)  # as torch saves one of CUDA
+
+    draws = []
+    for _ in range(2):
+        agent.load_state_dict(state)
+        draws.append(torch.rand(4, generator=agent.update_generator))
+
+    assert torch.equal(*draws)
+    assert torch.equal(agent.state_dict()["last_actor"][0], state["last_actor"][0])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from ml_pipeline.analysis.charts import make_charts
 from ml_pipeline.analysis.compare import Group
 from ml_pipeline.analysis.report import write_report
 from ml_pipeline.analysis.run_data import RunData
-from ml_pipeline.metrics import EVAL_RETURN
+from ml_pipeline.metrics import EVAL_RETURN, PHASE
 from ml_pipeline.runs.run_folder import RunFolder
 
 CHARTS = ["curves", "curves_by_time", "final", "improvement", "profile", "efficiency", "throughput"]
@@ -60,6 +58,26 @@ def test_curves_are_interquartile_means_over_the_range_of_all_runs() -> None:
     assert (line.y[0], line.y[-1]) == (2.0, 3.0)
     (by_time,) = chart("curves_by_time", [short]).lines
     assert (by_time.x[0], by_time.x[-1]) == (0.5, 1.0)
+
+
+def in_phases(run: RunData, phases: list[int]) -> RunData:
+    rows = [{**row, PHASE: str(n)} for row, n in zip(run.rows, phases, strict=True)]
+    return run._replace(rows=rows)
+
+
+def test_curves_are_marked_where_a_phase_starts(tmp_path: Path) -> None:
+    phases = [[1, 2, 2, 2], [1, 1, 1, 2], [1, 1, 2, 3]]
+    runs = [in_phases(run_of([1.0] * 4, seed), each) for seed, each in enumerate(phases)]
+    group = Group("A", {}, [[run] for run in runs], [])
+
+    curves = chart("curves", [group])
+
+    # Phase 2 starts after 100, 300 and 200 steps; one run reaches phase 3, after 300 steps.
+    assert [mark.x for mark in curves.marks] == [200.0, 300.0]
+    assert curves.note.endswith(" Dotted: a phase of the curriculum starts.")
+    assert chart("curves").marks == []
+    page = write_report(tmp_path, [group], EVAL_RETURN)
+    assert page.read_text().count('"dash":"dot"') == 2
 
 
 def test_bars_show_the_final_value_and_each_seed() -> None:
@@ -174,19 +192,6 @@ def test_report_is_one_page_and_a_png_per_chart(tmp_path: Path) -> None:
     assert "<th>a&lt;b&gt;</th>" in text
     assert "run3" in text
     assert "10 runs in 2 groups" in text
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with playwright.sync_playwright() as driver:
-        options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        chromium = driver.chromium.launch(executable_path=path, args=options)
-        yield chromium
-        chromium.close()
 
 
 @pytest.mark.slow

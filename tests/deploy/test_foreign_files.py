@@ -20,6 +20,7 @@ from onnx import TensorProto, helper
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.build import train
+from ml_pipeline.deploy import export
 from ml_pipeline.deploy.exported import ExportedPolicy, PolicyFileError
 from ml_pipeline.door.load import export_run
 from ml_pipeline.errors import UserError
@@ -39,6 +40,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("template")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(export, "N_OBSERVATIONS", 100)  # test_export.py checks exports
         settings = [*small(), "vec_env=serial", "~callbacks.evaluation"]
         for name, more in (("policy", []), ("own", ["env.target=tiny_envs.CountingEnv"])):
             run = train([*settings, *more]).run_dir

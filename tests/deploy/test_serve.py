@@ -25,6 +25,7 @@ from conftest import REPOSITORY, TESTS, small
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.build import train
+from ml_pipeline.deploy import export
 from ml_pipeline.deploy.batcher import Batcher
 from ml_pipeline.deploy.exported import Arrays, ExportedPolicy
 from ml_pipeline.deploy.request import Query, RefusedError, RequestReader
@@ -49,6 +50,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     given = [each for each in small() if "evaluation" not in each]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("served"))
+        patch.setattr(export, "N_OBSERVATIONS", 100)  # test_export.py checks exports
         files = {}
         for name, overrides in POLICIES.items():
             quick = ["vec_env=serial", "~callbacks.evaluation"]

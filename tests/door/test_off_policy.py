@@ -70,7 +70,7 @@ def equal(one: Any, other: Any) -> bool:
 def test_a_resumed_run_equals_an_unbroken_one(
     here: Path, settings: list[str], vec_env: str
 ) -> None:
-    settings = [*settings, f"vec_env={vec_env}", "vec_env.n_workers=2", "total_steps=384"]
+    settings = [*settings, f"vec_env={vec_env}", "vec_env.n_workers=2", "total_steps=224"]
     whole = train(settings).run_dir
     part = train([*settings, "+callbacks.stop={_target_: own_parts.StopAt, iteration: 9}"]).run_dir
     stopped = summary_of(part)["env_steps"]
@@ -118,13 +118,26 @@ def test_the_update_ratio_does_not_depend_on_the_number_of_envs(here: Path) -> N
         assert np.mean(measured[-8:]) == pytest.approx(0.25, abs=0.02)
 
 
+def test_a_new_update_ratio_holds_for_the_steps_after_the_resume(here: Path) -> None:
+    settings = [*DQN, "vec_env=serial"]
+    run = train([*settings, "total_steps=96", "agent.updates_per_env_step=0.5"]).run_dir
+
+    for total_steps, ratio in ((128, 0.25), (160, 1.0)):
+        changes = [f"total_steps={total_steps}", f"agent.updates_per_env_step={ratio}"]
+        train([*settings, f"resume={run}", *changes])
+
+    rows = read_metrics(run / "metrics.csv")
+    measured = [float(row["time/updates_per_env_step"]) for row in rows]
+    assert measured[-6:] == [0.5, 0.5, 0.25, 0.25, 1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("settings", "where"), [(DQN, "info"), (DQN, "obs"), (DISCRETE, "info"), (DISCRETE, "obs")]
 )
 def test_forbidden_actions_are_never_taken(here: Path, settings: list[str], where: str) -> None:
     env = ["env.target=tiny_envs.ForbiddingEnv", f"+env.kwargs.where={where}"]  # raises at one
 
-    run = train([*settings, *env, "total_steps=256", "vec_env=serial"]).run_dir
+    run = train([*settings, *env, "total_steps=128", "vec_env=serial"]).run_dir
 
     assert load_agent(run).agent.greedy().mask_leaf == (None if where == "info" else "action_mask")
     assert isinstance(ForbiddingEnv(where).action_space, spaces.Discrete)
@@ -147,13 +160,19 @@ def test_evaluate_and_export_work_for_all(here: Path, capsys: Capture) -> None:
         (["agent=dqn", "network=lstm"], "network Recurrent is recurrent, which replay does not"),
         (["agent=dqn", "agent.buffer_size=3"], "holds less than two steps of n_envs=8"),
         (["agent=dqn", "collector=double"], "replay learns while envs step"),
-        (["agent=dqn", "env=torch_cartpole", "agent.stacked_frames=4"], "agent.stacked_frames=4"),
         (["agent=sac", "env=pendulum", "agent.tau=0"], "agent.tau=0.0: must be above 0"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(here: Path, settings: list[str], words: str) -> None:
     with pytest.raises((UserError, ConfigError), match=words):
         train([*settings, "logger=none", "device=cpu"])
+
+
+def test_stacked_frames_of_a_tensor_env_are_refused_before_a_folder_exists(here: Path) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.stacked_frames; set agent\.stacked_f"):
+        train(["agent=dqn", "env=torch_cartpole", "agent.stacked_frames=4"])
+
+    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -178,8 +197,8 @@ def test_a_door_adds_its_agent_next_to_the_other_overrides(words: str, place: in
 
 def test_train_dqn_never_trains_another_agent(here: Path) -> None:
     shown = call(sys.executable, REPOSITORY / "train_dqn.py", *OPTIONS, cwd=here)
-    other = call(sys.executable, REPOSITORY / "train_dqn.py", "experiment=lunar_lander", cwd=here)
 
     assert "algorithm: ml_pipeline.algorithms.dqn.DQN" in shown.stdout, shown.stderr
-    assert other.returncode == 1
-    assert "agent.gae_lambda: unknown key" in other.stderr
+    _, *other = with_agent(["train_dqn.py", "experiment=lunar_lander"], "dqn")
+    with pytest.raises(ConfigError, match=r"agent\.gae_lambda: unknown key"):
+        train(other)

@@ -72,7 +72,9 @@ def test_config_reference_matches_the_dataclasses() -> None:
     assert (DOCS / "config.md").read_text() == page + "\n"
 
 
-GROUP_METRIC = re.compile(r'"((?:rollout|loss|policy|value|eval|time|workers|gpu)/\w+)"')
+GROUP_METRIC = re.compile(
+    r'"((?:rollout|loss|policy|value|eval|time|workers|gpu|curriculum|opponents)/\w+)"'
+)
 
 
 def documented_metrics() -> set[str]:

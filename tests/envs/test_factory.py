@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,6 +131,7 @@ def test_a_wrong_wrapper_is_named_by_its_key(wrapper: dict[str, Any], words: str
         ),
         ("Namespace ALE not found.", r'make atari, or pip install "ml_pipeline\[atari\]"'),
         ("No module named 'ale_py'", r'make atari, or pip install "ml_pipeline\[atari\]"'),
+        ("No module named 'pettingzoo'", r'pip install "ml_pipeline\[pettingzoo\]"'),
         ("No module named 'matplotlib'", r'pip install "ml_pipeline\[plots\]"'),
         ("pygame is not installed", r'pip install "gymnasium\[classic-control\]"'),
     ],
@@ -143,3 +145,18 @@ def test_a_missing_extra_comes_with_its_install_command(message: str, command: s
 def test_a_missing_package_with_a_similar_name_gets_no_command() -> None:
     with pytest.raises(MissingExtraError, match=r"needs a package .*: No module named 'scalene_x'"):
         import_extra("scalene_x", needed_by="plots")
+
+
+def test_a_missing_hockey_env_comes_with_its_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "hockey.hockey_env", None)
+    target = "ml_pipeline.envs.tasks.real_hockey.RealHockey"
+
+    with pytest.raises(MissingExtraError) as caught:
+        EnvFactory(None, target=target)()
+
+    assert str(caught.value) == (
+        f"env.target={target}: the package hockey-env is not installed: "
+        "pip install PATH_OR_GIT_URL (docs/hockey.md)"
+    )

@@ -12,6 +12,7 @@ from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, VectorEnv
+from tiny_torch_envs import Stages
 from torch import Tensor
 
 from ml_pipeline.envs.tensor_env import EnvState, SingleTorchEnv, TorchVectorEnv
@@ -277,3 +278,36 @@ def test_the_single_env_of_a_task_with_a_gymnasium_id_is_gymnasiums_own() -> Non
     assert single.spec is not None
     assert single.spec.max_episode_steps == 7
     assert isinstance(Walk.single_env(max_episode_steps=7), SingleTorchEnv)
+
+
+def test_a_setting_takes_effect_at_the_next_start_of_each_env() -> None:
+    env = Stages(2, seed=1)
+    address = env.length.data_ptr()
+    env.reset()
+    env.set_attr("length", [3, 1])
+    actions = torch.zeros(2, dtype=torch.int64)
+
+    ended = [env.step(actions)[2].tolist() for _ in range(5)]
+
+    # Two steps with the old length, then three in env 0 and one at a time in env 1.
+    assert ended == [[False, False], [True, True], [False, True], [False, True], [True, True]]
+    assert env.length.data_ptr() == address  # a captured graph reads it there
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"size: Stages has no such setting; it has: length"):
+        Stages(2).set_attr("size", 1)
+
+
+def test_returns_and_single_envs_keep_the_reward_of_the_task() -> None:
+    env, single = Stages(1, seed=1), Stages.single_env()
+    env.reset()
+    single.reset(seed=1)
+    actions = torch.zeros(1, dtype=torch.int64)
+    env.step(actions)
+
+    _, reward, *_, infos = env.step(actions)
+
+    assert reward.tolist() == [11.0]
+    assert infos["episode"]["r"].tolist() == [2.0]
+    assert single.step(0)[1] == 1.0

@@ -129,3 +129,12 @@ def test_training_follows_the_number_of_free_cores(
 def test_scaling_requires_workers(here: Path) -> None:
     with pytest.raises(Exception, match="needs envs in workers"):
         train([*small(), "callbacks=scaling", "vec_env=serial"])
+
+
+def test_new_envs_have_the_attributes_that_were_set(start: Make) -> None:
+    env = start([partial(CountingEnv, 50)] * 2, n_workers=2)
+    env.set_attr("length", [3, 4])
+
+    env.resize(5)
+
+    assert env.get_attr("length") == (3, 4, 3, 4, 3)

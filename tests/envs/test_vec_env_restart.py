@@ -120,7 +120,7 @@ def test_attributes_of_envs_that_a_resize_closed_are_forgotten(start: Make) -> N
 
     step_and_restart(env)
 
-    assert env.get_attr("length") == (20, 21, 3)
+    assert env.get_attr("length") == (20, 21, 20)  # that of env 0, whose factory env 2 uses
 
 
 def test_an_attribute_that_an_env_refuses_is_not_set_again(start: Make) -> None:

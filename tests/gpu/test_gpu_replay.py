@@ -10,7 +10,7 @@ import torch
 from conftest import read_rows
 from test_gpu_runs import assert_close, fallbacks
 
-from ml_pipeline.build import train
+from ml_pipeline.build import load_agent, train
 from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 
@@ -58,6 +58,14 @@ def test_a_replay_run_with_graphs_resumes_bit_for_bit(settings: list[str], here:
     assert _shown(part) == _shown(whole)
     agents = [load_checkpoint(RunFolder.open(run), LATEST)["agent"] for run in (part, whole)]
     assert _equal(*agents)
+
+
+@pytest.mark.parametrize("settings", [KINDS[0], KINDS[3]], ids=" ".join)
+def test_a_run_of_a_gpu_is_loaded_and_resumed_on_a_cpu(settings: list[str], here: Path) -> None:
+    run = train([*SMALL, *settings]).run_dir
+
+    assert load_agent(run).env_steps == 320
+    assert train([f"resume={run}", "device=cpu", "total_steps=640"]).env_steps == 640
 
 
 def _shown(run: Path) -> list[dict[str, str]]:

@@ -138,6 +138,14 @@ NAMES: list[tuple[str, Any, str]] = [
         "env.target=ml_pipeline.targets.import_dotted",
     ),
     (
+        "env",
+        {
+            "target": "ml_pipeline.envs.tasks.petting_zoo.PettingZoo",
+            "kwargs": {"game": {"_target_": "evil.Env"}},
+        },
+        "env.kwargs.game._target_=evil.Env",
+    ),
+    (
         "env.wrappers.x",
         {"_target_": "gymnasium.wrappers.RecordVideo", "video_folder": "videos"},
         "env.wrappers.x._target_=gymnasium.wrappers.RecordVideo",

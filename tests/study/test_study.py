@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -118,10 +120,14 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("study")
     (folder / "space.yaml").write_text(SPACE)
     settings = [*small(seed=7), "env=cartpole", "space=space.yaml", "n_trials=4"]
-    both = [begin(folder, "start", "mine", *settings) for _ in range(2)]
-    outputs = [process.communicate(timeout=100)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    return folder, outputs
+    other = begin(folder, "start", "mine", *settings)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as own:
+        patch.chdir(folder)
+        patch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{TESTS}")
+        assert main(["study", "start", "mine", *settings]) == 0
+    output, _ = other.communicate(timeout=100)
+    assert other.returncode == 0, output
+    return folder, [output, own.getvalue()]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ from gymnasium import spaces
 
 from ml_pipeline.agents.distributions import Categorical
 from ml_pipeline.agents.observations import ObservationReader
+from ml_pipeline.analysis.replay_audit import audit
+from ml_pipeline.runs.replay_files import read_replay, write_replay
+from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.training.final_observations import FinalObservation
 from ml_pipeline.training.replay_buffer import ReplayBuffer
 from ml_pipeline.training.replay_rows import load_rows, rows_of
@@ -159,6 +163,55 @@ def test_rows_can_be_saved_in_parts_and_put_back() -> None:
     for one, other in zip(ours[0], theirs[0], strict=True):
         one, other = (x.obs if isinstance(x, tuple) else x for x in (one, other))
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5])
+def test_a_cleared_buffer_draws_only_what_follows(exponent: float) -> None:
+    buffer = made(8, n_step=2, priority_exponent=exponent)
+    fill(buffer, 6, ends={3: "truncated"})
+
+    buffer.clear()
+    assert len(buffer) == 0
+    flags = np.zeros(1, bool), np.zeros(1, bool)
+    for t in (6, 7):
+        buffer.write(torch.tensor([t]), np.full(1, float(t)), *flags, obs(t + 1), None, [])
+
+    assert transitions(buffer) == {
+        6: [6.0, 6.0 + GAMMA * 7.0, 8.0, GAMMA**2],
+        7: [7.0, 7.0, 8.0, GAMMA],
+    }
+    assert audit(buffer).fault == ""
+
+
+@pytest.mark.parametrize("n_after", [0, 2])
+def test_a_cleared_buffer_is_restored_from_its_files(tmp_path: Path, n_after: int) -> None:
+    run = RunFolder(tmp_path)
+    buffer, restored = made(8), made(8)
+    fill(buffer, 3)
+    write_replay(run, buffer)
+    buffer.clear()
+    flags = np.zeros(1, bool), np.zeros(1, bool)
+    for t in range(3, 3 + n_after):
+        buffer.write(torch.tensor([t]), np.full(1, float(t)), *flags, obs(t + 1), None, [])
+    write_replay(run, buffer)
+
+    restored.load_state_dict(buffer.state_dict())
+    read_replay(run, restored)
+
+    restored.begin(obs(3.0 + n_after), None)
+    assert len(restored) == n_after
+    if n_after:
+        assert transitions(restored) == transitions(buffer)
+
+
+def test_an_interrupt_right_after_a_clear_leaves_an_empty_buffer() -> None:
+    buffer = made(8)
+    fill(buffer, 3)
+    buffer.clear()
+
+    buffer.forget_newest()
+
+    assert len(buffer) == 0
 
 
 def test_a_sum_tree_draws_in_proportion_and_never_an_empty_leaf() -> None:

@@ -60,8 +60,8 @@ def _transitions(agent: DQNAgent) -> ReplayBatch:
 def _results(agent: DQNAgent, batch: ReplayBatch, values: Any, gradient: Any) -> dict[str, Tensor]:
     with torch.no_grad():
         results = {"values": values(batch.inputs)}
-    loss, mean, results["TD errors"] = gradient(batch)
-    results |= {"the loss": torch.as_tensor(loss), "the mean value": torch.as_tensor(mean)}
+    names = "the loss", "the mean value", "TD errors"
+    results |= zip(names, gradient(batch), strict=True)
     for name, (_, grad) in agent.adam.views.items():
-        results[f"the gradient of {name}"] = grad.flatten().clone()
-    return {name: each.detach().clone() for name, each in results.items()}
+        results[f"the gradient of {name}"] = grad.flatten()
+    return {name: torch.as_tensor(each).detach().clone() for name, each in results.items()}

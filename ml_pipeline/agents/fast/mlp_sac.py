@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ml_pipeline.agents.adam import FlatAdam, adam_step
-from ml_pipeline.agents.distributions import LOG_SQRT_2PI, log_tanh_slope
 from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.squashed import LOG_STD_MAX, LOG_STD_MIN, SquashedPolicy
 from ml_pipeline.config.sac import SACConfig
@@ -104,8 +103,7 @@ class MlpSAC:
         self._targets = target_values
         self._actor_layers = Layers(actor, actor.trunk, 1)
         self._critic_layers = Layers(critics[0], critics[0].trunk, 2)
-        self._log_volume = actor.distribution.scale.log_volume
-        self._n_actions = actor.distribution.n_actions
+        self._policy: SquashedPolicy = actor.distribution
         self._on_cpu = target_values.device.type == "cpu"
 
         def critics_of(*tensors: Tensor) -> MlpResult:
@@ -177,9 +175,10 @@ class MlpSAC:
         log_temperature: Tensor,
     ) -> MlpResult:
         layers = self._critic_layers(critics)
-        sampled = self._sample(self._actor_layers(actor), next_obs, noise)
-        following = self._values(self._critic_layers(targets), next_obs, sampled.action)
-        soft = following[-1].amin(dim=0)[:, 0] - log_temperature.exp() * sampled.log_prob
+        outputs = self._actor_layers.forward(self._actor_layers(actor), next_obs[None])[-1][0]
+        next_action, log_prob = self._policy.sample_and_log_prob(outputs, noise)
+        following = self._values(self._critic_layers(targets), next_obs, next_action)
+        soft = following[-1].amin(dim=0)[:, 0] - log_temperature.exp() * log_prob
         target = reward + discount * soft
         passed = self._values(layers, obs, action)
         error = passed[-1][:, :, 0] - target
@@ -192,11 +191,12 @@ class MlpSAC:
         self, obs: Tensor, noise: Tensor, actor: Tensor, critics: Tensor, log_temperature: Tensor
     ) -> MlpResult:
         actor_layers, critic_layers = self._actor_layers(actor), self._critic_layers(critics)
-        sampled = self._sample(actor_layers, obs, noise)
-        action, temperature = sampled.action, log_temperature.exp()
+        actor_passed = self._actor_layers.forward(actor_layers, obs[None])
+        outputs, temperature = actor_passed[-1][0], log_temperature.exp()
+        action, log_prob = self._policy.sample_and_log_prob(outputs, noise)
         passed = self._values(critic_layers, obs, action)
         lower = passed[-1].amin(dim=0)
-        loss = (temperature * sampled.log_prob - lower[:, 0]).mean()
+        loss = (temperature * log_prob - lower[:, 0]).mean()
         # The gradient of the lower value; equal values share it.
         is_lower = (passed[-1] == lower).float()
         share = -is_lower / (is_lower.sum(dim=0) * len(obs))
@@ -205,35 +205,18 @@ class MlpSAC:
         # log_prob rises by 2 * action with the argument of tanh, and falls with log_std.
         scale = temperature / len(obs)
         by_raw = 2.0 * scale * action + by_action * (1.0 - action.square())
-        in_bounds = (sampled.log_std > LOG_STD_MIN) & (sampled.log_std < LOG_STD_MAX)
-        by_log_std = (by_raw * sampled.std * noise - scale) * in_bounds
+        _, log_std = self._policy.split(outputs)
+        in_bounds = (log_std > LOG_STD_MIN) & (log_std < LOG_STD_MAX)
+        by_log_std = (by_raw * log_std.exp() * noise - scale) * in_bounds
         grad = torch.cat([by_raw, by_log_std], dim=-1)[None]
-        flat = self._actor_layers.weight_gradients(actor_layers, sampled.passed, grad)
-        return MlpResult(flat, loss, -sampled.log_prob.mean())
-
-    def _sample(self, layers: list[tuple[Tensor, Tensor]], obs: Tensor, noise: Tensor) -> _Sampled:
-        passed = self._actor_layers.forward(layers, obs[None])
-        mean, log_std = passed[-1][0].chunk(2, dim=-1)
-        log_std = log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
-        std = log_std.exp()
-        raw = mean + std * noise
-        log_slope = log_tanh_slope(raw)
-        log_prob = -(0.5 * noise.square() + log_std + LOG_SQRT_2PI + log_slope).sum(dim=-1)
-        return _Sampled(torch.tanh(raw), log_prob - self._log_volume, log_std, std, passed)
+        flat = self._actor_layers.weight_gradients(actor_layers, actor_passed, grad)
+        return MlpResult(flat, loss, -log_prob.mean())
 
     def _values(
         self, layers: list[tuple[Tensor, Tensor]], obs: Tensor, action: Tensor
     ) -> list[Tensor]:
         joint = torch.cat([obs, action], dim=-1)
         return self._critic_layers.forward(layers, joint.expand(2, -1, -1))
-
-
-class _Sampled(NamedTuple):
-    action: Tensor
-    log_prob: Tensor
-    log_std: Tensor
-    std: Tensor
-    passed: list[Tensor]
 
 
 def _is_plain(trunk: nn.Module) -> bool:

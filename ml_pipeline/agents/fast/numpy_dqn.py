@@ -1,7 +1,7 @@
 """NumpyDQN: acting and the gradient of DQN's loss for a plain MLP on the CPU, in NumPy.
 
-It computes the same as ``TorchDQN``, up to rounding. At these sizes autograd and torch's dispatch
-take several times as long as the arithmetic.
+It computes the same as ``DQNAgent``, up to rounding. At these sizes autograd and torch's dispatch
+take several times as long as the arithmetic. Arguments are arrays or tensors, results are arrays.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.agents.adam import FlatAdam
@@ -72,63 +72,71 @@ class NumpyDQN:
         self._prepared = Normaliser(preprocess, config.clip_obs)
         self._is_double = config.double
         self._n_actions = int(model.head.n_outputs)
+        self._rows = np.arange(config.batch_size)
 
-    def values(self, inputs: PolicyInput) -> Tensor:
+    def values(self, inputs: PolicyInput) -> Array:
         """Mean values, [B, n_actions]; very low for forbidden actions."""
-        values, _ = self._online.forward(self._prepared(_numpy(inputs.obs)))
-        return torch.from_numpy(_masked(values, inputs.action_mask))
+        values, _ = self._online.forward(self._prepared(_array(inputs.obs)))
+        return _masked(values, inputs.action_mask)
 
-    def explore(self, inputs: PolicyInput, noise: Tensor, epsilon: float) -> Tensor:
+    def explore(self, inputs: PolicyInput, noise: Any, epsilon: float) -> NDArray[np.int64]:
         """The best actions, or with probability ``epsilon`` random allowed ones, [B]."""
-        drawn: Array = noise.numpy()
-        explores = drawn[:, 0] < epsilon
-        mask = None if inputs.action_mask is None else _numpy(inputs.action_mask)
-        if explores.all():
-            action = np.zeros(len(drawn), np.int64)
-        else:
-            action = _numpy(self.values(inputs)).argmax(axis=1)
-        if explores.any():
-            # The same draw as ``Categorical`` makes from equal values.
-            allowed = np.ones((len(drawn), self._n_actions)) if mask is None else mask
-            cumulative = allowed.astype(np.float32).cumsum(axis=1)
-            threshold = drawn[:, 1] * cumulative[:, -1]
-            which = (cumulative <= threshold[:, None]).sum(axis=1)
-            random = np.minimum(which, self._n_actions - 1)
-            action = np.where(explores, random, action)
-        return torch.from_numpy(action)
+        drawn = _array(noise)
+        explores: NDArray[np.bool_] = drawn[:, 0] < epsilon
+        n_exploring = np.count_nonzero(explores)
+        if not n_exploring:
+            return self._best(inputs)
+        # The same draw as ``Categorical`` makes from equal values.
+        shape, mask = (len(drawn), self._n_actions), inputs.action_mask
+        allowed = np.ones(shape, np.float32) if mask is None else _array(mask).astype(np.float32)
+        cumulative = allowed.cumsum(axis=1)
+        threshold = drawn[:, 1] * cumulative[:, -1]
+        which = (cumulative <= threshold[:, None]).sum(axis=1)
+        random: NDArray[np.int64] = np.minimum(which, self._n_actions - 1)
+        if n_exploring == len(drawn):
+            return random
+        return np.where(explores, random, self._best(inputs))
 
-    def gradient(self, batch: ReplayBatch) -> tuple[float, float, Tensor]:
+    def _best(self, inputs: PolicyInput) -> NDArray[np.int64]:
+        best: NDArray[np.int64] = self.values(inputs).argmax(axis=1)
+        return best
+
+    def gradient(self, batch: ReplayBatch) -> tuple[float, float, Array]:
         """Write the gradients; returns the loss, the mean value and the TD errors [B]."""
         target = self._targets(batch)
-        values, passed = self._online.forward(self._prepared(_numpy(batch.inputs.obs)))
-        rows = np.arange(len(values))
-        action, weight = _numpy(batch.action), _numpy(batch.weight)
-        chosen = values[rows, action]
+        values, passed = self._online.forward(self._prepared(_array(batch.inputs.obs)))
+        action, weight, n = _array(batch.action), _array(batch.weight), len(values)
+        place = self._rows_of(values), action
+        chosen = values[place]
         error = target - chosen
-        size = np.abs(error)
-        huber = np.where(size < 1.0, 0.5 * error * error, size - 0.5)
-        grad = np.zeros_like(values)
-        slope = -np.minimum(np.maximum(error, -1.0), 1.0)
-        grad[rows, action] = slope * weight / np.float32(len(values))
+        clipped = np.minimum(np.maximum(error, -1.0), 1.0)
+        huber = clipped * (error - 0.5 * clipped)
+        grad = np.zeros((n, self._n_actions), np.float32)
+        grad[place] = -clipped * weight / np.float32(n)
         self._online.backward(passed, grad)
-        loss = float(huber @ weight) / len(values)
-        mean = float(np.add.reduce(chosen)) / len(values)
-        return loss, mean, torch.from_numpy(size)
+        loss = float(huber.dot(weight)) / n
+        mean = float(np.add.reduce(chosen)) / n
+        return loss, mean, np.abs(error)
 
     def _targets(self, batch: ReplayBatch) -> Array:
         """The return after each window, [B]."""
-        x = self._prepared(_numpy(batch.next_inputs.obs))
+        x = self._prepared(_array(batch.next_inputs.obs))
         values, _ = self._target.forward(x)
         scored = self._online.forward(x)[0] if self._is_double else values
         best = _masked(scored, batch.next_inputs.action_mask).argmax(axis=1)
-        future = values[np.arange(len(values)), best]
-        target: Array = _numpy(batch.reward) + _numpy(batch.discount) * future
+        future = values[self._rows_of(values), best]
+        target: Array = _array(batch.reward) + _array(batch.discount) * future
         return target
 
+    def _rows_of(self, values: Array) -> NDArray[np.int64]:
+        if len(self._rows) != len(values):
+            self._rows = np.arange(len(values))
+        return self._rows
 
-def _masked(values: Array, mask: Tensor | None) -> Array:
-    return values if mask is None else np.where(_numpy(mask), values, np.float32(FORBIDDEN))
+
+def _masked(values: Array, mask: Any) -> Array:
+    return values if mask is None else np.where(_array(mask), values, np.float32(FORBIDDEN))
 
 
-def _numpy(tensor: Any) -> Any:
-    return tensor.numpy()
+def _array(values: Any) -> Any:
+    return values if type(values) is np.ndarray else values.numpy()

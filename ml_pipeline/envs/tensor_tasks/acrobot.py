@@ -26,7 +26,7 @@ class TorchAcrobot(TorchVectorEnv):
     _high = np.array([1.0, 1.0, 1.0, 1.0, MAX_SPEED_1, MAX_SPEED_2], dtype=np.float32)
     single_observation_space = spaces.Box(-_high, _high, dtype=np.float32)
     single_action_space = spaces.Discrete(3)
-    n_draws: ClassVar[int] = 4
+    n_draws = 4
     max_episode_steps = 500
     gymnasium_id: ClassVar[str | None] = "Acrobot-v1"
 

@@ -28,7 +28,7 @@ class TorchCartPole(TorchVectorEnv):
     _high = np.array([2 * MAX_X, np.inf, 2 * MAX_ANGLE, np.inf], dtype=np.float32)
     single_observation_space = spaces.Box(-_high, _high, dtype=np.float32)
     single_action_space = spaces.Discrete(2)
-    n_draws: ClassVar[int] = 4
+    n_draws = 4
     max_episode_steps = 500
     gymnasium_id: ClassVar[str | None] = "CartPole-v1"
 

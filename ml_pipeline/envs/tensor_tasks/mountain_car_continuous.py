@@ -26,7 +26,7 @@ class TorchMountainCarContinuous(TorchVectorEnv):
         dtype=np.float32,
     )
     single_action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
-    n_draws: ClassVar[int] = 1
+    n_draws = 1
     max_episode_steps = 999
     gymnasium_id: ClassVar[str | None] = "MountainCarContinuous-v0"
 

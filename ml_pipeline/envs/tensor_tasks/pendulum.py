@@ -24,7 +24,7 @@ class TorchPendulum(TorchVectorEnv):
     _high = np.array([1.0, 1.0, MAX_SPEED], dtype=np.float32)
     single_observation_space = spaces.Box(-_high, _high, dtype=np.float32)
     single_action_space = spaces.Box(-MAX_TORQUE, MAX_TORQUE, (1,), np.float32)
-    n_draws: ClassVar[int] = 2
+    n_draws = 2
     max_episode_steps = 200
     gymnasium_id: ClassVar[str | None] = "Pendulum-v1"
 

@@ -61,7 +61,7 @@ class WorkerVectorEnv(SliceVectorEnv):
         self.max_restarts = max_restarts
         self.n_restarts = 0
         self._pool: WorkerPool = pool
-        # The attributes set by set_attr in each env; empty if workers are not restarted.
+        # The attributes that set_attr has set in each env, for restarted workers and new envs.
         self._attributes: list[dict[str, Any]] = [{} for _ in self.env_fns]
 
     def _build(self, hosts: Sequence[Host], shares: Sequence[list[int]]) -> list[Description]:
@@ -140,11 +140,10 @@ class WorkerVectorEnv(SliceVectorEnv):
 
     def _set_attributes(self, attributes: list[dict[str, Any]]) -> None:
         super()._set_attributes(attributes)
-        if self.on_worker_death == "restart":
-            for known, new in zip(self._attributes, deepcopy(attributes), strict=True):
-                for name in new:
-                    known.pop(name, None)  # so that the attributes stay in the order they were set
-                known.update(new)
+        for known, new in zip(self._attributes, deepcopy(attributes), strict=True):
+            for name in new:
+                known.pop(name, None)  # so that the attributes stay in the order they were set
+            known.update(new)
 
     def _workers_results(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
         # A lost worker sets its attributes when the next reset or step restarts it.

@@ -39,7 +39,8 @@ class TensorReplaySteps:
         self._agent = agent
         self._replay = replay
         self._rates: Any = None
-        self._noise: Tensor | None = None
+        self._noises: Tensor | None = None  # of an iteration
+        self._noise: Tensor | None = None  # of a step
         self._has_started = False
         nothing = torch.zeros(env.num_envs, device=env.device)
         # Number, summed returns and summed lengths of the episodes that ended, per env.
@@ -53,8 +54,8 @@ class TensorReplaySteps:
             for is_random in (False, True)
         }
 
-    def begin(self, rates: Any) -> None:
-        self._rates = rates
+    def begin(self, rates: Any, noise: Tensor) -> None:
+        self._rates, self._noises = rates, noise
         if not self._has_started:
             self._has_started = True
             obs, _ = self._tensor_env.reset(seed=self._env_seed)
@@ -62,8 +63,11 @@ class TensorReplaySteps:
             self._replay.end_episodes()
             self._replay.begin({"": obs}, None)
 
-    def send(self, noise: Tensor, *, is_random: bool) -> None:
-        """Act, step all envs and write the row."""
+    def send(self, t: int, *, is_random: bool) -> None:
+        """Act, step all envs and write the row of step ``t`` of the iteration."""
+        if self._noises is None:
+            raise RuntimeError("there is no noise yet; call begin")
+        noise = self._noises[self._agent.distribution.noise_row(t)]
         if self._noise is None:
             self._noise = torch.empty_like(noise)
         self._noise.copy_(noise)

@@ -1,0 +1,228 @@
+"""Elo ratings of players by maximum likelihood over all of their games, draws included.
+
+Davidson's model (1970): its likelihood is concave in the ratings and in the draw rate, so Newton's
+method finds the only maximum. 400 points are odds of 10 to 1 between winning and losing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ml_pipeline.analysis.statistics import Array, wilson
+
+MEAN_RATING = 1_000.0
+
+_POINTS = 400.0 / np.log(10.0)  # per unit of log strength
+_PRIOR = 0.5  # wins and losses of each player against an imaginary one: ratings stay finite
+_N_DRAWS = 1_000  # of the bootstrap
+_TAIL = 0.025  # of a 95 % interval
+_MOST_ITERATIONS = 100
+_LONGEST_STEP = 1.0  # of one iteration, in log strength
+_TOLERANCE = 1e-5  # of the last step: 0.002 points; millions of games leave such rounding errors
+
+
+class Pairing(NamedTuple):
+    """Games between two players, counted for the first."""
+
+    first: str
+    second: str
+    wins: int
+    draws: int
+    losses: int
+
+    @property
+    def n_games(self) -> int:
+        return self.wins + self.draws + self.losses
+
+    @property
+    def score(self) -> float:
+        """The share of the points: a win is 1 point, a draw half a point."""
+        return (self.wins + 0.5 * self.draws) / self.n_games
+
+
+class Results(NamedTuple):
+    """All games of some players."""
+
+    names: list[str]
+    wins: Array  # [n, n]: games that the row player has won against the column player
+    draws: Array  # [n, n], symmetric
+
+    @property
+    def games(self) -> Array:
+        """[n, n], symmetric."""
+        return np.asarray(self.wins + self.wins.T + self.draws)
+
+    @property
+    def scores(self) -> Array:
+        """[n, n]: the row player's share of the points; nan if the two have not met."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray((self.wins + 0.5 * self.draws) / self.games)
+
+
+class Rating(NamedTuple):
+    """A player's rating with its 95 % interval, and the games behind it."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    wins: int
+    draws: int
+    losses: int
+
+
+def results_of(pairings: Iterable[Pairing]) -> Results:
+    """Adds up the games; a pair may appear several times, in any order, or not at all."""
+    pairings = list(pairings)
+    names = list(dict.fromkeys(name for each in pairings for name in each[:2]))
+    row = {name: index for index, name in enumerate(names)}
+    wins, draws = np.zeros((2, len(names), len(names)))
+    for each in pairings:
+        i, j = row[each.first], row[each.second]
+        if i == j:
+            raise ValueError(f"{each.first} against itself: a rating needs two players")
+        if min(each[2:]) < 0:
+            raise ValueError(f"{each}: numbers of games must not be negative")
+        wins[i, j] += each.wins
+        wins[j, i] += each.losses
+        draws[i, j] += each.draws
+        draws[j, i] += each.draws
+    return Results(names, wins, draws)
+
+
+def rate(results: Results, *, anchor: str | None = None, seed: int = 0) -> list[Rating]:
+    """The players from best to worst; their mean, or the player ``anchor``, has 1000 points.
+
+    Intervals come from a bootstrap over the games of each pair. Half a win and half a loss are
+    added to the games it draws from: a pair of which one player won all games has an interval too.
+    """
+    names = results.names
+    if anchor is not None and anchor not in names:
+        raise ValueError(f"anchor={anchor}: has no games; choose from {', '.join(names)}")
+    origin = None if anchor is None else names.index(anchor)
+    value = _points(_log_strengths(results.wins, results.draws), origin)
+    resampled = _points(_log_strengths(*_resampled(results, seed)), origin)
+    low, high = np.quantile(resampled, [_TAIL, 1.0 - _TAIL], axis=0)
+    wins, draws, losses = (
+        each.sum(axis=1).astype(int) for each in (results.wins, results.draws, results.wins.T)
+    )
+    columns = (value, np.minimum(low, value), np.maximum(high, value), wins, draws, losses)
+    rows = zip(names, *(each.tolist() for each in columns), strict=True)
+    return sorted((Rating(*row) for row in rows), key=lambda rating: -rating.value)
+
+
+def points(results: Results, *, anchor: str) -> dict[str, float]:
+    """The rating of every player without intervals, which is much faster; ``anchor`` has 1000."""
+    value = _points(_log_strengths(results.wins, results.draws), results.names.index(anchor))
+    return dict(zip(results.names, value.tolist(), strict=True))
+
+
+def _points(log_strength: Array, origin: int | None) -> Array:
+    """[..., n] -> [..., n]"""
+    zero = log_strength.mean(axis=-1) if origin is None else log_strength[..., origin]
+    return np.asarray(MEAN_RATING + _POINTS * (log_strength - zero[..., None]))
+
+
+def _resampled(results: Results, seed: int) -> tuple[Array, Array]:
+    """Wins and draws of each bootstrap draw, [n_draws, n, n]."""
+    generator = np.random.default_rng(seed)
+    n = len(results.names)
+    wins, draws = np.zeros((2, _N_DRAWS, n, n))
+    for i, j in np.argwhere(np.triu(results.games)).tolist():
+        counts = np.array([results.wins[i, j], results.draws[i, j], results.wins[j, i]])
+        shares = (counts + np.array([_PRIOR, 0.0, _PRIOR])) / (counts.sum() + 2 * _PRIOR)
+        drawn = generator.multinomial(int(counts.sum()), shares, size=_N_DRAWS)
+        wins[:, i, j], draws[:, i, j], wins[:, j, i] = drawn.T
+    return wins, draws + draws.transpose(0, 2, 1)
+
+
+def _log_strengths(wins: Array, draws: Array) -> Array:
+    """Maximise the likelihood by Newton's method: [..., n, n] -> [..., n].
+
+    For strengths a and b, P(win) : P(draw) : P(loss) = a : nu sqrt(a b) : b. The last row is the
+    imaginary player with log strength 0; after it, the parameters hold log nu.
+    """
+    n = wins.shape[-1]
+    pad = [(0, 0)] * (wins.ndim - 2) + [(0, 1), (0, 1)]
+    wins, draws = np.pad(wins, pad), np.pad(draws, pad)
+    wins[..., n, :n] = wins[..., :n, n] = _PRIOR
+    games = wins + wins.swapaxes(-1, -2) + draws
+    points = (wins + 0.5 * draws).sum(axis=-1)[..., :n]
+    n_draws = 0.5 * draws.sum(axis=(-1, -2))
+    has_draws = n_draws > 0
+    parameters = np.zeros((*wins.shape[:-2], n + 1))
+    for _ in range(_MOST_ITERATIONS):
+        strength = np.concatenate([parameters[..., :n], np.zeros_like(parameters[..., :1])], -1)
+        nu = np.where(has_draws, np.exp(parameters[..., n]), 0.0)[..., None, None]
+        half = np.exp(0.5 * (strength[..., :, None] - strength[..., None, :]))
+        total = half + 1.0 / half + nu
+        draw = nu / total
+        score = half / total + 0.5 * draw  # expected points of the row player in one game
+        # Gradient, and the negative Hessian: covariances of points and draws.
+        gradient = np.empty_like(parameters)
+        gradient[..., :n] = points - (games * score).sum(axis=-1)[..., :n]
+        gradient[..., n] = n_draws - 0.5 * (games * draw).sum(axis=(-1, -2))
+        spread = games * (half / total + 0.25 * draw - score**2)
+        mixed = (games * draw * (0.5 - score)).sum(axis=-1)[..., :n]
+        curvature = np.empty((*parameters.shape, n + 1))
+        curvature[..., :n, :n] = -spread[..., :n, :n]
+        rows = np.arange(n)
+        curvature[..., rows, rows] = spread.sum(axis=-1)[..., :n] - spread[..., rows, rows]
+        curvature[..., :n, n] = curvature[..., n, :n] = mixed
+        of_draws = 0.5 * (games * draw * (1.0 - draw)).sum(axis=(-1, -2))
+        curvature[..., n, n] = np.where(has_draws, of_draws, 1.0)
+        step = np.linalg.solve(curvature, gradient[..., None])[..., 0]
+        longest = np.abs(step).max(axis=-1, keepdims=True)
+        parameters += step * np.minimum(1.0, _LONGEST_STEP / np.maximum(longest, 1e-300))
+        if longest.max() < _TOLERANCE:
+            return np.asarray(parameters[..., :n])
+    raise ArithmeticError(f"ratings did not converge in {_MOST_ITERATIONS} iterations")
+
+
+def find_cycles(results: Results) -> list[list[str]]:
+    """For each player the shortest cycle through it, if any: each beats the next significantly.
+
+    A player beats another if the 95 % interval of its share of the decided games is above 0.5.
+    """
+    low = wilson(results.wins, results.wins + results.wins.T).low
+    beaten = [np.flatnonzero(row > 0.5).tolist() for row in low]
+    cycles = {_canonical(cycle) for cycle in _shortest_cycles(beaten)}
+    ordered = sorted(cycles, key=lambda cycle: (len(cycle), cycle))
+    return [[results.names[player] for player in cycle] for cycle in ordered]
+
+
+def _shortest_cycles(beaten: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    for start in range(len(beaten)):
+        paths: list[tuple[int, ...]] = [(start,)]
+        seen = {start}
+        while paths:
+            path = paths.pop(0)
+            if start in beaten[path[-1]]:
+                yield path
+                break
+            new = [player for player in beaten[path[-1]] if player not in seen]
+            seen.update(new)
+            paths += [(*path, player) for player in new]
+
+
+def _canonical(cycle: tuple[int, ...]) -> tuple[int, ...]:
+    """The same cycle, starting with its lowest number."""
+    first = cycle.index(min(cycle))
+    return cycle[first:] + cycle[:first]
+
+
+def unrelated_groups(results: Results) -> list[list[str]]:
+    """Groups of players without a game between them; one group if all ratings are comparable."""
+    met = results.games > 0
+    left, groups = set(range(len(met))), []
+    while left:
+        group, new = set[int](), {min(left)}
+        while new:
+            group |= new
+            new = {int(j) for i in new for j in np.flatnonzero(met[i])} - group
+        left -= group
+        groups.append([results.names[i] for i in sorted(group)])
+    return groups

@@ -1,0 +1,73 @@
+"""OpponentReport: lets copies of the agent join the opponent pool, and logs its results."""
+
+from __future__ import annotations
+
+from ml_pipeline.analysis.ratings import Pairing, points, results_of
+from ml_pipeline.protocols import Callback, Metrics, StateDict
+from ml_pipeline.runs.console import say
+from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.opponent_pool import AGENT, OpponentPool
+
+_LEAST_GAMES = 50  # between two ratings
+
+
+class OpponentReport(Callback):
+    """Metrics cover the games since the last copy joined; ratings cover all games of the run."""
+
+    def __init__(self, pool: OpponentPool) -> None:
+        self.pool = pool
+        self._next_steps = int(pool.config.add_every_steps)  # when a copy may join
+        self._n_rated = 0
+        self._rating: float | None = None
+
+    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
+        self.pool.between_iterations()
+        wins, draws, losses = self.pool.results()
+        n_games = wins + draws + losses
+        metrics["opponents/pool_size"] = len(self.pool.selves)
+        if n_games:
+            metrics["opponents/games"] = n_games
+            metrics["opponents/win_rate"] = wins / n_games
+            metrics["opponents/draw_rate"] = draws / n_games
+            metrics["opponents/loss_rate"] = losses / n_games
+        for name, member in self.pool.scripted.items():
+            if sum(member.results):
+                metrics[f"opponents/{name}_win_rate"] = member.results[0] / sum(member.results)
+        if (rating := self._rated(n_games)) is not None:
+            metrics["opponents/rating"] = rating
+        if loop.env_steps < self._next_steps or loop.is_last_iteration():
+            return
+        wanted = self.pool.config.add_at_score
+        if wanted is None or (n_games and (wins + 0.5 * draws) / n_games >= wanted):
+            self._add(loop)
+
+    def _add(self, loop: Loop) -> None:
+        self.pool.add(loop.agent.greedy(), loop.env_steps)
+        self._next_steps = loop.env_steps + int(self.pool.config.add_every_steps)
+        self._n_rated = 0
+
+    def _rated(self, n_games: int) -> float | None:
+        """The agent's rating; the first player has 1000 points. It is updated every 50 games."""
+        if n_games < self._n_rated + _LEAST_GAMES:
+            return self._rating
+        games = [Pairing(*names, *results) for names, results in self.pool.games.items()]
+        found = points(results_of(games), anchor=self.pool.anchor)
+        self._n_rated, self._rating = n_games, found[AGENT]
+        return self._rating
+
+    def on_train_end(self, loop: Loop) -> None:
+        wins, draws, losses = self.pool.results()
+        say(f"last games against the pool: {wins} won, {draws} drawn, {losses} lost")
+
+    def state_dict(self) -> StateDict:
+        return {
+            "pool": self.pool.state_dict(),
+            "next_steps": self._next_steps,
+            "n_rated": self._n_rated,
+            "rating": self._rating,
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.pool.load_state_dict(state["pool"])
+        self._next_steps, self._n_rated = state["next_steps"], state["n_rated"]
+        self._rating = state["rating"]

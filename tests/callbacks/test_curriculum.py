@@ -1,0 +1,356 @@
+"""Curriculum: when phases end, what they change, resume, lost workers, and wrong phases."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Capture, read_rows, small
+from staged_envs import Line
+
+from ml_pipeline.build import train
+from ml_pipeline.callbacks.curriculum import Curriculum
+from ml_pipeline.config.curriculum import CurriculumConfig, PhaseConfig, UntilConfig
+from ml_pipeline.door.phases import EPISODE_METRICS, EVALUATION_METRICS
+from ml_pipeline.errors import UserError
+from ml_pipeline.metrics import PHASE
+from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
+from ml_pipeline.runs.loggers import read_metrics
+from ml_pipeline.runs.run_folder import RunFolder
+
+LINE = [*small(), "env.target=staged_envs.Line", "env.id=null", "total_steps=128"]
+REPLAY = [
+    *("n_envs=2", "device=cpu", "logger=none", "network.hidden_sizes=[8]", "env.id=null"),
+    *("agent.learning_starts=16", "agent.batch_size=4", "agent.iteration_length=8"),
+    *("agent.buffer_size=1000", "vec_env=serial", "total_steps=160"),
+    *("callbacks.evaluation.n_episodes=2", "callbacks.evaluation.eval_every_steps=64"),
+    *("callbacks.checkpoints.every_steps=32",),
+]
+DQN = ["agent=dqn", "env.target=staged_envs.Line", *REPLAY]
+SAC = ["agent=sac", "env.target=staged_envs.Swing", *REPLAY]
+TWO = "+curriculum={phases: {short: {env: {length: 2}, until: {n_episodes: 20}}, "
+TWO += "long: {env: {length: 5}, replay: clear}}}"
+
+
+def column(run: Path, name: str) -> list[float]:
+    return [float(row[name]) for row in read_metrics(run / "metrics.csv") if row[name]]
+
+
+def shown(run: Path) -> list[dict[str, str]]:
+    rows = read_rows(run)
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "workers/"))} for row in rows
+    ]
+
+
+def weights(run: Path) -> Any:
+    return load_checkpoint(RunFolder.open(run), LATEST)["agent"]
+
+
+class Iterations:
+    """The part of a loop that the callback uses."""
+
+    trainer = None
+
+    def __init__(
+        self,
+        callback: Curriculum,
+        env_steps: int = 0,
+        n_episodes: int = 0,
+        envs: tuple[Any, ...] = (),
+    ) -> None:
+        self.callback = callback
+        self.envs = envs
+        self.env_steps = env_steps
+        self.n_episodes = n_episodes
+        callback.on_train_start(self)  # type: ignore[arg-type]
+
+    def add(self, *, env_steps: int = 10, n_episodes: int = 0, **metrics: float) -> str:
+        """One iteration; returns the phase after it."""
+        self.env_steps += env_steps
+        self.n_episodes += n_episodes
+        counted = {"n_completed_episodes": n_episodes, "rollout/total_episodes": self.n_episodes}
+        all_metrics = {**counted, **{k.replace("__", "/"): v for k, v in metrics.items()}}
+        self.callback.on_iteration_logged(self, all_metrics)  # type: ignore[arg-type]
+        return self.callback.phase
+
+
+def phases(*untils: dict[str, Any]) -> Curriculum:
+    names = "abc"[: len(untils) + 1]
+    every = [*(UntilConfig(**each) for each in untils), UntilConfig()]
+    config = {n: PhaseConfig(until=each) for n, each in zip(names, every, strict=True)}
+    return Curriculum(CurriculumConfig(config))
+
+
+def test_episodes_and_env_steps_are_counted_from_the_start_of_the_phase() -> None:
+    loop = Iterations(phases({"n_episodes": 3}, {"env_steps": 20}))
+
+    after = [loop.add(n_episodes=2) for _ in range(5)]
+
+    assert after == ["a", "b", "b", "c", "c"]
+
+
+def test_the_first_goal_that_is_reached_ends_the_phase() -> None:
+    loop = Iterations(phases({"n_episodes": 100, "env_steps": 20}))
+
+    assert [loop.add(), loop.add()] == ["a", "b"]
+
+
+def test_patience_counts_values_in_a_row_and_only_iterations_with_the_metric() -> None:
+    until = {"metric": "eval/episode_return", "threshold": 5.0, "patience": 2}
+    loop = Iterations(phases(until))
+
+    values = [5.0, 4.9, 6.0, math.nan, 7.0]
+    assert [loop.add(eval__episode_return=value) for value in values] == ["a"] * 5
+    assert loop.add() == "a"
+    assert loop.add(eval__episode_return=5.0) == "b"
+
+
+@pytest.mark.parametrize("metric", ["rollout/info/winner", "rollout/episode_return_mean_100"])
+def test_a_mean_of_100_episodes_counts_once_all_of_them_are_of_the_phase(metric: str) -> None:
+    until = {"metric": metric, "threshold": 0.5}
+    loop = Iterations(phases({"n_episodes": 10}, until))
+    value = {metric.replace("/", "__"): 1.0}
+
+    assert loop.add(n_episodes=10, **value) == "b"
+    assert [loop.add(n_episodes=49, **value) for _ in range(3)] == ["b", "b", "c"]
+
+
+def test_a_curriculum_that_a_resumed_run_adds_counts_from_there() -> None:
+    loop = Iterations(phases({"n_episodes": 3, "env_steps": 1000}), env_steps=5000, n_episodes=500)
+
+    assert [loop.add(n_episodes=2), loop.add(n_episodes=2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("settings", [LINE, DQN, SAC], ids=["ppo", "dqn", "sac"])
+def test_every_env_uses_the_new_settings_from_its_next_episode_on(
+    here: Path, capsys: Capture, settings: list[str]
+) -> None:
+    run = train([*settings, TWO]).run_dir
+
+    lengths = column(run, "rollout/episode_length")
+    numbers = column(run, PHASE)
+    switch = numbers.index(2.0)
+    assert numbers == sorted(numbers)
+    assert lengths[:switch] == [2.0] * switch
+    assert lengths[-1] == 5.0
+    assert column(run, "eval/episode_length") == [4.0] * len(column(run, "eval/episode_length"))
+    said = capsys.readouterr().out
+    assert "curriculum: starts with phase 1 of 2, short" in said
+    assert "curriculum: phase 2 of 2, long starts at env step" in said
+
+
+def test_replay_is_cleared_by_the_word_of_the_phase_and_fills_before_learning_continues(
+    here: Path,
+) -> None:
+    runs = [train([*DQN, TWO]).run_dir, train([*DQN, TWO.replace("clear", "keep")]).run_dir]
+    cleared, kept = (column(run, "replay/size") for run in runs)
+    updates = column(runs[0], "time/updates_per_env_step")
+    first = column(runs[0], PHASE).index(2.0)
+
+    assert cleared[first:] == [16.0 * (n + 1) for n in range(len(cleared) - first)]
+    assert kept == [16.0 * (n + 1) for n in range(len(kept))]
+    # learning_starts=16: the 8 steps of the next iteration, of two envs, fill the buffer.
+    assert updates[first] == 0.0 < updates[first + 1] == updates[first - 1]
+
+
+PRIORITISED = [*DQN, "agent.priority_exponent=0.5", "agent.n_step=2"]
+WORKERS = [*SAC, "vec_env=parallel", "vec_env.n_workers=2"]
+HALVES = [*LINE, "vec_env=shared", "collector=double"]
+TENSOR = [*small(vec_env="auto"), "env.target=tiny_torch_envs.Stages", "env.id=null"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "at"),
+    [
+        pytest.param(PRIORITISED, "switch", id="dqn"),
+        pytest.param(LINE, "switch", id="ppo"),
+        pytest.param([*TENSOR, "total_steps=128"], "switch", id="tensor env"),
+        pytest.param(PRIORITISED, "before", id="dqn, before", marks=pytest.mark.slow),
+        pytest.param(PRIORITISED, "after", id="dqn, after", marks=pytest.mark.slow),
+        pytest.param(LINE, "before", id="ppo, before", marks=pytest.mark.slow),
+        pytest.param(WORKERS, "switch", id="sac, workers", marks=pytest.mark.slow),
+        pytest.param(WORKERS, "after", id="sac, workers, after", marks=pytest.mark.slow),
+        pytest.param(HALVES, "switch", id="ppo, two halves", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_equals_an_unbroken_one(here: Path, settings: list[str], at: str) -> None:
+    whole = train([*settings, TWO]).run_dir
+    switch = column(whole, PHASE).index(2.0)  # iterations of the first phase
+    iteration = {"before": switch - 1, "switch": switch, "after": switch + 1}[at]
+    stop = f"+callbacks.stop={{_target_: own_parts.StopAt, iteration: {iteration}}}"
+    part = train([*settings, TWO, stop]).run_dir
+    stopped = len(read_rows(part))
+    train([f"resume={part}", "+callbacks.stop={_target_: own_parts.StopAt, iteration: 999}"])
+
+    assert stopped == iteration
+    assert shown(part) == shown(whole)
+    assert all(map(torch.equal, _tensors(weights(part)), _tensors(weights(whole))))
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def test_a_tensor_env_gets_its_settings_in_place(here: Path) -> None:
+    run = train([*TENSOR, "total_steps=128", TWO]).run_dir
+
+    lengths = column(run, "rollout/episode_length")
+    assert (lengths[0], lengths[-1]) == (2.0, 5.0)
+
+
+def test_a_worker_that_is_killed_continues_in_the_current_phase(here: Path) -> None:
+    settings = [*LINE, "vec_env=parallel", "vec_env.n_workers=2", "vec_env.start_method=fork"]
+    settings += ["vec_env.on_worker_death=restart", "total_steps=160", "~callbacks.evaluation"]
+    kill = "+callbacks.kill={_target_: own_parts.KillAWorkerAt}"
+
+    with pytest.warns(RuntimeWarning, match="restart 1 of 10"):
+        run = train([*settings, TWO, kill]).run_dir
+
+    assert column(run, PHASE)[:3] == [1.0, 1.0, 2.0]
+    # A new env has length 4, so the mean of the last iteration would differ.
+    assert column(run, "rollout/episode_length")[-1] == 5.0
+
+
+def test_the_metrics_that_a_phase_may_name_are_logged(here: Path) -> None:
+    columns = read_rows(train([*LINE, "total_steps=64"]).run_dir)[-1].keys()
+
+    assert {*EPISODE_METRICS, *EVALUATION_METRICS} <= columns
+
+
+def curriculum(until: str = "n_episodes: 3", env: str = "length: 3") -> str:
+    return f"+curriculum={{phases: {{a: {{env: {{{env}}}, until: {{{until}}}}}, b: {{}}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("+curriculum={phases: {}}", "curriculum.phases is empty; name at least one"),
+        ("+curriculum={phases: []}", "curriculum.phases is a list; write phases:"),
+        ("+curriculum={phases: {a: {}, b: {}}}", "phases.a.until is empty, so phase b would never"),
+        (
+            curriculum(env="lenght: 3"),
+            "a.env.lenght: the env has no attribute .*; did you",
+        ),
+        (curriculum(env="reset: 3"), "a.env.reset: the env has no attribute of this name"),
+        (curriculum(env="length: 0"), r"a.env: env Line fails with .* length=0: must be at"),
+        (
+            curriculum("metric: rollout/episode_retrun, threshold: 1"),
+            "did you mean rollout/episode_",
+        ),
+        (curriculum("metric: rollout/info/winner, threshold: 1"), "nothing logs this metric"),
+        (curriculum("metric: is_success, threshold: 1"), "did you mean rollout/info/is_success"),
+        (curriculum("metric: mine/score, threshold: 1"), "nothing logs this metric"),
+        (curriculum("metric: eval/episode_return"), "a.until.threshold=null: metric and threshold"),
+        (curriculum("n_episodes: 0"), "a.until.n_episodes=0.0: must be an integer of at least 1"),
+        (curriculum("patience: 0, n_episodes: 3"), "a.until.patience=0: must be at least 1"),
+        ("+curriculum={phases: {a: {replay: drop}}}", "a.replay=drop: must be keep | clear"),
+        (
+            "+curriculum={phases: {a: {opponents: {weak: 1.5}}}}",
+            "a.opponents.weak=1.5: must be between 0 and 1",
+        ),
+    ],
+)
+def test_wrong_phases_are_refused_before_a_run_folder_exists(
+    here: Path, override: str, words: str
+) -> None:
+    with pytest.raises(UserError, match=words.replace("|", r"\|")) as refused:
+        train([*LINE, override])
+
+    assert "\n" not in str(refused.value)
+    assert not (here / "runs").exists()
+
+
+def test_workers_try_the_phases_too(here: Path) -> None:
+    with pytest.raises(UserError, match=r"a.env: env Line fails .*length=0: must be at least 1"):
+        train([*LINE, "vec_env=parallel", "vec_env.start_method=fork", curriculum(env="length: 0")])
+    assert not (here / "runs").exists()
+
+
+def test_a_metric_of_evaluations_needs_evaluations(here: Path) -> None:
+    until = "metric: eval/episode_return, threshold: 1"
+
+    with pytest.raises(UserError, match="the run has no evaluation; add"):
+        train([*LINE, curriculum(until), "~callbacks.evaluation"])
+
+
+def test_a_metric_of_an_own_callback_is_accepted(here: Path) -> None:
+    own = "+callbacks.talk={_target_: own_parts.Talk}"
+
+    train([*LINE, curriculum("metric: mine/score, threshold: 1"), own])
+
+
+def test_a_wrong_setting_of_a_tensor_env_is_refused(here: Path) -> None:
+    with pytest.raises(UserError, match=r"env.size=3: size: Stages has no such setting"):
+        train([*TENSOR, curriculum(env="size: 3")])
+    assert not (here / "runs").exists()
+
+
+def test_a_phase_without_self_play_names_no_opponents(here: Path) -> None:
+    with pytest.raises(UserError, match=r"a.opponents.weak: the run has no opponents to choose"):
+        train([*LINE, "+curriculum={phases: {a: {opponents: {weak: 1}}}}"])
+    assert not (here / "runs").exists()
+
+
+TUG = [
+    *small(n_envs=4, total_steps=512, agent__n_steps=32),
+    *("opponent=self_play", "env.target=two_player_games.TugOfWar", "env.id=null"),
+    "+env.kwargs={opponent: strong}",
+]
+MIXES = "+curriculum={phases: {a: {opponents: {weak: 1}, until: {env_steps: 128}}, "
+MIXES += "b: {opponents: {strong: 1}}}}"
+
+
+def test_a_phase_chooses_the_opponents_of_self_play_and_resumes(here: Path) -> None:
+    whole = train([*TUG, MIXES])
+    stop = "+callbacks.stop={_target_: own_parts.StopAt, iteration: 1}"
+    part = train([*TUG, MIXES, stop]).run_dir
+    train([f"resume={part}", "+callbacks.stop={_target_: own_parts.StopAt, iteration: 99}"])
+
+    assert column(whole.run_dir, PHASE) == [1.0, 2.0, 2.0, 2.0]
+    assert shown(part) == shown(whole.run_dir)
+    first, *_, last = shown(part)
+    assert first["opponents/weak_win_rate"]
+    assert not first["opponents/strong_win_rate"]
+    assert last["opponents/strong_win_rate"]
+
+
+def test_wrong_opponents_of_self_play_are_refused_before_a_run_folder_exists(here: Path) -> None:
+    with pytest.raises(UserError, match=r"a.opponents.odd: this env has no such player, only weak"):
+        train([*TUG, "+curriculum={phases: {a: {opponents: {odd: 1}}}}"])
+    with pytest.raises(UserError, match=r"weak.env: env Hockey fails .* of players is fixed"):
+        train([*small(), "env=hockey", "opponent=self_play", "curriculum=hockey"])
+    assert not (here / "runs").exists()
+
+
+def test_a_phase_that_a_resumed_run_has_lost_is_named(here: Path) -> None:
+    run = train([*LINE, TWO]).run_dir
+
+    with pytest.raises(UserError, match="the run was in phase long, which is not in the config"):
+        train([f"resume={run}", "total_steps=256", "+curriculum={phases: {other: {}}}"])
+
+
+def test_line_keeps_the_settings_of_an_episode_until_its_end() -> None:
+    env = Line(length=2)
+    env.reset(seed=1)
+    env.length = 3
+
+    assert [env.step(1)[2] for _ in range(2)] == [False, True]
+
+
+def test_hockey_goes_through_all_of_its_phases(here: Path) -> None:
+    names = "shooting", "defence", "weak"
+    soon = [f"curriculum.phases.{name}.until.env_steps=1" for name in names]
+    settings = ["env=hockey", "curriculum=hockey", *soon, "~callbacks.evaluation"]
+    sizes = [*small(agent__n_steps=256, total_steps=2048), "agent.n_epochs=1"]
+
+    run = train([*sizes, *settings]).run_dir
+
+    assert column(run, PHASE) == [1.0, 2.0, 3.0, 4.0]
+    assert column(run, "rollout/info/shaping_return")[0] != 0.0
