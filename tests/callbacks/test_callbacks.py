@@ -59,8 +59,8 @@ def test_resumed_run_repeats_an_interrupted_evaluation() -> None:
         raise Interrupted(signal.SIGINT)
 
     make_env: Any = interrupt
-    envs = [SimpleNamespace(num_envs=1)]
-    loop: Any = SimpleNamespace(env_steps=50, is_last_iteration=lambda: False, envs=envs)
+    env = SimpleNamespace(num_envs=1, unwrapped=None)
+    loop: Any = SimpleNamespace(env_steps=50, is_last_iteration=lambda: False, envs=[env])
     stopped = PeriodicEvaluation(make_env, VecEnvConfig(), seed=1, eval_every_steps=100)
     stopped.on_train_start(loop)
     loop.env_steps = 100
