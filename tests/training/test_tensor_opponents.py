@@ -19,6 +19,7 @@ from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
 from ml_pipeline.envs.tensor_tasks.hockey import TorchHockey
 from ml_pipeline.protocols import Place, Spaces
 from ml_pipeline.training.gpu.programs import Programs
+from ml_pipeline.training.tensor.collector import join_position, position_parts
 from ml_pipeline.training.tensor.opponents import TensorOpponentPool
 
 CPU = torch.device("cpu")
@@ -147,3 +148,25 @@ def test_a_task_for_one_player_is_refused() -> None:
     _, pool = made(1)
     with pytest.raises(ValueError, match="not the space of two equal players"):
         TensorSelfPlay(TorchCartPole(2), pool)
+
+
+@pytest.mark.slow  # tracing takes 10 s
+def test_a_step_with_opponents_compiles_to_one_graph_that_sees_new_weights() -> None:
+    env, pool = made(16, scripted={"weak": 0.3})
+    pool.add(agent_of(1).greedy(), 5)
+    env.reset(seed=1)
+
+    def step(parts: list[torch.Tensor], action: torch.Tensor) -> list[torch.Tensor]:
+        position, result = env.transition(join_position(parts), action)
+        return [*position_parts(position), result.obs, result.reward]
+
+    compiled: Any = torch.compile(step, backend="aot_eager", fullgraph=True)
+    parts, actions = position_parts(env.position), actions_of(env.position.n_steps, 0)
+    with torch.no_grad():
+        before = compiled(parts, actions)
+        torch.testing.assert_close(before, step(parts, actions))
+        for seat in range(4):
+            pool._sit_down(seat, pool.selves[-1])
+        after = compiled(parts, actions)
+        torch.testing.assert_close(after, step(parts, actions))
+    assert not torch.equal(before[6], after[6])  # x of the opponent

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,20 @@ from ml_pipeline.training.opponent_pool import Member, OpponentPool, tensors_of
 _N_SEATS = 4  # of past selves; each acts for all envs, so more seats cost more
 
 Player = Callable[[Tensor], Tensor]  # [n, *obs] -> [n, *act]
+
+
+class _OnDevice(nn.Module):
+    """A greedy policy whose actions are computed as in training: compiled, and without float64."""
+
+    def __init__(self, greedy: nn.Module) -> None:
+        super().__init__()
+        self.greedy: Any = greedy
+
+    def forward(self, obs: Tensor) -> Tensor:
+        features, _ = self.greedy.features({"obs": obs})
+        distribution = self.greedy.distribution
+        action: Tensor = distribution.to_torch_env(distribution.mode(self.greedy.head(features)))
+        return action
 
 
 class TensorOpponentPool(OpponentPool):
@@ -43,7 +58,7 @@ class TensorOpponentPool(OpponentPool):
         self._seated: list[Member] = []
         self._closed: int | None = None  # a seat whose games come to an end
         self._counted = torch.zeros(self.n_seats, 3, dtype=torch.int64)
-        self._on_device = deepcopy(greedy).to(device)
+        self._on_device = _OnDevice(deepcopy(greedy).to(device))
         self._weights = {
             name: torch.stack([each] * _N_SEATS)
             for name, each in tensors_of(self._on_device).items()
@@ -65,7 +80,7 @@ class TensorOpponentPool(OpponentPool):
         """The actions of everyone in their seats, [n, *obs], [n] -> [n, *act]."""
 
         def one(weights: dict[str, Tensor]) -> Tensor:
-            action: Tensor = functional_call(self._on_device, weights, ({"obs": obs},))["action"]
+            action: Tensor = functional_call(self._on_device, weights, (obs,))
             return action
 
         every = [*vmap(one)(self._weights).unbind(), *(each(obs) for each in self._players)]
@@ -96,7 +111,7 @@ class TensorOpponentPool(OpponentPool):
     def _sit_down(self, seat: int, member: Member) -> None:
         # In place: a captured CUDA graph reads the weights at this address.
         for name, each in member.weights.items():
-            self._weights[name][seat].copy_(each)
+            self._weights[f"greedy.{name}"][seat].copy_(each)
 
     def _set_chances(self) -> None:
         """In place, for the same reason."""
