@@ -168,7 +168,9 @@ TENSOR = [*small(vec_env="auto"), "env.target=tiny_torch_envs.Stages", "env.id=n
     [
         pytest.param(PRIORITISED, "switch", id="dqn"),
         pytest.param(LINE, "switch", id="ppo"),
-        pytest.param([*TENSOR, "total_steps=128"], "switch", id="tensor env"),
+        pytest.param(
+            [*TENSOR, "total_steps=128"], "switch", id="tensor env", marks=pytest.mark.slow
+        ),
         pytest.param(PRIORITISED, "before", id="dqn, before", marks=pytest.mark.slow),
         pytest.param(PRIORITISED, "after", id="dqn, after", marks=pytest.mark.slow),
         pytest.param(LINE, "before", id="ppo, before", marks=pytest.mark.slow),

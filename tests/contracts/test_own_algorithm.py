@@ -39,6 +39,7 @@ def call(folder: Path, script: str, *arguments: str, fails: bool = False) -> str
     return done.stderr if fails else done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("own_algorithm")
 def test_own_algorithm_learns(here: Path) -> None:
     rows = read_rows(only_run(here))

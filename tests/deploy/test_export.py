@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, str, list[int]]] = {
         [2],
     ),
 }
-FAST = [("normalised", "onnx"), ("normalised", "pt2"), ("shared gru", "pt2")]
+FAST = [("normalised", "onnx"), ("normalised", "pt2")]
 
 
 def make_camera() -> gym.Env[Any, Any]:

@@ -26,6 +26,8 @@ from ml_pipeline.door.load import export_run
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.signatures import UntrustedError
 
+pytestmark = pytest.mark.xdist_group("foreign_files")  # one process makes the files, once
+
 EVIL = """
 import pathlib
 import gymnasium

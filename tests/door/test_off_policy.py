@@ -63,8 +63,15 @@ def equal(one: Any, other: Any) -> bool:
         pytest.param([*DQN, *PRIORITISED], "parallel", id="workers", marks=pytest.mark.slow),
         pytest.param(SAC, "parallel", id="sac, workers", marks=pytest.mark.slow),
         pytest.param(DQN, "shared", id="shared", marks=pytest.mark.slow),
-        pytest.param([*DQN, *PRIORITISED, "env=torch_cartpole"], "auto", id="tensor env"),
-        pytest.param([*SAC, "env=torch_pendulum"], "auto", id="sac, tensor env"),
+        pytest.param(
+            [*DQN, *PRIORITISED, "env=torch_cartpole"],
+            "auto",
+            id="tensor env",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [*SAC, "env=torch_pendulum"], "auto", id="sac, tensor env", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_resumed_run_equals_an_unbroken_one(

@@ -82,6 +82,7 @@ def test_tournament_rates_runs_and_scripted_opponents(runs: Path, capsys: Captur
     assert "<td>ppo_run</td>" in page
 
 
+@pytest.mark.slow
 def test_tournament_gives_the_same_results_again(runs: Path, capsys: Capture) -> None:
     command = ("tournament", "ppo_run", "lstm_run", "--games", "20", "--env", "ppo_run")
 

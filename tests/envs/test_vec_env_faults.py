@@ -421,6 +421,7 @@ def step_with_an_alarm(env: Any) -> None:
 
 
 @pytest.mark.usefixtures("alarm_interrupts")
+@pytest.mark.slow
 def test_after_any_interrupt_the_env_can_be_reset_or_reports_a_lost_worker(start: Make) -> None:
     env = start([partial(BulkyEnv, n_bytes=500_000)] * 4)
     random = np.random.default_rng(0)

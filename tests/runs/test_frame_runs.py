@@ -30,6 +30,7 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_that_stores_frames_once_equals_one_that_stores_stacks(here: Path) -> None:
     whole = train(RUN).run_dir
     frames = [*RUN, "agent.stacked_frames=4"]

@@ -80,7 +80,13 @@ CASES: dict[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "ending"), CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize(
+    ("overrides", "ending"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * ("workers" in name))
+        for name, case in CASES.items()
+    ],
+)
 def test_run_that_crashes_and_resumes_equals_an_uninterrupted_run(
     overrides: list[str], ending: str, door: Door, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ CASES = {
 }
 
 
-MARKS = {name: [pytest.mark.slow] for name in ("PPO in two halves", "SAC")}
+MARKS = {name: [pytest.mark.slow] for name in CASES if name != "PPO"}
 
 
 def settings_of(case: list[str]) -> list[str]:

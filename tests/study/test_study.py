@@ -294,6 +294,7 @@ def test_policy_is_deployed_only_if_it_is_better_on_new_episodes(
     assert len([each for each in target.parent.iterdir() if each.is_dir()]) == 2
 
 
+@pytest.mark.slow
 def test_folder_with_other_files_or_a_policy_of_another_env_is_not_replaced(
     finished_run: Path, here: Path
 ) -> None:

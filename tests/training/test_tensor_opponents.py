@@ -49,7 +49,7 @@ def actions_of(obs: torch.Tensor, t: int) -> torch.Tensor:
     return torch.rand((len(obs), 4), generator=generator) * 2 - 1
 
 
-@pytest.mark.parametrize("name", ["weak", "strong"])
+@pytest.mark.parametrize("name", ["weak", pytest.param("strong", marks=pytest.mark.slow)])
 def test_games_equal_those_against_the_scripted_player_inside_the_env(name: str) -> None:
     ours, _ = made(16, scripted={name: 1.0})
     theirs = TorchHockey(16, opponent=name, mode="shooting", seed=7)
@@ -126,18 +126,18 @@ def test_a_restored_pool_continues_bit_for_bit() -> None:
     env.reset(seed=2)
     for t in range(4):
         pool.add(agent_of(t + 1).greedy(), t + 1)
-        for step in range(30):
-            env.step(actions_of(env.position.n_steps, 30 * t + step))
+        for step in range(25):
+            env.step(actions_of(env.position.n_steps, 25 * t + step))
         pool.between_iterations()
     other_env, other = made(16, scripted={"weak": 0.2}, sampling="hard")
     other.load_state_dict(pool.state_dict())
     other_env.load_state_dict(env.state_dict())
 
-    for t in range(60):
+    for t in range(30):
         actions = actions_of(env.position.n_steps, t)
         for one, two in zip(env.step(actions)[:4], other_env.step(actions)[:4], strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=0)
-        if t % 20 == 0:
+        if t % 10 == 0:
             pool.between_iterations()
             other.between_iterations()
     assert pool.games == other.games
