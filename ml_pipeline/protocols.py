@@ -186,6 +186,12 @@ class Policy(Protocol):
         """The action masks in the infos, or None if this policy does not read masks there."""
 
 
+class Scripted(Protocol):
+    """A player without a network; the class of a two-player env names its own in ``scripted``."""
+
+    def act_batch(self, obs: Any, deterministic: bool = True) -> NDArray[Any]: ...
+
+
 class Agent(Policy, Protocol):
     """A Policy that can also be trained, exported, saved and loaded."""
 

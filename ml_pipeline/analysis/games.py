@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,19 +14,13 @@ from torch import Tensor
 from ml_pipeline.analysis.evaluate import Evaluation, evaluate_batch
 from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import Episode, Policy
+from ml_pipeline.protocols import Episode, Policy, Scripted
 
 WINNER = "winner"  # in the info of the last step: 1, 0 or -1 for player 0
 
 
 class GameError(UserError):
     """These players cannot play in this env."""
-
-
-class Scripted(Protocol):
-    """An opponent without a network; an env class names its own in ``scripted``."""
-
-    def act_batch(self, obs: Any, deterministic: bool = True) -> NDArray[Any]: ...
 
 
 class ScriptedPolicy:

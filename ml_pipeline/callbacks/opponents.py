@@ -8,7 +8,9 @@ from ml_pipeline.runs.console import say
 from ml_pipeline.training.loop import Loop
 from ml_pipeline.training.opponent_pool import AGENT, OpponentPool
 
-_LEAST_GAMES = 50  # between two ratings
+# Games between two ratings: a rating of n players takes a time that grows as n ** 3.
+_LEAST_GAMES = 50
+_GAMES_PER_PAIR = 0.05
 
 
 class OpponentReport(Callback):
@@ -17,7 +19,7 @@ class OpponentReport(Callback):
     def __init__(self, pool: OpponentPool) -> None:
         self.pool = pool
         self._next_steps = int(pool.config.add_every_steps)  # when a copy may join
-        self._n_rated = 0
+        self._n_rated = 0  # games of the run at the last rating
         self._rating: float | None = None
 
     def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
@@ -44,15 +46,17 @@ class OpponentReport(Callback):
     def _add(self, loop: Loop) -> None:
         self.pool.add(loop.agent.greedy(), loop.env_steps)
         self._next_steps = loop.env_steps + int(self.pool.config.add_every_steps)
-        self._n_rated = 0
 
     def _rated(self, n_games: int) -> float | None:
-        """The agent's rating; the first player has 1000 points. It is updated every 50 games."""
-        if n_games < self._n_rated + _LEAST_GAMES:
+        """The agent's rating; the first player has 1000 points."""
+        n_all = sum(sum(results) for results in self.pool.games.values())
+        n_players = len({name for names in self.pool.games for name in names})
+        wanted = self._n_rated + max(_LEAST_GAMES, _GAMES_PER_PAIR * n_players**2)
+        if n_all < wanted or not n_games:
             return self._rating
         games = [Pairing(*names, *results) for names, results in self.pool.games.items()]
         found = points(results_of(games), anchor=self.pool.anchor)
-        self._n_rated, self._rating = n_games, found[AGENT]
+        self._n_rated, self._rating = n_all, found[AGENT]
         return self._rating
 
     def on_train_end(self, loop: Loop) -> None:

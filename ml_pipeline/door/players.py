@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 
-from ml_pipeline.analysis.games import DiscretePolicy, GameError, Scripted, ScriptedPolicy
+from ml_pipeline.analysis.games import DiscretePolicy, GameError, ScriptedPolicy
 from ml_pipeline.analysis.run_data import did_you_mean
 from ml_pipeline.config.train import EnvConfig, VecEnvConfig
 from ml_pipeline.deploy.exported import ExportedPolicy
@@ -25,7 +25,7 @@ from ml_pipeline.envs.evaluation import make_evaluation_envs
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.two_players import player_space
 from ml_pipeline.envs.vec_env import SerialEnv
-from ml_pipeline.protocols import Policy, Spaces
+from ml_pipeline.protocols import Policy, Scripted, Spaces
 from ml_pipeline.runs.checkpoint import best_or_latest, named_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +17,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from ml_pipeline.config.opponent import OpponentConfig, check_shares
-from ml_pipeline.protocols import StateDict
+from ml_pipeline.protocols import Scripted, StateDict
 
 AGENT = "agent"  # its name in the games since it last joined the pool
 
 _PRIOR_GAMES = 2  # drawn games that every score starts with
 _MOST_GAMES = 200  # results are halved from here on, so that a score follows the agent
-
-
-class Scripted(Protocol):
-    """A player without weights."""
-
-    def act_batch(self, obs: Any, deterministic: bool = True) -> NDArray[Any]: ...
 
 
 @dataclass(eq=False)
