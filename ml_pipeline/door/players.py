@@ -38,7 +38,8 @@ class Arena(NamedTuple):
     name: str
     make_env: EnvFactory
     spaces: Spaces  # of one player
-    scripted: Mapping[str, Callable[[], Scripted]]
+    scripted: Mapping[str, Callable[[], Scripted]]  # without state, so that training can resume
+    judges: Mapping[str, Callable[[], Scripted]]  # may have state; evaluations prefer them
     moves: Any  # [n, *act]: the continuous actions of its discrete version, or None
 
     def make_envs(self, *, n_envs: int) -> SerialEnv:
@@ -104,8 +105,9 @@ def two_player_version(env: EnvConfig) -> Arena:
             raise GameError(f"{env.name} is not a two-player env: {error}") from error
         bare: Any = made.unwrapped
         scripted = getattr(bare, "scripted", {})
+        judges = getattr(bare, "judges", {})
         moves = getattr(bare, "moves", None) if "discrete" in parameters else None
-    return Arena(env.name, make_env, of_player, scripted, moves)
+    return Arena(env.name, make_env, of_player, scripted, judges, moves)
 
 
 def load_player(
@@ -120,10 +122,11 @@ def load_player(
 
     ``noise_seed`` of sampled actions: players of equal runs would draw equal noise without it.
     """
+    scripted = {**arena.scripted, **arena.judges}
     word = _OTHER_NAMES.get(given, given)
-    word = word if word in arena.scripted else given
-    if word in arena.scripted:
-        policy = ScriptedPolicy(arena.scripted[word]())
+    word = word if word in scripted else given
+    if word in scripted:
+        policy = ScriptedPolicy(scripted[word]())
         _check_scripted(word, policy, arena)
         return Player(word, policy, "scripted")
     if _is_run(given):
@@ -134,8 +137,8 @@ def load_player(
         _check_fits(given, own, arena)
         adapted = _adapted(exported, own, arena)
         return Player(Path(given).name, adapted, "exported policy", only_greedy=True)
-    others = [word for word, same in _OTHER_NAMES.items() if same in arena.scripted]
-    words = list(dict.fromkeys([*arena.scripted, *others]))
+    others = [word for word, same in _OTHER_NAMES.items() if same in scripted]
+    words = list(dict.fromkeys([*scripted, *others]))
     known = f"an opponent of {arena.name} ({', '.join(words)})" if words else "a policy file"
     raise GameError(f"{given}: neither a run folder nor {known}" + did_you_mean(given, words))
 

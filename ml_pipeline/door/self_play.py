@@ -68,7 +68,8 @@ def find_self_play(config: TrainConfig, tensor_env: type[TorchVectorEnv] | None)
     """The two-player version of the env, or None if the run has no opponents."""
     if config.opponent is None:
         return None
-    own, arena = two_player_version(config.env), open_arena(config.env)
+    own = two_player_version(config.env)
+    arena = open_arena(config.env)._replace(judges={})
     moves = None
     if own.spaces.action != arena.spaces.action:
         moves = np.asarray(own.moves, dtype=arena.spaces.action.dtype)

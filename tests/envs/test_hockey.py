@@ -292,6 +292,22 @@ def test_starts_are_those_of_the_mode(mode: str) -> None:
     assert is_random.tolist() == [mode != "normal"] * 2
 
 
+def test_either_draws_weak_or_strong_for_each_episode() -> None:
+    def games(opponent: str) -> list[list[float]]:
+        env, views = Hockey(opponent), []
+        for seed in range(12):
+            env.reset(seed=seed)
+            views.append([env.step(np.zeros(4))[0].tolist() for _ in range(20)][-1])
+        return views
+
+    weak, strong, either = games("weak"), games("strong"), games("either")
+
+    triples = list(zip(either, weak, strong, strict=True))
+    kinds = {"weak" if one == w else "strong" for one, w, s in triples}
+    assert all(one in (w, s) and w != s for one, w, s in triples)
+    assert kinds == {"weak", "strong"}
+
+
 @pytest.mark.parametrize("name", ["weak", "strong"])
 def test_an_opponent_inside_plays_like_the_policy_outside(name: str) -> None:
     inside, outside = Hockey(name), Hockey()

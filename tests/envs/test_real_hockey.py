@@ -13,6 +13,8 @@ from conftest import read_rows, small
 from gymnasium.utils.env_checker import check_env
 
 from ml_pipeline.build import train
+from ml_pipeline.door.compose import checked_config, compose_config
+from ml_pipeline.door.players import load_player, open_arena
 from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.tasks.real_hockey import RealHockey, _Game, _Start
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
@@ -27,6 +29,7 @@ KINDS: list[dict[str, Any]] = [
     {"opponent": "weak", "mode": "defence"},
     {"opponent": "strong", "discrete": True},
     {"discrete": True, "mode": "shooting"},
+    {"opponent": "either"},
 ]
 
 
@@ -195,7 +198,7 @@ def test_mode_and_opponent_change_at_the_next_reset() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("opponent", "hard", "opponent=hard: unknown; choose weak, strong, basic"),
+        ("opponent", "hard", "opponent=hard: unknown; choose weak, strong, basic, either"),
         ("opponent", None, "opponent=None: the number of players is fixed; make another env"),
         ("mode", "attack", "mode=attack: unknown; choose normal, shooting, defence"),
     ],
@@ -219,6 +222,21 @@ def test_scripted_players_follow_the_opponents_of_the_package() -> None:
         # The package turns its racket at random; x, y and the shot must be equal.
         actions = make().act_batch(obs)[:, [0, 1, 3]]
         assert actions == pytest.approx(expected[:, [0, 1, 3]], abs=1e-5)
+
+
+def test_evaluations_play_against_the_opponents_of_the_package() -> None:
+    config = checked_config(compose_config(["env=real_hockey"]))
+    arena = open_arena(config.env)
+    obs = np.stack([started().reset(seed=seed)[0] for seed in range(3)]).reshape(6, 18)
+    obs[:, 16] = 5.0  # has the puck
+
+    strong = load_player("strong", arena, noise_seed=0).policy
+    actions = np.array([strong.act_batch(obs) for _ in range(40)])
+
+    theirs = hockey_env.BasicOpponent(weak=False)
+    expected = np.array([theirs.act(row.astype(np.float64)) for row in obs])
+    assert actions[0][:, [0, 1, 3]] == pytest.approx(expected[:, [0, 1, 3]], abs=1e-5)
+    assert len(np.unique(actions[..., 2])) > 2  # swings its racket at random
 
 
 def test_spawned_workers_play_the_same_games() -> None:

@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 
 from ml_pipeline.envs.tasks import hockey_physics as physics
 from ml_pipeline.envs.tasks.hockey_drawing import draw
-from ml_pipeline.envs.tasks.hockey_opponents import SCRIPTED, STRENGTH, scripted_action
+from ml_pipeline.envs.tasks.hockey_opponents import (
+    EITHER,
+    SCRIPTED,
+    STRENGTH,
+    drawn_opponent,
+    scripted_action,
+)
 from ml_pipeline.envs.tasks.hockey_physics import FLOATS
 from ml_pipeline.envs.two_players import both_spaces
 
@@ -41,7 +47,8 @@ ACTIONS = spaces.Box(-1.0, 1.0, (4,), np.float32)
 class Hockey(gym.Env[Any, Any]):
     """A game ends with a goal, +10 for player 0 or -10, or is truncated as a draw.
 
-    ``opponent`` and ``mode`` can be set between episodes; the next reset applies them.
+    ``opponent`` and ``mode`` can be set between episodes; the next reset applies them. The
+    opponent ``either`` is weak or strong, drawn for each episode.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 - as in Gymnasium
@@ -75,6 +82,8 @@ class Hockey(gym.Env[Any, Any]):
         super().reset(seed=seed)
         self._apply_settings()
         self.state = begin(FLOATS, self.mode, self.np_random.random(N_DRAWS[self.mode]).tolist())
+        if self.opponent == EITHER:
+            self._strength = strength_of(drawn_opponent(self.np_random))
         self._n_steps = 0
         return self._observe(), {}
 
@@ -116,7 +125,7 @@ class Hockey(gym.Env[Any, Any]):
                 f"opponent={self.opponent!r}: the number of players is fixed; make another env"
             )
         self._max_steps = steps_of(self.mode)
-        self._strength = strength_of(self.opponent)
+        self._strength = strength_of("weak" if self.opponent == EITHER else self.opponent)
 
 
 def steps_of(mode: str) -> int:

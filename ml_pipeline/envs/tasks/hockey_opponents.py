@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ml_pipeline.envs.tasks.hockey_physics import BACK_LIMIT, MAX_ANGLE
 
 STRENGTH = {"weak": 0.5, "strong": 10.0, "basic": 10.0}  # proportional gain of the controller
+EITHER = "either"  # weak or strong, drawn for each episode
 _DAMPING = 0.5
 _BRAKE_SECONDS = 0.1
 _SHOOT_BELOW = 7.0  # steps left to keep the puck
@@ -48,6 +49,11 @@ def _control(m: Any, error: Any, speed: Any, gain: float, brake_seconds: float) 
     """A PD controller that damps only shortly before it arrives."""
     arrives = abs(error) < brake_seconds * abs(speed + 0.01)
     return m.clip(error * gain - m.where(arrives, _DAMPING * speed, 0.0), -1.0, 1.0)
+
+
+def drawn_opponent(random: np.random.Generator) -> str:
+    """weak or strong, equally likely."""
+    return ("weak", "strong")[int(random.integers(2))]
 
 
 class ScriptedPlayer:

@@ -8,6 +8,8 @@ the same actions again, checks the result and continues exactly.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from ml_pipeline.envs.tasks.hockey_opponents import SCRIPTED
+from ml_pipeline.envs.tasks.hockey_opponents import EITHER, SCRIPTED, drawn_opponent
 from ml_pipeline.envs.two_players import both_spaces
 from ml_pipeline.extras import MissingExtraError, import_extra
 
@@ -135,8 +137,23 @@ class _Opponent:
         self._law = self._package_law()
 
 
+class PackagePlayer:
+    """The package's opponent for a batch of games; game i has a random generator of its own."""
+
+    def __init__(self, *, weak: bool) -> None:
+        self._weak = weak
+        self._players: list[_Opponent] = []
+
+    def act_batch(self, obs: NDArray[Any], deterministic: bool = True) -> NDArray[np.float32]:
+        """Actions [n, 4] for observations [n, 18]; they are random even if ``deterministic``."""
+        for i in range(len(self._players), len(obs)):
+            self._players.append(_Opponent(np.random.default_rng(i), weak=self._weak))
+        rows = zip(self._players, np.asarray(obs, dtype=np.float64), strict=False)
+        return np.array([player.act(row) for player, row in rows], dtype=np.float32)
+
+
 class RealHockey(gym.Env[Any, Any]):
-    """Two players if ``opponent`` is None; else one player against ``weak`` or ``strong``.
+    """Two players if ``opponent`` is None; else one against ``weak``, ``strong`` or ``either``.
 
     ``opponent`` and ``mode`` can be set at any time, and take effect at the next reset.
     """
@@ -145,8 +162,12 @@ class RealHockey(gym.Env[Any, Any]):
         "render_modes": ["human", "rgb_array"],
         "render_fps": 50,
     }
-    # Without state and random numbers, as other players must be; opponent= is the package's own.
+    # In self-play without state and random numbers, so that a run can resume. Evaluations and
+    # opponent= use the package's own.
     scripted = SCRIPTED
+    judges: ClassVar[Mapping[str, Callable[[], PackagePlayer]]] = {
+        name: partial(PackagePlayer, weak=name == "weak") for name in SCRIPTED
+    }
 
     def __init__(
         self,
@@ -182,8 +203,8 @@ class RealHockey(gym.Env[Any, Any]):
     def opponent(self, name: str | None) -> None:
         if (name is not None) != self._has_one_player:
             raise ValueError(f"opponent={name}: the number of players is fixed; make another env")
-        if name is not None and name not in self.scripted:
-            known = ", ".join(self.scripted)
+        if name is not None and name not in (*self.scripted, EITHER):
+            known = ", ".join((*self.scripted, EITHER))
             raise ValueError(f"opponent={name}: unknown; choose {known}, or null for two players")
         self._opponent = name
 
@@ -207,7 +228,8 @@ class RealHockey(gym.Env[Any, Any]):
         player_0_starts = bool(self.np_random.integers(2))
         self._game.start(_Start(self.mode, player_0_starts, int(self.np_random.integers(2**31))))
         if self.opponent is not None:
-            self._rival = _Opponent(self.np_random, weak=self.opponent == "weak")
+            name = drawn_opponent(self.np_random) if self.opponent == EITHER else self.opponent
+            self._rival = _Opponent(self.np_random, weak=name == "weak")
         return self._shown_obs(), {}
 
     def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
