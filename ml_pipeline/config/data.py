@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Optional, Union
 
 from ml_pipeline.config.checks import integer_steps
 
@@ -24,8 +24,8 @@ class DataConfig:
 
     features: list[str] = field(default_factory=lambda: list(DEFAULT_FEATURES))
     normalise: str = "standard"  # standard | robust | none; fitted on the train period
-    validation: Any = 0.15  # share of the rows, or the first date of the period
-    test: Any = 0.15
+    validation: Union[float, str] = 0.15  # share of the rows, or the first date of the period
+    test: Union[float, str] = 0.15
     embargo: Optional[int] = None  # rows dropped before validation and before test
     cache_dir: Optional[str] = None
 
@@ -45,7 +45,9 @@ class DataConfig:
 
     def _check(self, fact: bool, name: str, rule: str) -> None:
         if not fact:
-            raise ValueError(f"{KEY}.{name}={getattr(self, name)}: must be {rule}")
+            value = getattr(self, name)
+            shown = "null" if value is None else value
+            raise ValueError(f"{KEY}.{name}={shown}: must be {rule}")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         self._check(getattr(self, name) in choices, name, " | ".join(choices))
@@ -76,7 +78,7 @@ class SyntheticConfig(DataConfig):
 class FilesConfig(DataConfig):
     """CSV and Parquet files; conf/data/files.yaml spells out the same defaults."""
 
-    path: str = ""  # a file, a folder or a pattern such as prices/*.csv
+    path: Optional[str] = None  # a file, a folder or a pattern such as prices/*.csv
     timezone: Optional[str] = None  # of times without a zone; null: UTC, not accepted for MT5
     label: str = "start"  # start | end: what the times of a plain table mean
     symbols: Optional[list[str]] = None  # null: all
@@ -84,7 +86,8 @@ class FilesConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check(bool(self.path), "path", "a file, a folder or a pattern such as prices/*.csv")
+        is_path = isinstance(self.path, str) and bool(self.path)
+        self._check(is_path, "path", "a file, a folder or a pattern such as prices/*.csv")
         self._check_choice("label", LABELS)
         is_list = isinstance(self.symbols, list) and len(self.symbols) > 0
         self._check(self.symbols is None or is_list, "symbols", "null, or a list")
