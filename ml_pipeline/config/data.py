@@ -1,4 +1,4 @@
-"""The settings of market data, as conf/data/ spells them; an error names the key."""
+"""The settings of market data, as conf/data/ spells them; an error starts with the key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ml_pipeline.config.checks import integer_steps
 MARKETS = ("random_walk", "edge", "regimes", "gaps")
 NORMALISERS = ("standard", "robust", "none")
 LABELS = ("start", "end")
-KEY = "env.kwargs.data"  # where the group data/ puts its keys
 DEFAULT_FEATURES = (
     *("return_1", "return_6", "return_24", "rsi_14", "ema_50", "atr_14", "bollinger_20_2"),
     *("volatility_24", "volume_24", "time_of_day", "time_of_week"),
@@ -30,7 +29,7 @@ class DataConfig:
     cache_dir: Optional[str] = None
 
     def __post_init__(self) -> None:
-        is_list = isinstance(self.features, list) and len(self.features) > 0
+        is_list = isinstance(self.features, (list, tuple)) and len(self.features) > 0
         self._check(is_list, "features", "a list with at least one feature")
         self._check_choice("normalise", NORMALISERS)
         for name in ("validation", "test"):
@@ -47,7 +46,7 @@ class DataConfig:
         if not fact:
             value = getattr(self, name)
             shown = "null" if value is None else value
-            raise ValueError(f"{KEY}.{name}={shown}: must be {rule}")
+            raise ValueError(f"{name}={shown}: must be {rule}")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         self._check(getattr(self, name) in choices, name, " | ".join(choices))
@@ -69,7 +68,7 @@ class SyntheticConfig(DataConfig):
         super().__post_init__()
         self._check_choice("market", MARKETS)
         for name in ("n_symbols", "n_bars"):
-            setattr(self, name, integer_steps(f"{KEY}.{name}", getattr(self, name)))
+            setattr(self, name, integer_steps(name, getattr(self, name)))
         is_seed = isinstance(self.seed, int) and self.seed >= 0
         self._check(is_seed, "seed", "an integer of at least 0")
 
@@ -89,5 +88,5 @@ class FilesConfig(DataConfig):
         is_path = isinstance(self.path, str) and bool(self.path)
         self._check(is_path, "path", "a file, a folder or a pattern such as prices/*.csv")
         self._check_choice("label", LABELS)
-        is_list = isinstance(self.symbols, list) and len(self.symbols) > 0
+        is_list = isinstance(self.symbols, (list, tuple)) and len(self.symbols) > 0
         self._check(self.symbols is None or is_list, "symbols", "null, or a list")

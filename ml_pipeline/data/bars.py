@@ -81,9 +81,9 @@ def length_of(bars: Bars, place: str) -> int:
 
 def nanoseconds(bar: str) -> int:
     """The length of a bar that is written as 1m, 15m, 4h or 1d."""
-    match = re.fullmatch(r"(\d+)([smhd])", bar)
+    match = re.fullmatch(r"(\d+)([smhd])", str(bar))
     if match is None or int(match[1]) == 0:
-        raise ValueError(f"bar={bar}: must be a number and s, m, h or d, such as 15m")
+        raise DataError(f"bar={bar}: must be a number and s, m, h or d, such as 15m")
     return int(match[1]) * _UNITS[match[2]] * _SECOND
 
 

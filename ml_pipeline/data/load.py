@@ -6,14 +6,16 @@ stores it with a policy and applies ``new_market`` to a growing file.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ml_pipeline.config.data import KEY, DataConfig, FilesConfig, SyntheticConfig
+from ml_pipeline.config.data import DataConfig, FilesConfig, SyntheticConfig
 from ml_pipeline.data.align import aligned
 from ml_pipeline.data.bars import Bars, bar_text, nanoseconds
 from ml_pipeline.data.cache import Entry, cached, default_folder, key_of
@@ -24,6 +26,8 @@ from ml_pipeline.data.market import Market
 from ml_pipeline.data.normalise import Statistics, fitted, normalised
 from ml_pipeline.data.split import PERIODS, periods
 from ml_pipeline.data.synthetic import synthetic_bars
+
+_KEY = "env.kwargs.data"  # where the group data/ puts its keys
 
 
 class Recipe(NamedTuple):
@@ -55,16 +59,30 @@ def load_market(*, period: str, **data: Any) -> Market:
     """The market that the keys of conf/data/ describe; its arrays are read-only and shared."""
     if period not in PERIODS:
         raise DataError(f"env.kwargs.period={period}: must be {' | '.join(PERIODS)}")
-    market, facts = _entry(data)
-    start, stop = facts["periods"][period]
-    if stop - start == 0:
-        raise DataError(f"{KEY}.{period}={data[period]}: the period {period} is empty")
+    with _full_keys():
+        market, facts = _entry(data)
+        start, stop = facts["periods"][period]
+        if stop - start == 0:
+            raise DataError(f"{period}={data[period]}: the period {period} is empty")
     return market.rows(slice(start, stop))
 
 
 def load_recipe(**data: Any) -> Recipe:
     """The recipe of the same market."""
-    return Recipe(**_entry(data).facts["recipe"])
+    with _full_keys():
+        return Recipe(**_entry(data).facts["recipe"])
+
+
+@contextmanager
+def _full_keys() -> Iterator[None]:
+    """Let an error that starts with a key of the group name its place in the config."""
+    try:
+        yield
+    except DataError as error:
+        keys = [each.name for kind in (SyntheticConfig, FilesConfig) for each in fields(kind)]
+        if re.match(rf"({'|'.join(keys)})(\.\w+)?=", str(error)):
+            raise DataError(f"{_KEY}.{error}") from error
+        raise
 
 
 def new_market(bars: Mapping[str, Bars], recipe: Recipe) -> Market:
@@ -95,7 +113,7 @@ def _entry(data: Mapping[str, Any]) -> Entry:
     features = [parsed(text) for text in config.features]
     embargo = _embargo(config, features)
     folder = default_folder() if config.cache_dir is None else Path(config.cache_dir)
-    settings = {**dataclasses.asdict(config), "cache_dir": None}
+    settings = {**asdict(config), "cache_dir": None}
     files = market_files(str(config.path)) if isinstance(config, FilesConfig) else []
 
     def build() -> Entry:
@@ -123,10 +141,10 @@ def _entry(data: Mapping[str, Any]) -> Entry:
 
 def _config(data: Mapping[str, Any]) -> DataConfig:
     kind: type[DataConfig] = FilesConfig if "path" in data else SyntheticConfig
-    known = [each.name for each in dataclasses.fields(kind)]
+    known = [each.name for each in fields(kind)]
     for name in data:
         if name not in known:
-            raise DataError(f"{KEY}.{name} is unknown; choose from {', '.join(sorted(known))}")
+            raise DataError(f"{_KEY}.{name} is unknown; choose from {', '.join(sorted(known))}")
     try:
         return kind(**data)
     except (TypeError, ValueError) as error:
@@ -139,7 +157,7 @@ def _embargo(config: DataConfig, features: list[Feature]) -> int:
         return longest.warmup
     if config.embargo < longest.warmup:
         raise DataError(
-            f"{KEY}.embargo={config.embargo}: {longest.columns[0]} looks back {longest.warmup} "
+            f"embargo={config.embargo}: {longest.columns[0]} looks back {longest.warmup} "
             "bars; use at least as many, or null"
         )
     return config.embargo
@@ -156,14 +174,13 @@ def _bars(
             label=config.label,
             symbols=config.symbols,
             columns=columns,
-            length=None if config.bar is None else _length(config.bar),
+            length=None if config.bar is None else nanoseconds(config.bar),
         )
         return bars, bar_text(length)
     assert isinstance(config, SyntheticConfig)
-    _length(config.bar)
     for name in columns:
         if name != "signal":
-            raise DataError(f"{KEY}.features=column_{name}: synthetic markets have only signal")
+            raise DataError(f"features=column_{name}: synthetic markets have only signal")
     bars = synthetic_bars(
         config.market,
         n_symbols=int(config.n_symbols),
@@ -173,13 +190,6 @@ def _bars(
         parameters=config.parameters,
     )
     return bars, config.bar
-
-
-def _length(bar: str) -> int:
-    try:
-        return nanoseconds(bar)
-    except ValueError as error:
-        raise DataError(f"{KEY}.{error}") from error
 
 
 def _columns(features: list[Feature]) -> list[str]:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.config.data import KEY
 from ml_pipeline.data.errors import DataError
 from ml_pipeline.data.market import Market
 
@@ -35,7 +34,7 @@ def fitted(market: Market, train: slice, normalise: str) -> Statistics:
         seen = market.feature[train, index][market.tradable[train, index]]
         if len(seen) < 2:
             raise DataError(
-                f"{KEY}.normalise={normalise}: {symbol} has no bars in the train period; "
+                f"normalise={normalise}: {symbol} has no bars in the train period; "
                 "leave it out, or move the periods"
             )
         centre[index], scale[index] = _robust(seen) if normalise == "robust" else _standard(seen)

@@ -149,7 +149,7 @@ def _utc(
         raise DataError(f"timezone={timezone}: the times of {path} have a zone; remove the key")
     if layout.name == "mt5" and timezone is None:
         raise DataError(
-            f"{path}: MT5 writes the broker's time; set timezone=..., such as Europe/Athens, or "
+            f"{path}: MT5 writes the broker's time; set timezone, such as Europe/Athens, or "
             "America/New_York+07:00 for brokers that close with New York"
         )
     if layout.clock == "epoch":

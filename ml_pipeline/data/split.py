@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.config.data import KEY
 from ml_pipeline.data.bars import text_of
 from ml_pipeline.data.errors import DataError
 
@@ -28,7 +27,7 @@ def periods(
     test_start = _start(time, test, n_rows, "test")
     validation_start = _start(time, validation, test_start, "validation")
     if validation_start > test_start:
-        raise DataError(f"{KEY}.validation={validation}: must be before test={test}")
+        raise DataError(f"validation={validation}: must be before test={test}")
     has_validation, has_test = validation_start < test_start, test_start < n_rows
     train_end = validation_start - (embargo if has_validation or has_test else 0)
     found = {"train": slice(0, max(train_end, 0)), "all": slice(0, n_rows)}
@@ -53,5 +52,5 @@ def _start(time: NDArray[np.int64], value: Any, end: int, name: str) -> int:
     try:
         date = np.datetime64(value.replace(" ", "T"), "ns").astype(np.int64)
     except ValueError as error:
-        raise DataError(f"{KEY}.{name}={value}: not a date such as 2024-01-31") from error
+        raise DataError(f"{name}={value}: not a date such as 2024-01-31") from error
     return int(np.searchsorted(time, date, side="right"))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.config.data import KEY
 from ml_pipeline.data.bars import Bars, nanoseconds
 from ml_pipeline.data.errors import DataError
 
@@ -38,13 +37,12 @@ def synthetic_bars(
 ) -> dict[str, Bars]:
     """The bars of SYN0, SYN1, ...; each symbol has its own random numbers."""
     make, defaults = _MARKETS[market]
-    for name in parameters:
+    for name, value in parameters.items():
         if name not in defaults:
-            raise DataError(
-                f"{KEY}.parameters.{name}: unknown; market={market} has {', '.join(defaults)}"
-            )
-    settings = {**defaults, **{name: float(value) for name, value in parameters.items()}}
-    _check(settings)
+            known = ", ".join(defaults)
+            raise DataError(f"parameters.{name}={value}: unknown; market={market} has {known}")
+        _check(name, value)
+    settings = {**defaults, **parameters}
     length = nanoseconds(bar)
     end = _START + length * np.arange(1, n_bars + 1, dtype=np.int64)
     return {
@@ -53,22 +51,23 @@ def synthetic_bars(
     }
 
 
-def _check(settings: Mapping[str, float]) -> None:
-    rules = {
-        "volatility": (0.0, 0.05),  # larger ones would reach a price of 0
-        "jump_volatility": (0.0, 0.05),
-        "correlation": (-0.99, 0.99),
-        "persistence": (0.0, 0.999),
-        "outage_share": (0.0, 0.5),
-        "drift": (-0.01, 0.01),
-        "ratio": (0.1, 5.0),
-        "duration": (2.0, math.inf),
-        "spread": (0.0, 0.01),
-    }
-    for name, value in settings.items():
-        low, high = rules[name]
-        if not low <= value <= high:
-            raise DataError(f"{KEY}.parameters.{name}={value}: must be between {low} and {high}")
+_LIMITS = {
+    "volatility": (0.0, 0.05),  # larger ones could reach a price of 0
+    "jump_volatility": (0.0, 0.05),
+    "correlation": (-0.99, 0.99),
+    "persistence": (0.0, 0.999),
+    "outage_share": (0.0, 0.5),
+    "drift": (-0.01, 0.01),
+    "ratio": (0.1, 5.0),
+    "duration": (2.0, math.inf),
+    "spread": (0.0, 0.01),
+}
+
+
+def _check(name: str, value: float) -> None:
+    low, high = _LIMITS[name]
+    if not (isinstance(value, (int, float)) and low <= value <= high):
+        raise DataError(f"parameters.{name}={value}: must be between {low} and {high}")
 
 
 def _edge(

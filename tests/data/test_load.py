@@ -254,7 +254,16 @@ def test_growing_file_adds_rows_and_changes_none(tmp_path: Path, files: dict[str
         ({"n_bars": 30}, "too short: SYN0 has 30 bars, the features need 50"),
         ({"n_bars": "many"}, "env.kwargs.data.n_bars=many: must be an integer of at least 1"),
         ({"path": "x.csv"}, "env.kwargs.data.n_bars is unknown; choose from bar, cache_dir"),
-        ({"validation": 0, "period": "validation"}, "the period validation is empty"),
+        (
+            {"validation": 0, "period": "validation"},
+            "env.kwargs.data.validation=0: the period validation is empty",
+        ),
+        (
+            {"parameters": {"correlation": 2}},
+            "env.kwargs.data.parameters.correlation=2: must be between",
+        ),
+        ({"parameters": {"correlation": "high"}}, "correlation=high: must be between"),
+        ({"features": ["macd"]}, "env.kwargs.data.features=macd: unknown"),
     ],
 )
 def test_wrong_setting_is_refused_in_one_line(
@@ -270,6 +279,11 @@ def test_wrong_setting_is_refused_in_one_line(
 def test_group_without_a_path_is_refused() -> None:
     with pytest.raises(DataError, match=r"env\.kwargs\.data\.path=null: must be a file, a folder"):
         load_market(period="train", path=None)
+
+
+def test_error_of_a_file_setting_has_the_full_key(files: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"^env\.kwargs\.data\.symbols=C: not in the files"):
+        load_market(period="all", **{**files, "symbols": ["C"]})
 
 
 def test_missing_pyarrow_is_named_with_its_command_and_synthetic_works_without(

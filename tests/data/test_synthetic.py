@@ -128,7 +128,12 @@ def test_gaps_are_weekends_jumps_and_bars_that_single_symbols_miss() -> None:
     ("market", "name", "value", "reason"),
     [
         ("edge", "correlation", 1.0, "parameters.correlation=1.0: must be between -0.99 and 0.99"),
-        ("random_walk", "correlation", 0.1, "parameters.correlation: unknown; market=random_walk"),
+        (
+            "random_walk",
+            "correlation",
+            0.1,
+            "correlation=0.1: unknown; market=random_walk",
+        ),
         ("gaps", "volatility", 0.5, "parameters.volatility=0.5: must be between"),
     ],
 )
