@@ -46,16 +46,21 @@ def read_bars(
     symbols: Sequence[str] | None = None,
     columns: Sequence[str] = (),
     length: int | None = None,
+    is_growing: bool = False,
 ) -> tuple[dict[str, Bars], int]:
     """The bars of each symbol, and their length in nanoseconds.
 
     ``length`` resamples to longer bars. Several files of one symbol are joined in order of time.
+    ``is_growing``: the last line of a text file may be half written, and is then not read.
     """
     parts: dict[str, list[tuple[Path, Read, Bars]]] = {}
     for path in paths:
-        read = read_file(path, timezone=timezone, columns=columns)
+        read = read_file(path, timezone=timezone, columns=columns, is_growing=is_growing)
         if label == "end" and read.layout != "table":
-            raise DataError(f"label=end: {path} is a file of {read.layout}, whose times are starts")
+            raise DataError(
+                f"label=end: {path} looks like a file of {read.layout}, whose times are starts; "
+                "for a table of your own, call the column time"
+            )
         for name, bars in read.bars.items():
             parts.setdefault(name or symbol_of(path), []).append((path, read, bars))
     chosen = {name: parts[name] for name in _chosen(sorted(parts), symbols)}

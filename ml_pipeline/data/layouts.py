@@ -53,12 +53,20 @@ def recognised(path: Path) -> Layout:
     if re.match(r"\d{8} \d{6};", first):
         return Layout("histdata", ";", 0, ("time", *OHLCV), "local", "UTC-05:00", 1.0)
     separator = max(",;\t", key=first.count)
-    cells = [next(csv.reader([line.strip("\r\n")], delimiter=separator)) for line in lines[:4]]
+    cells = [cells_of(line, separator) for line in lines[:4]]
     if cells[0][0] == "Price":
         return _yfinance(path, cells)
     if cells[0][0].isdigit():
         return _without_header(path, cells[0], separator)
     return _table(path, cells, separator)
+
+
+def cells_of(line: str, separator: str) -> list[str]:
+    """The cells of a line; one cell if it is not text."""
+    try:
+        return next(csv.reader([line.strip("\r\n")], delimiter=separator))
+    except csv.Error:  # a zero byte, or a cell of 128 kB
+        return [line]
 
 
 def _mt5(path: Path, lines: Sequence[str]) -> Layout:

@@ -98,12 +98,13 @@ def new_market(bars: Mapping[str, Bars], recipe: Recipe) -> Market:
 
 
 def read_new_bars(path: str, recipe: Recipe, **files: Any) -> dict[str, Bars]:
-    """The bars of files that go with a recipe; ``files`` are timezone and label."""
+    """The bars of files that may still grow; ``files`` are timezone and label."""
     return read_bars(
         market_files(path),
         symbols=recipe.symbols,
         columns=recipe.columns,
         length=nanoseconds(recipe.bar),
+        is_growing=True,
         **files,
     )[0]
 

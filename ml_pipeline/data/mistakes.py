@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ml_pipeline.data.errors import DataError
-from ml_pipeline.data.layouts import Layout, clock_of
+from ml_pipeline.data.layouts import Layout, cells_of, clock_of
 
 NULLS = ("", "nan", "null", "n/a", "na", "#n/a", "none")
 _NOT_NUMBERS = ("time", "symbol", "date", "clock")
@@ -35,7 +34,7 @@ def _lines(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         for number, line in enumerate(file, start=1):
             if line.strip("\r\n"):
-                yield number, next(csv.reader([line.strip("\r\n")], delimiter=separator))
+                yield number, cells_of(line, separator)
 
 
 def _mistake_of(cells: Sequence[str], layout: Layout, wanted: Sequence[str]) -> str | None:

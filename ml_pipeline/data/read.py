@@ -32,13 +32,18 @@ class Read(NamedTuple):
     bars: dict[str | None, Bars]  # labelled as in the file
 
 
-def read_file(path: Path, *, timezone: str | None, columns: Sequence[str] = ()) -> Read:
-    """``columns`` are further columns to read; ``timezone`` is that of times without a zone."""
+def read_file(
+    path: Path, *, timezone: str | None, columns: Sequence[str] = (), is_growing: bool = False
+) -> Read:
+    """``columns`` are further columns to read; ``timezone`` is that of times without a zone.
+
+    In a text file that is still growing, a last line without its end is not read.
+    """
     if path.suffix.lower() == ".parquet":
         layout, table = _read_parquet(path, columns)
     else:
         layout = recognised(path)
-        table = _read_text(path, layout, columns)
+        table = _read_text(path, layout, columns, is_growing)
     if table.num_rows == 0:
         raise DataError(f"{path}: too short: it has no bars")
 
@@ -71,7 +76,7 @@ def _arrow(module: str) -> Any:
     return import_extra(module, needed_by="market data")
 
 
-def _read_text(path: Path, layout: Layout, columns: Sequence[str]) -> Any:
+def _read_text(path: Path, layout: Layout, columns: Sequence[str], is_growing: bool) -> Any:
     arrow, csv = _arrow("pyarrow"), _arrow("pyarrow.csv")
     wanted = _wanted(path, layout.columns, columns)
     numbers = {name: arrow.float64() for name in wanted}
@@ -84,7 +89,7 @@ def _read_text(path: Path, layout: Layout, columns: Sequence[str]) -> Any:
     formats = [_FORMATS[layout.name]] if layout.name in _FORMATS else None
     try:
         return csv.read_csv(
-            path,
+            arrow.BufferReader(_whole_lines(path)) if is_growing else path,
             csv.ReadOptions(skip_rows=layout.n_header, column_names=list(layout.columns)),
             csv.ParseOptions(delimiter=layout.separator),
             csv.ConvertOptions(
@@ -95,6 +100,11 @@ def _read_text(path: Path, layout: Layout, columns: Sequence[str]) -> Any:
         )
     except (arrow.ArrowInvalid, arrow.ArrowKeyError) as error:
         raise first_mistake(path, layout, wanted, first_line(error)) from error
+
+
+def _whole_lines(path: Path) -> bytes:
+    content = path.read_bytes()
+    return content[: content.rfind(b"\n") + 1]
 
 
 def _read_parquet(path: Path, columns: Sequence[str]) -> tuple[Layout, Any]:

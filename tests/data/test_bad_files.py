@@ -104,6 +104,14 @@ def test_file_without_bars_is_too_short(tmp_path: Path, text: str) -> None:
     assert refusal(path).startswith(f"{path}: too short")
 
 
+@pytest.mark.parametrize("content", [b"\0\0\n\0", b"x" * 200_000, b"\xff\xfet\0i\0m\0e\0"])
+def test_file_that_is_not_text_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "X.csv"
+    path.write_bytes(content)
+
+    assert f"{path}:1: column time is missing" in refusal(path)
+
+
 def test_one_bar_is_too_short(tmp_path: Path) -> None:
     path = tmp_path / "X.csv"
     path.write_text(f"{HEADER}\n{GOOD[0]}\n")
@@ -173,6 +181,12 @@ def test_timezone_is_refused_where_times_have_one() -> None:
     path = FILES / "ccxt_plain.csv"
 
     assert "have a zone; remove the key" in refusal(path, timezone="Europe/Berlin")
+
+
+def test_label_is_refused_where_the_layout_decides() -> None:
+    path = FILES / "BTCUSDT-1h-2024-12.csv"
+
+    assert f"label=end: {path} looks like a file of binance" in refusal(path, label="end")
 
 
 def test_skipped_hour_is_refused(tmp_path: Path) -> None:

@@ -167,6 +167,16 @@ def test_folder_holds_one_file_per_symbol(tmp_path: Path) -> None:
     assert np.array_equal(bars["B"].close, random_bars(5, seed=0).close)
 
 
+def test_half_written_line_of_a_growing_file_is_not_read(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "X.csv", random_bars(5))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:-7])  # its last number has lost some digits
+
+    bars, _ = read_bars([path], label="end", is_growing=True)
+
+    assert len(bars["X"].time) == 4
+
+
 def test_local_times_around_clock_changes(tmp_path: Path) -> None:
     hours = ["2024-10-27 01:00", "2024-10-27 02:00", "2024-10-27 02:00", "2024-10-27 03:00"]
     path = tmp_path / "X.csv"
