@@ -61,15 +61,22 @@ def test_bollinger_and_volatility_equal_those_of_ta_lib(n: int, width: float) ->
     np.testing.assert_allclose(volatility, talib.STDDEV(returns, n)[n:], rtol=1e-6)
 
 
-def test_rolling_and_recursive_means_equal_plain_loops() -> None:
-    x = np.random.default_rng(3).standard_normal(9_000) + 5.0
-
-    recursive, value = [], 7.0
+@pytest.mark.parametrize("weight", [1.0, 0.1, 1e-4])  # the last one remembers many blocks
+def test_recursive_mean_equals_a_plain_loop(weight: float) -> None:
+    x = np.random.default_rng(3).standard_normal(13_000) + 5.0
+    expected, value = [], 7.0
     for each in x:
-        value = 0.9 * value + 0.1 * each
-        recursive.append(value)
+        value = (1.0 - weight) * value + weight * each
+        expected.append(value)
 
-    np.testing.assert_allclose(recursive_mean(x, start=7.0, weight=0.1), recursive, rtol=1e-13)
+    result = recursive_mean(x, start=7.0, weight=weight)
+
+    np.testing.assert_allclose(result, expected, rtol=1e-13)
+
+
+def test_rolling_mean_and_deviation_equal_those_of_each_window() -> None:
+    x = np.random.default_rng(3).standard_normal(20_000) + 5.0
+
     windows = np.lib.stride_tricks.sliding_window_view(x, 30)
     np.testing.assert_allclose(rolling_mean(x, 30), windows.mean(axis=1), rtol=1e-13)
     np.testing.assert_allclose(rolling_std(x, 30), windows.std(axis=1), rtol=1e-12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from conftest import REPOSITORY
+from conftest import REPOSITORY, call
 from market_rows import HOUR, random_bars, write_table
 
 from ml_pipeline.config.data import MARKETS, FilesConfig, SyntheticConfig
@@ -94,6 +95,20 @@ def test_standard_features_have_mean_0_and_deviation_1_in_train_only(
     assert np.allclose(train.feature.mean(axis=0), 0.0, atol=1e-6)
     assert np.allclose(train.feature.std(axis=0), 1.0, atol=1e-6)
     assert not np.allclose(test.feature.std(axis=0), 1.0, atol=1e-3)
+
+
+@pytest.mark.parametrize("normalise", ["standard", "robust"])
+def test_statistics_count_bars_and_no_gaps(files: dict[str, Any], normalise: str) -> None:
+    settings = {**files, "features": ["column_signal"], "normalise": normalise}
+    train = load_market(period="train", **settings)
+    raw = load_market(period="train", **{**settings, "normalise": "none"})
+    recipe = load_recipe(**settings)
+
+    seen = raw.feature[raw.tradable[:, 1], 1, 0]
+
+    assert len(seen) < len(train.time)
+    centre = seen.mean() if normalise == "standard" else np.median(seen)
+    assert np.isclose(recipe.centre[1][0], centre, rtol=1e-5)
 
 
 def test_robust_features_have_median_0_and_quartiles_of_a_normal(synthetic: dict[str, Any]) -> None:
@@ -331,3 +346,23 @@ def test_group_fills_the_arguments_of_the_env() -> None:
 def test_wrong_key_of_the_group_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"env\.kwargs\.data\.paht"):
         compose_config(["data=files", "env.kwargs.data.paht=prices/"])
+
+
+def test_scripts_of_the_page_run(here: Path, files: dict[str, Any]) -> None:
+    page = (REPOSITORY / "docs" / "market_data.md").read_text()
+    for index, code in enumerate(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)):
+        (here / f"script_{index}.py").write_text(code)
+
+    results = [
+        call(
+            *(sys.executable, f"script_{index}.py"),
+            cwd=here,
+            PYTHONPATH=str(REPOSITORY),
+            XDG_CACHE_HOME=str(here / "user_cache"),
+        )
+        for index in range(2)
+    ]
+
+    assert [(each.returncode, each.stderr) for each in results] == [(0, "")] * 2
+    assert results[0].stdout == "('SYN0',) (14000, 1) (14000, 1, 2)\n"
+    assert len(list((here / "user_cache" / "ml_pipeline" / "markets").glob("*/manifest.json"))) == 2
