@@ -15,6 +15,7 @@ import yaml
 
 from ml_pipeline.agents.image_networks import CNN
 from ml_pipeline.config.curriculum import PhaseConfig, UntilConfig
+from ml_pipeline.config.data import FilesConfig, SyntheticConfig
 from ml_pipeline.config.dqn import DQNConfig
 from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.config.ppo import PPOConfig
@@ -51,6 +52,8 @@ GROUPS = (
     ("agent.", SACConfig, "agent/sac.yaml", "SAC"),
     ("vec_env.", VecEnvConfig, "vec_env/auto.yaml", "How the envs run"),
     ("opponent.", OpponentConfig, "opponent/self_play.yaml", "Self-play"),
+    ("env.kwargs.data.", SyntheticConfig, "data/synthetic.yaml", "Synthetic markets"),
+    ("env.kwargs.data.", FilesConfig, "data/files.yaml", "Market files"),
     (
         *("curriculum.phases.NAME.", PhaseConfig, "curriculum/hockey.yaml"),
         *("A phase of a curriculum", "phases.shooting."),
@@ -155,7 +158,7 @@ METRICS = (
 
 CHOICES = (
     *("agent", "env", "network", "vec_env", "logger", "callbacks", "opponent", "curriculum"),
-    *("experiment", "sweep"),
+    *("data", "experiment", "sweep"),
 )
 
 
@@ -194,6 +197,7 @@ def section(prefix: str, kind: type[Any], file: str, title: str, under: str = ""
             default = default["_target_"]
         type_name = re.sub(r"Optional\[(.+)\]", r"\1 or null", str(field.type))
         type_name = {"Any": "int or auto"}.get(type_name, type_name)
+        type_name = type_name.replace("Union[float, str]", "float or str")
         comment = comment_of.get(under + field.name, "").replace("|", "\\|")
         lines.append(f"| `{prefix}{field.name}` | {type_name} | {shown(default)} | {comment} |")
     return "\n".join(lines)

@@ -20,6 +20,7 @@ _EXTRAS = {
     "look": ("moviepy", "tensorboard", "trackio"),
     "export": ("onnx", "onnxruntime", "onnxscript"),
     "serve": ("httptools", "uvicorn"),
+    "trading": ("pyarrow",),
 }
 
 # Targets of the Makefile, which only a clone has.

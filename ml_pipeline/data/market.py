@@ -26,3 +26,14 @@ class Market(NamedTuple):
     spread: NDArray[np.float64]  # [T, S] in units of price; 0 if the file has no spread
     tradable: NDArray[np.bool_]  # [T, S] False in a gap: prices repeat the last close
     feature: NDArray[np.float32]  # [T, S, F] normalised with statistics of the train period
+
+    def rows(self, index: slice) -> Market:
+        """Some of the rows, as views."""
+        names = self._fields[2:]
+        return self._replace(**{name: getattr(self, name)[index] for name in names})
+
+
+def periods_per_year(time: NDArray[np.int64]) -> float:
+    """Bars per year of 365.25 days, closed hours included; for the Sharpe ratio of a year."""
+    years = (int(time[-1]) - int(time[0])) / (365.25 * 86_400e9)
+    return (len(time) - 1) / years

@@ -1,0 +1,92 @@
+"""The settings of market data, as conf/data/ spells them; an error starts with the key."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Optional, Union
+
+from ml_pipeline.config.checks import integer_steps
+
+MARKETS = ("random_walk", "edge", "regimes", "gaps")
+NORMALISERS = ("standard", "robust", "none")
+LABELS = ("start", "end")
+DEFAULT_FEATURES = (
+    *("return_1", "return_6", "return_24", "rsi_14", "ema_50", "atr_14", "bollinger_20_2"),
+    *("volatility_24", "volume_24", "time_of_day", "time_of_week"),
+)
+
+
+@dataclass
+class DataConfig:
+    """What files and synthetic markets share."""
+
+    features: list[str] = field(default_factory=lambda: list(DEFAULT_FEATURES))
+    normalise: str = "standard"  # standard | robust | none; fitted on the train period
+    validation: Union[float, str] = 0.15  # share of the rows, or the first date of the period
+    test: Union[float, str] = 0.15
+    embargo: Optional[int] = None  # rows dropped before validation and before test
+    cache_dir: Optional[str] = None
+
+    def __post_init__(self) -> None:
+        is_list = isinstance(self.features, (list, tuple)) and len(self.features) > 0
+        self._check(is_list, "features", "a list with at least one feature")
+        self._check_choice("normalise", NORMALISERS)
+        for name in ("validation", "test"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            is_date = isinstance(value, str) and re.match(r"\d{4}-\d\d-\d\d", value) is not None
+            rule = "a share below 1, or a date such as 2024-01-31"
+            self._check(is_date or (is_number and 0 <= value < 1), name, rule)
+        if self.embargo is not None:
+            is_count = isinstance(self.embargo, int) and self.embargo >= 0
+            self._check(is_count, "embargo", "null, or an integer of at least 0")
+
+    def _check(self, fact: bool, name: str, rule: str) -> None:
+        if not fact:
+            value = getattr(self, name)
+            shown = "null" if value is None else value
+            raise ValueError(f"{name}={shown}: must be {rule}")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        self._check(getattr(self, name) in choices, name, " | ".join(choices))
+
+
+@dataclass
+class SyntheticConfig(DataConfig):
+    """A market without files; conf/data/synthetic.yaml spells out the same defaults."""
+
+    market: str = "edge"  # random_walk | edge | regimes | gaps
+    n_symbols: float = 1
+    n_bars: float = 20_000  # per symbol
+    bar: str = "1h"
+    seed: int = 1
+    parameters: dict[str, float] = field(default_factory=dict)  # of the market
+    features: list[str] = field(default_factory=lambda: ["column_signal", *DEFAULT_FEATURES])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_choice("market", MARKETS)
+        for name in ("n_symbols", "n_bars"):
+            setattr(self, name, integer_steps(name, getattr(self, name)))
+        is_seed = isinstance(self.seed, int) and self.seed >= 0
+        self._check(is_seed, "seed", "an integer of at least 0")
+
+
+@dataclass
+class FilesConfig(DataConfig):
+    """CSV and Parquet files; conf/data/files.yaml spells out the same defaults."""
+
+    path: Optional[str] = None  # a file, a folder or a pattern such as prices/*.csv
+    timezone: Optional[str] = None  # of times without a zone; null: UTC, not accepted for MT5
+    label: str = "start"  # start | end: what the times of a plain table mean
+    symbols: Optional[list[str]] = None  # null: all
+    bar: Optional[str] = None  # resample to longer bars, such as 1h; null: as in the files
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_path = isinstance(self.path, str) and bool(self.path)
+        self._check(is_path, "path", "a file, a folder or a pattern such as prices/*.csv")
+        self._check_choice("label", LABELS)
+        is_list = isinstance(self.symbols, (list, tuple)) and len(self.symbols) > 0
+        self._check(self.symbols is None or is_list, "symbols", "null, or a list")
