@@ -122,8 +122,11 @@ class Trading(gym.Env[Any, Any]):
         """Read the rows from the current one on: as floats, or as arrays for a portfolio."""
         task, first = self.task, self.row
         end = min(first + BLOCK, len(task.market.time))
-        bars = task.bars(first, end, self.column)
-        self._bars = [bar_of(each) for each in (bars if task.portfolio else bars.tolist())]
+        columns = bar_of(task.bars(first, end, self.column).swapaxes(0, 1))
+        if task.portfolio:
+            self._bars = [Bar(*row) for row in zip(*columns, strict=True)]
+        else:
+            self._bars = [*map(Bar._make, zip(*map(np.ndarray.tolist, columns), strict=True))]
         rows = task.market.feature[first + 1 - task.window : end, self.column]
         windows = np.lib.stride_tricks.sliding_window_view(rows, task.window, axis=0)
         # The window is the last axis: put it after the time.

@@ -169,8 +169,9 @@ def fill(
     """
     cash, units, entry, value, bars, equity, peak, fall, turnover, n_trades, costs, *rest = account
     price, _, _, _, spread, tradable = bar
+    where, total = m.where, m.total
     value = units * price
-    worth = cash + m.total(value)
+    worth = cash + total(value)
     change = target * worth - value
     is_large = (abs(change) > rules.min_trade * worth) | ((target == 0.0) & (units != 0.0))
     trades = tradable & is_large & (worth > 0.0)
@@ -178,23 +179,23 @@ def fill(
         return account, NO_FILL
     if m is not FLOATS:
         # Positions that do not trade use a part of the leverage.
-        held = m.total(m.where(trades, 0.0, abs(value)))
-        wanted = m.total(m.where(trades, abs(target), 0.0)) * worth
-        room = m.where(rules.leverage * worth > held, rules.leverage * worth - held, 0.0)
+        held = total(where(trades, 0.0, abs(value)))
+        wanted = total(where(trades, abs(target), 0.0)) * worth
+        room = where(rules.leverage * worth > held, rules.leverage * worth - held, 0.0)
         is_full = wanted > room
-        target = target * m.where(is_full, room / m.where(is_full, wanted, 1.0), 1.0)
+        target = target * where(is_full, room / where(is_full, wanted, 1.0), 1.0)
         change = target * worth - value
 
-    side = m.where(change > 0.0, 1.0, -1.0)
+    side = where(change > 0.0, 1.0, -1.0)
     price_paid = price * (1.0 + side * rules.slippage) + side * 0.5 * spread
     # The cost of a trade as a share of its value at mid price, and the costs of all trades.
     ratio = price_paid / price
-    rate = m.where(trades, side * (ratio - 1.0) + rules.commission * ratio, 0.0)
-    cost = m.total(rate * abs(change)) / (1.0 + m.total(rate * side * target))
+    rate = where(trades, side * (ratio - 1.0) + rules.commission * ratio, 0.0)
+    cost = total(rate * abs(change)) / (1.0 + total(rate * side * target))
     wanted = target * (worth - cost) / price
     # Other assets' costs can turn a small trade round: leave it out.
     trades = trades & ((wanted - units) * side > 0.0)
-    wanted = m.where(trades, wanted, units)
+    wanted = where(trades, wanted, units)
     traded = wanted - units
     volume = abs(traded) * price_paid
     fee = rules.commission * volume
@@ -202,14 +203,14 @@ def fill(
 
     stays, is_open = units * wanted > 0.0, wanted != 0.0
     # A position keeps its entry price when it shrinks.
-    average = (units * entry + traded * price_paid) / m.where(is_open, wanted, 1.0)
-    kept = m.where(abs(wanted) > abs(units), average, entry)
-    entry = m.where(stays, kept, m.where(is_open, price_paid, 0.0))
-    bars = m.where(stays, bars, 0.0 * bars)
-    cash = cash - m.total(traded * price_paid + fee)
-    turnover = turnover + m.total(volume) / equity
-    n_trades = n_trades + m.total(trades * 1.0)
-    costs = costs + m.total(cost)
+    average = (units * entry + traded * price_paid) / where(is_open, wanted, 1.0)
+    kept = where(abs(wanted) > abs(units), average, entry)
+    entry = where(stays, kept, where(is_open, price_paid, 0.0))
+    bars = where(stays, bars, 0.0 * bars)
+    cash = cash - total(traded * price_paid + fee)
+    turnover = turnover + total(volume) / equity
+    n_trades = n_trades + total(trades * 1.0)
+    costs = costs + total(cost)
     units, value = wanted, wanted * price
     after = Account(
         cash, units, entry, value, bars, equity, peak, fall, turnover, n_trades, costs, *rest
@@ -226,37 +227,38 @@ def mark(m: Any, rules: AccountRules, account: Account, bar: Bar) -> tuple[Accou
     """
     cash, units, entry, _, bars, before, peak, fall, turnover, n_trades, costs, paid, _ = account
     _, high, low, close, spread, _ = bar
+    where, total = m.where, m.total
     value = units * close
     if rules.funding or rules.borrowing:
-        due = rules.funding * value + m.where(value < 0.0, -rules.borrowing * value, 0.0)
-        due = m.total(due) + m.where(cash < 0.0, -rules.borrowing * cash, 0.0)
+        due = rules.funding * value + where(value < 0.0, -rules.borrowing * value, 0.0)
+        due = total(due) + where(cash < 0.0, -rules.borrowing * cash, 0.0)
         cash, paid = cash - due, paid + due
-    equity = cash + m.total(value)
-    worst = m.where(units > 0.0, low, high)
+    equity = cash + total(value)
+    worst = where(units > 0.0, low, high)
     margin = rules.maintenance_margin * abs(units)
-    is_called = cash + m.total(worst * (units - margin)) <= 0.0
+    is_called = cash + total(worst * (units - margin)) <= 0.0
     closed = is_called | (equity <= rules.least_share * peak)
     forced = NO_FILL
     if not m.none(closed):
-        side = m.where(units > 0.0, -1.0, 1.0)
-        price = m.where(is_called, worst, close)
+        side = where(units > 0.0, -1.0, 1.0)
+        price = where(is_called, worst, close)
         price_paid = price * (1.0 + side * rules.slippage) + side * 0.5 * spread
         volume = abs(units) * price_paid
         fee = rules.commission * volume
         cost = abs(units) * abs(price_paid - price) + fee
-        forced = Fill(m.where(closed, -units, 0.0), price_paid, m.where(closed, cost, 0.0))
-        equity = m.where(closed, cash + m.total(units * price_paid - fee), equity)
-        cash = m.where(closed, equity, cash)
-        turnover = turnover + m.where(closed, m.total(volume) / before, 0.0)
-        n_trades = n_trades + m.where(closed, m.total((units != 0.0) * 1.0), 0.0)
-        costs = costs + m.total(forced.cost)
+        forced = Fill(where(closed, -units, 0.0), price_paid, where(closed, cost, 0.0))
+        equity = where(closed, cash + total(units * price_paid - fee), equity)
+        cash = where(closed, equity, cash)
+        turnover = turnover + where(closed, total(volume) / before, 0.0)
+        n_trades = n_trades + where(closed, total((units != 0.0) * 1.0), 0.0)
+        costs = costs + total(forced.cost)
         none = 0.0 * units
-        units, entry = m.where(closed, none, units), m.where(closed, none, entry)
-        value = m.where(closed, none, value)
-    bars = m.where(units == 0.0, 0.0, bars + 1.0)
-    peak = m.where(equity > peak, equity, peak)
+        units, entry = where(closed, none, units), where(closed, none, entry)
+        value = where(closed, none, value)
+    bars = where(units == 0.0, 0.0, bars + 1.0)
+    peak = where(equity > peak, equity, peak)
     loss = 1.0 - equity / peak
-    fall = m.where(loss > fall, loss, fall)
+    fall = where(loss > fall, loss, fall)
     after = Account(
         cash, units, entry, value, bars, equity, peak, fall, turnover, n_trades, costs, paid, closed
     )
