@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import yaml
+from conftest import REPOSITORY
 from trading_markets import COSTS, FREE, OPTIONS, changed_after, flat_market, random_market
 
 from ml_pipeline.data.market import Market
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot, why_no_snapshot
 from ml_pipeline.envs.tasks.trading import BLOCK, Trading
-from ml_pipeline.envs.tasks.trading_account import fill, mark
-from ml_pipeline.envs.tasks.trading_task import bar_of
+from ml_pipeline.envs.tasks.trading_account import AccountRules, fill, mark
+from ml_pipeline.envs.tasks.trading_rewards import RewardRules
+from ml_pipeline.envs.tasks.trading_task import TradingSettings, bar_of
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.errors import UserError
 
@@ -343,3 +347,19 @@ def test_the_factory_names_the_key_of_a_wrong_setting() -> None:
     factory = EnvFactory(None, target, kwargs={"market": random_market(), "episode_bars": 10**6})
     with pytest.raises(UserError, match="episode_bars=1000000: the period train has 60 bars"):
         factory()
+
+
+def test_the_preset_spells_out_the_defaults() -> None:
+    preset = yaml.safe_load((REPOSITORY / "conf/env/trading.yaml").read_text())["kwargs"]
+
+    for kind, given in (
+        (AccountRules, preset.pop("account")),
+        (RewardRules, preset.pop("reward")),
+        (TradingSettings, preset),
+    ):
+        defaults = {each.name: each.default for each in fields(kind) if each.init}
+        for name in set(defaults) - set(given):
+            assert name in ("data", "market", "account", "reward")
+        for name, value in given.items():
+            wanted = defaults[name]
+            assert value == (list(wanted) if isinstance(wanted, tuple) else wanted)

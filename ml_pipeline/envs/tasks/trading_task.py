@@ -199,8 +199,10 @@ def _check_prices(market: Market) -> None:
 
 def _check_spread(market: Market, rules: AccountRules) -> None:
     """Refuse spreads that would make a seller pay."""
-    is_usable = market.spread < 2.0 * (1.0 - rules.slippage) * market.low
-    if rules.spread is None and not np.all(is_usable & (market.spread >= 0.0)):
+    if rules.spread is not None:
+        return
+    highest = 2.0 * (1.0 - rules.slippage) * market.low
+    if not np.all((market.spread >= 0.0) & (market.spread < highest)):
         raise ValueError(
             "account.spread=None: the market has a spread below 0 or above twice the price; "
             "set account.spread, a share of the price"
