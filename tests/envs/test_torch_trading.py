@@ -247,6 +247,27 @@ def test_the_door_detects_a_tensor_env_and_evaluates_in_the_single_env() -> None
     assert single.action_space == make(market, 2, window=3).single_action_space
 
 
+@pytest.mark.parametrize("name", ["continuous", "continuous portfolio"])
+def test_an_action_that_is_not_a_number_trades_nothing(name: str) -> None:
+    market = random_market(volatility=0.001)
+    env = make(market, 4, **OPTIONS[name])
+    single = Trading(market=market, **{"episode_bars": 20, **OPTIONS[name]})
+    single.reset(seed=0)
+    for _ in range(3):
+        env.step(torch.ones(4, env.task.n_assets))
+        single.step(np.ones(env.task.n_assets))
+    units, held = account_of(env.position).units, single.account.units
+
+    env.step(torch.full((4, env.task.n_assets), torch.nan))
+    single.step(np.full(env.task.n_assets, np.nan))
+
+    assert torch.equal(account_of(env.position).units, units)
+    assert torch.isfinite(account_of(env.position).equity).all()
+    assert np.array_equal(single.account.units, held)
+    assert np.isfinite(single.account.equity)
+    assert np.any(held != 0.0)
+
+
 def test_mps_is_refused() -> None:
     with pytest.raises(ValueError, match="device=mps: MPS has no float64, which money needs"):
         TorchTrading(2, market=random_market(), episode_bars=20, device="mps")
