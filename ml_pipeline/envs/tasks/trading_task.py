@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from ml_pipeline.data.load import load_market
 from ml_pipeline.data.market import Market
 from ml_pipeline.envs.tasks.trading_account import (
     ARRAYS,
@@ -23,7 +24,6 @@ from ml_pipeline.envs.tasks.trading_account import (
     within_limit,
 )
 from ml_pipeline.envs.tasks.trading_rewards import RewardRules
-from ml_pipeline.targets import import_dotted
 
 RANDOM, EACH = "random", "each"
 N_DRAWS = 2  # random numbers of a start: the row and the symbol
@@ -178,7 +178,6 @@ def _market_of(settings: TradingSettings) -> Market:
         market = settings.market
         _check_prices(market)  # load_market has checked those of files
     else:
-        load_market = import_dotted("ml_pipeline.data.load.load_market", key="env.kwargs.data")
         market = load_market(period=settings.period, **(settings.data or {}))
     # Plain views of memory-mapped arrays: np.memmap is slow to index.
     plain: list[Any] = [np.asarray(each) for each in market[2:]]
