@@ -9,8 +9,8 @@
 benchmark builds all backends, then times them in short windows, in shuffled order, several times.
 The figures are medians. Compare within a cell, not across runs, because machines are noisy. Peers
 that are not installed are skipped. Envs: any Gymnasium id, ``pong`` (84x84x4, frame skip 4),
-``hockey`` (both players), or ``synth:COST[:img]``, a loop with this much CPU work per step (100us,
-1ms).
+``hockey`` (both players), ``trading`` (a synthetic market), or ``synth:COST[:img]``, a loop with
+this much CPU work per step (100us, 1ms).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from ml_pipeline.envs.tasks.hockey import Hockey
+from ml_pipeline.envs.tasks.trading import Trading
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
 from ml_pipeline.envs.workers.cores import available_cores
 
@@ -103,6 +104,8 @@ def env_factory(name: str) -> EnvFn:
         return make_pong
     if name == "hockey":
         return Hockey
+    if name == "trading":
+        return partial(Trading, data={"market": "random_walk", "n_symbols": 4})
     if not name.startswith("synth:"):
         return partial(gym.make, name)
     _, cost, *rest = name.split(":")

@@ -1,0 +1,71 @@
+"""env=trading and env=torch_trading with a market that the config group data describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import read_rows, small
+
+from ml_pipeline.build import train
+from ml_pipeline.envs.factory import EnvFactory
+from ml_pipeline.envs.tasks.trading import Trading
+from ml_pipeline.errors import UserError
+
+MARKET = [
+    *("env.kwargs.data.market=gaps", "env.kwargs.data.n_bars=400", "env.kwargs.data.n_symbols=2"),
+    *("env.kwargs.data.features=[return_1]", "env.kwargs.data.cache_dir=cache"),
+    *("env.kwargs.episode_bars=20", "+eval_env.kwargs.period=validation"),
+    *("+eval_env.kwargs.random_start=false", "+eval_env.kwargs.symbol=each", "vec_env=auto"),
+]
+
+
+@pytest.mark.parametrize("env", ["trading", "torch_trading"])
+def test_a_run_trains_on_one_period_and_is_evaluated_on_another(env: str, here: Path) -> None:
+    run = train([*small(n_envs=4, total_steps=256), f"env={env}", *MARKET]).run_dir
+
+    rows = read_rows(run)
+    lengths = {float(row["eval/episode_length"]) for row in rows if row["eval/episode_length"]}
+    validation = Trading(data=data(), period="validation", random_start=False)
+    assert lengths == {float(validation.task.n_steps)}
+    assert validation.task.n_steps < 100
+
+
+def data() -> dict[str, Any]:
+    market = {"market": "gaps", "n_bars": 400, "n_symbols": 2, "cache_dir": "cache"}
+    return {**market, "features": ["return_1"]}
+
+
+def test_the_market_of_a_config_is_mapped_and_not_copied(here: Path) -> None:
+    factory = EnvFactory(
+        None, "ml_pipeline.envs.tasks.trading.Trading", {"data": data(), "episode_bars": 20}
+    )
+    env = factory().unwrapped
+    assert isinstance(env, Trading)
+
+    base: Any = env.task.market.feature
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+
+    assert isinstance(base, np.memmap)
+    assert not env.task.market.close.flags.writeable
+
+
+@pytest.mark.parametrize("env", ["trading", "torch_trading"])
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("env.kwargs.data.market=bull", "market=bull"),
+        ("env.kwargs.period=tomorrow", "period=tomorrow"),
+        ("env.kwargs.episode_bars=1000", "episode_bars=1000: the period train has"),
+        ("+env.kwargs.account.fee=1", "account.fee=1: unknown"),
+    ],
+)
+def test_mistakes_in_the_config_are_one_line(
+    env: str, override: str, error: str, here: Path
+) -> None:
+    with pytest.raises(UserError, match=error) as caught:
+        train([*small(n_envs=4, total_steps=256), f"env={env}", *MARKET, override])
+    assert "\n" not in str(caught.value)
