@@ -49,7 +49,8 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose("train", overrides=[*overrides, *own_conf(overrides)])
+            words = accepted_with_resume([*overrides, *own_conf(overrides)])
+            return compose("train", overrides=words)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explained(error)) from error
     finally:
@@ -59,6 +60,13 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
 def store_schema() -> None:
     """Let conf/train.yaml find its schema; agent.algorithm adds that of ``agent`` later."""
     ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+
+
+def accepted_with_resume(words: Sequence[str]) -> list[str]:
+    """With resume=, let Hydra accept every key of agent: the stored run decides which exist."""
+    if not any(word.startswith("resume=") for word in words):
+        return list(words)
+    return [f"++{word}" if word.startswith("agent.") else word for word in words]
 
 
 def own_conf(arguments: Sequence[str]) -> list[str]:

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ml_pipeline.door.compose import (
     CONF,
     ConfigError,
+    accepted_with_resume,
     checked_config,
     find_modules_in_cwd,
     own_conf,
@@ -76,7 +77,7 @@ def train(command_line: Sequence[str]) -> None:
     all_finished = True
     check_launcher(command_line)
     own = [*own_conf(command_line), *_own_folder(command_line)]
-    sys.argv = with_overrides(command_line, own)  # for Hydra
+    sys.argv = accepted_with_resume(with_overrides(command_line, own))  # for Hydra
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
     except _FailedError as failed:

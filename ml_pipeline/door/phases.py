@@ -41,6 +41,12 @@ def check_phases(
     ``opponents``: the scripted players of self-play; None without self-play.
     """
     for name, phase in curriculum.phases.items():
+        if opponents is not None and "opponent" in phase.env:
+            raise ConfigError(
+                f"curriculum.phases.{name}.env.opponent={phase.env['opponent']}: with self-play "
+                "the env has two players; name shares of the games instead, such as "
+                f"curriculum.phases.{name}.opponents={{weak: 0.5}}"
+            )
         for opponent in phase.opponents:
             _check_opponent(f"curriculum.phases.{name}.opponents.{opponent}", opponent, opponents)
     if isinstance(env, type):

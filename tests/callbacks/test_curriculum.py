@@ -326,7 +326,7 @@ def test_a_phase_chooses_the_opponents_of_self_play_and_resumes(here: Path) -> N
 def test_wrong_opponents_of_self_play_are_refused_before_a_run_folder_exists(here: Path) -> None:
     with pytest.raises(UserError, match=r"a.opponents.odd: this env has no such player, only weak"):
         train([*TUG, "+curriculum={phases: {a: {opponents: {odd: 1}}}}"])
-    with pytest.raises(UserError, match=r"weak.env: env Hockey fails .* of players is fixed"):
+    with pytest.raises(UserError, match=r"weak.env.opponent=weak: with self-play .* shares"):
         train([*small(), "env=hockey", "opponent=self_play", "curriculum=hockey"])
     assert not (here / "runs").exists()
 
