@@ -294,6 +294,7 @@ def test_a_step_before_the_reset_is_refused(tmp_path: Path) -> None:
         ({"downscale": 3}, r"env\.kwargs\.downscale=3: must be 1, 2, 4, 8 or 16"),
         ({"stack": 0}, r"env\.kwargs\.stack=0: must be at least 1"),
         ({"episode_length": 0}, r"env\.kwargs\.episode_length=0: must be at least 1"),
+        ({"render_mode": "human"}, r"env\.kwargs\.render_mode=human: must be rgb_array or null"),
         ({"rom": None}, r"env\.kwargs\.rom=None: must be the path of a ROM"),
         ({"game": None}, r"env\.kwargs\.game=None: must be the path of a game file"),
     ],

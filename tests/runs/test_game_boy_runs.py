@@ -29,7 +29,8 @@ def test_ppo_learns_to_catch(here: Path) -> None:
     assert float(read_rows(result.run_dir)[-1]["rollout/info/lives"]) > 2.5
 
 
-@pytest.mark.parametrize("mode", ["serial", pytest.param("parallel", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["serial", "parallel"])
 def test_a_run_resumes_in_mid_episode_exactly(here: Path, mode: str) -> None:
     small = ["agent.n_steps=8", "agent.n_minibatches=2", "agent.n_epochs=2", "total_steps=64"]
     settings = [*COMMON, *game(here, "timing"), *small, f"vec_env={mode}"]

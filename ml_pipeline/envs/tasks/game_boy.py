@@ -52,6 +52,7 @@ class GameBoy(gym.Env[Any, Any]):
         _check(fits, "downscale", downscale, "1, 2, 4, 8 or 16")
         _check(stack >= 1, "stack", stack, "at least 1")
         _check(episode_length >= 1, "episode_length", episode_length, "at least 1")
+        _check(render_mode in (None, "rgb_array"), "render_mode", render_mode, "rgb_array or null")
         _check(bool(rom), "rom", rom, "the path of a ROM, env.kwargs.rom=game.gb")
         _check(bool(game), "game", game, "the path of a game file, env.kwargs.game=game.yaml")
         checked_rom = read_rom(Path(rom))
