@@ -4,10 +4,52 @@ VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: help setup setup-dev train test test-all notebooks check format box2d mujoco atari clean
+# Each variable that is set becomes an override of train_ppo.py, which checks its value.
+TRAIN_ENV ?=
+TRAIN_ENVS ?=
+TRAIN_STEPS ?=
+TRAIN_EPISODE_LENGTH ?=
+TRAIN_UPDATE_EPOCHS ?=
+TRAIN_BATCH_SIZE ?=
+TRAIN_OUTPUT_DIR ?=
+TRAIN_ROM ?=
+TRAIN_GAME ?=
+TRAIN_STATE ?=
+ROLLOUT := 128
+LIMIT = $(if $(filter game_boy,$(TRAIN_ENV)),env.kwargs.episode_length,+env.kwargs.max_episode_steps)
+# PPO counts minibatches instead of their transitions; train_ppo.py refuses a fraction.
+MINIBATCHES = $$($(BIN)/python -c 'import sys; n, size = sys.argv[1:]; \
+	fits = n.isdigit() and size.strip("0").isdigit(); \
+	print(f"{$(ROLLOUT) * int(n) / int(size):g}" if fits else size)' \
+	'$(or $(TRAIN_ENVS),8)' '$(TRAIN_BATCH_SIZE)')
+TRAIN = $(BIN)/python train_ppo.py \
+	$(if $(TRAIN_ENV),"env=$(TRAIN_ENV)") \
+	$(if $(TRAIN_ENVS),"n_envs=$(TRAIN_ENVS)") \
+	$(if $(TRAIN_STEPS),"total_steps=$(TRAIN_STEPS)") \
+	$(if $(TRAIN_EPISODE_LENGTH),"$(LIMIT)=$(TRAIN_EPISODE_LENGTH)") \
+	$(if $(TRAIN_UPDATE_EPOCHS),"agent.n_epochs=$(TRAIN_UPDATE_EPOCHS)") \
+	$(if $(TRAIN_BATCH_SIZE),"agent.n_steps=$(ROLLOUT)" "agent.n_minibatches=$(MINIBATCHES)") \
+	$(if $(TRAIN_OUTPUT_DIR),"run_root=$(TRAIN_OUTPUT_DIR)") \
+	$(if $(TRAIN_ROM),"env.kwargs.rom=$(TRAIN_ROM)") \
+	$(if $(TRAIN_GAME),"env.kwargs.game=$(TRAIN_GAME)") \
+	$(if $(TRAIN_STATE),"env.kwargs.state=$(TRAIN_STATE)")
+
+.PHONY: help setup setup-dev train train-parallel train-20k bench-scaling test test-all notebooks check format
+.PHONY: box2d mujoco atari clean
 
 help:  ## show this list
-	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@echo
+	@echo 'Variables of train, train-parallel and train-20k:'
+	@echo '  TRAIN_ENV=game_boy         a preset of conf/env; default cartpole'
+	@echo '  TRAIN_ENVS=4               number of envs'
+	@echo '  TRAIN_STEPS=50000          env steps over all envs'
+	@echo '  TRAIN_EPISODE_LENGTH=1000  steps after which an episode is truncated'
+	@echo '  TRAIN_UPDATE_EPOCHS=8      passes over each rollout'
+	@echo '  TRAIN_BATCH_SIZE=256       transitions per minibatch; divides $(ROLLOUT) x TRAIN_ENVS'
+	@echo '  TRAIN_OUTPUT_DIR=runs      folder of the run folders'
+	@echo '  TRAIN_ROM=game.gb TRAIN_GAME=game.yaml TRAIN_STATE=game.state   for TRAIN_ENV=game_boy'
+	@echo 'Variables of all: ARGS="..." more arguments, PYTHON=python3.12, VENV=.venv'
 
 setup: $(VENV)/.installed  ## create .venv and install the package
 
@@ -24,7 +66,18 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 train: setup  ## train; make train ARGS="env=acrobot n_envs=8 seed=3"
-	$(BIN)/python train_ppo.py $(ARGS)
+	$(strip $(TRAIN) $(ARGS))
+
+train-parallel: setup  ## train with every env in a worker process
+	$(strip $(TRAIN) vec_env=parallel $(ARGS))
+
+train-20k: TRAIN_STEPS = 20000
+train-20k: TRAIN_ENVS = 2
+train-20k: setup  ## train for 20,000 steps with 2 envs
+	$(strip $(TRAIN) $(ARGS))
+
+bench-scaling: setup-dev  ## measure 1 to 16 envs in every mode; recommend settings for this machine
+	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
 test: setup-dev  ## run the fast tests
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not gpu" $(ARGS)

@@ -14,6 +14,7 @@ _EXTRAS = {
     "mujoco": ("mujoco",),
     "atari": ("ale", "ale_py", "atari", "cv2", "opencv"),
     "pettingzoo": ("pettingzoo",),
+    "gameboy": ("pyboy",),
     "sweep": ("hydra_joblib_launcher", "hydra_submitit_launcher"),
     "study": ("optuna", "optuna_dashboard"),
     "plots": ("matplotlib", "plotly"),

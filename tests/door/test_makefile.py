@@ -1,9 +1,11 @@
-"""make: arguments reach training, and a second call installs nothing."""
+"""make: arguments and variables reach training, and a second call installs nothing."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,101 @@ def test_old_python_is_refused_in_one_line_before_anything_is_created(
     assert result.returncode != 0
     assert "ml_pipeline needs Python 3.10 or newer, this is 3." in result.stderr
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """A folder that make takes for an installed environment; it runs this Python."""
+    folder = tmp_path / "venv"
+    (folder / "bin").mkdir(parents=True)
+    python = folder / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    for stamp in (".installed", ".installed-dev"):
+        (folder / stamp).touch()
+    return folder
+
+
+VARIABLES = {
+    "TRAIN_ENVS": "4",
+    "TRAIN_STEPS": "50000",
+    "TRAIN_EPISODE_LENGTH": "1000",
+    "TRAIN_UPDATE_EPOCHS": "8",
+    "TRAIN_BATCH_SIZE": "256",
+    "TRAIN_OUTPUT_DIR": "some where",
+    "TRAIN_ENV": "game_boy",
+    "TRAIN_ROM": "game.gb",
+    "TRAIN_GAME": "game.yaml",
+}
+
+
+def test_variables_become_overrides(venv: Path) -> None:
+    python = venv / "bin" / "python"
+    script = python.read_text().replace("exec", '[ "$1" != -c ] && printf "%s|" "$@" && exit\nexec')
+    python.write_text(script)
+
+    result = make("train", f"VENV={venv}", *(f"{key}={value}" for key, value in VARIABLES.items()))
+
+    assert result.stdout[result.stdout.index("train_ppo.py|") :].split("|")[1:11] == [
+        *("env=game_boy", "n_envs=4", "total_steps=50000", "env.kwargs.episode_length=1000"),
+        *("agent.n_epochs=8", "agent.n_steps=128", "agent.n_minibatches=2", "run_root=some where"),
+        *("env.kwargs.rom=game.gb", "env.kwargs.game=game.yaml"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("train", "train_ppo.py seed=3"),
+        ("train-parallel", "train_ppo.py vec_env=parallel seed=3"),
+        ("train-20k", 'train_ppo.py "n_envs=2" "total_steps=20000" seed=3'),
+    ],
+)
+def test_targets_without_variables(venv: Path, target: str, words: str) -> None:
+    result = make("-n", target, f"VENV={venv}", "ARGS=seed=3")
+
+    assert words in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("TRAIN_ENVS=zero", "n_envs"),
+        ("TRAIN_STEPS=0", "must be an integer of at least 1"),
+        ("TRAIN_BATCH_SIZE=300", "agent.n_minibatches"),
+        ("TRAIN_BATCH_SIZE=many", "agent.n_minibatches"),
+        ("TRAIN_ENV=nothing", "env=nothing"),
+    ],
+)
+@pytest.mark.slow
+def test_a_wrong_value_is_refused_by_the_door(venv: Path, variable: str, message: str) -> None:
+    result = make("train", f"VENV={venv}", variable)
+
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("make")]
+    assert result.returncode != 0
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_help_names_every_target_and_variable() -> None:
+    shown = make("help").stdout
+    makefile = (REPOSITORY / "Makefile").read_text()
+
+    targets = re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE)
+    assert [each for each in targets if not re.search(rf"^{each}\s", shown, re.MULTILINE)] == []
+    variables = re.findall(r"^([A-Z_]+) \?=", makefile, re.MULTILINE)
+    assert [each for each in variables if each not in shown] == []
+
+
+@pytest.mark.slow
+def test_the_scaling_benchmark_skips_unknown_envs_and_prints_settings(
+    venv: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "scaling.png"
+    short = f"--n-envs 1 2 --modes serial --seconds 0.05 --rounds 1 --picture {picture}"
+
+    result = make("bench-scaling", f"VENV={venv}", f"ARGS=--envs nothing game_boy {short}")
+
+    assert "skipped nothing: env=nothing" in result.stdout
+    assert re.search(r"^game_boy: env=game_boy n_envs=\d vec_env=serial ", result.stdout, re.M)
+    assert picture.stat().st_size > 1000

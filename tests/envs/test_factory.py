@@ -131,6 +131,7 @@ def test_a_wrong_wrapper_is_named_by_its_key(wrapper: dict[str, Any], words: str
         ),
         ("Namespace ALE not found.", r'make atari, or pip install "ml_pipeline\[atari\]"'),
         ("No module named 'ale_py'", r'make atari, or pip install "ml_pipeline\[atari\]"'),
+        ("No module named 'pyboy'", r'pip install "ml_pipeline\[gameboy\]"'),
         ("No module named 'pettingzoo'", r'pip install "ml_pipeline\[pettingzoo\]"'),
         ("No module named 'matplotlib'", r'pip install "ml_pipeline\[plots\]"'),
         ("pygame is not installed", r'pip install "gymnasium\[classic-control\]"'),
