@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +106,12 @@ def _array(path: Path, known: dict[str, Any]) -> NDArray[Any]:
     # An unchanged stamp saves reading every byte again in each worker.
     if _stamp(path) != known["stamp"] and _checksum(path) != known["sha256"]:
         raise ValueError(f"{path} is damaged")
+    return _mapped(path, tuple(_stamp(path)))
+
+
+@lru_cache(maxsize=64)
+def _mapped(path: Path, stamp: tuple[int, ...]) -> NDArray[Any]:
+    """One mapping for all envs of a process; another ``stamp`` is another file."""
     return np.asarray(np.load(path, mmap_mode="r"))
 
 

@@ -179,6 +179,12 @@ def test_damaged_cache_is_found_and_rebuilt(files: dict[str, Any], damage: str) 
     assert len(list(entry_of(files).iterdir())) == len(ARRAYS) + 1
 
 
+def test_envs_of_one_process_share_one_mapping(files: dict[str, Any]) -> None:
+    one, other = (load_market(period=period, **files) for period in ("train", "all"))
+
+    assert all(np.shares_memory(getattr(one, name), getattr(other, name)) for name in ARRAYS)
+
+
 def test_changed_source_gives_other_arrays(files: dict[str, Any]) -> None:
     before = load_market(period="all", **files)
     write_table(Path(files["path"]) / "A.csv", random_bars(800, seed=5))

@@ -1,11 +1,11 @@
 """Trained hockey agents against the scripted players: win rates and learning curves.
 
-    python benchmarks/hockey.py "PPO, self-play=runs/TorchHockey/..." "SAC=runs/Hockey/..."
-    python benchmarks/hockey.py --draw      # only the chart, from the JSON
+    python benchmarks/hockey_agents.py "PPO, self-play=runs/TorchHockey/..." "SAC=runs/Hockey/..."
+    python benchmarks/hockey_agents.py --draw      # only the chart, from the JSON
 
 Every agent plays 1,000 greedy games against weak and against strong, in our hockey and in the
 package hockey-env, half of them on each side. The games in hockey-env are skipped if the package
-is missing. The curves come from the runs' own evaluations. Results go to
+is missing. The curves come from the runs' metrics. Results go to
 benchmarks/results/hockey.json, one entry per label, and the chart to docs/hockey.png.
 """
 
@@ -14,10 +14,13 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 from contextlib import closing
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ml_pipeline.analysis.games import play_games
 from ml_pipeline.analysis.statistics import wilson
@@ -30,6 +33,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results" / "hockey.json"
 CHART = REPOSITORY / "docs" / "hockey.png"
 ENVS = ("hockey", "real_hockey")
 OPPONENTS = ("weak", "strong")
+WIN_RATES = ("opponents/weak_win_rate", "opponents/strong_win_rate")  # of self-play
 RESULT = "eval/info/winner"  # mean over evaluation games: 1 win, 0 draw, -1 loss
 N_ENVS = 64
 
@@ -58,16 +62,25 @@ def main() -> None:
 
 
 def of_run(run: Path) -> dict[str, Any]:
-    """How the run was trained, and its evaluations."""
+    """How the run was trained, and its curves."""
     summary = json.loads((run / "summary.json").read_text())
     with (run / "metrics.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.get(RESULT)]
+        rows = list(csv.DictReader(file))
     return {
-        "command": summary["commands"][0],
+        "command": re.sub(r"(init_from|run_root)=\S+", r"\1=...", summary["commands"][0]),
         "env_steps": summary["env_steps"],
         "train_seconds": round(summary["train_seconds"]),
-        "curve": [[int(float(row["env_steps"])), round(float(row[RESULT]), 3)] for row in rows],
+        "curves": {key: curve for key in (*WIN_RATES, RESULT) if (curve := thinned(rows, key))},
     }
+
+
+def thinned(rows: list[dict[str, str]], key: str) -> list[list[float]]:
+    """About 60 pairs of env steps and values, close together at the beginning."""
+    pairs = [[int(float(row["env_steps"])), float(row[key])] for row in rows if row.get(key)]
+    if not pairs:
+        return []
+    wanted = np.geomspace(1, len(pairs), 60).round().astype(int) - 1
+    return [[steps, round(value, 3)] for steps, value in (pairs[i] for i in np.unique(wanted))]
 
 
 def of_env(run: str, env: str, n_games: int) -> dict[str, Any] | str:
@@ -105,15 +118,23 @@ def draw(results: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     for label, result in results.items():
-        steps, values = zip(*result["curve"], strict=True)
-        axes.plot(steps, values, marker=".", label=f"{label} ({result['train_seconds']} s)")
-    axes.set_xscale("log")
-    axes.set_xlabel("env steps")
-    axes.set_ylabel("mean result of 50 greedy games\n(1 win, 0 draw, -1 loss)")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", fontsize=8)
+        seconds = f"{result['train_seconds']} s"
+        curves = result["curves"]
+        rates = [key for key in WIN_RATES if key in curves]
+        for key in rates or [RESULT]:
+            steps, values = zip(*curves[key], strict=True)
+            opponent = f", {key.split('/')[1].split('_')[0]}" if rates else ""
+            panels[0 if rates else 1].plot(steps, values, label=f"{label}{opponent} ({seconds})")
+    panels[0].set_ylabel("win rate in training")
+    panels[1].set_ylabel("mean result of 50 greedy games\n(1 win, 0 draw, -1 loss)")
+    for panel in panels:
+        panel.set_xscale("log")
+        panel.set_xlabel("env steps")
+        panel.grid(alpha=0.3)
+        if panel.lines:
+            panel.legend(loc="lower right", fontsize=7)
     figure.savefig(CHART, dpi=120)
 
 
