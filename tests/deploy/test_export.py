@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, str, list[int]]] = {
         [2],
     ),
 }
-FAST = [("normalised", "onnx"), ("normalised", "pt2")]
+FAST = [("normalised", "pt2")]
 
 
 def make_camera() -> gym.Env[Any, Any]:
@@ -359,6 +359,7 @@ def test_play_renders_a_file_and_a_run(exported: Export, monkeypatch: pytest.Mon
         assert main(["play", str(policy), "--episodes", "1", "--render", "human"]) == 0
 
 
+@pytest.mark.slow
 def test_play_refuses_an_env_that_has_changed(
     exported: Export, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ def test_many_draws_get_a_remark(runs: Path, capsys: Capture) -> None:
     assert text.splitlines()[-1].startswith("most games are draws: standing still also draws")
 
 
+@pytest.mark.slow
 def test_evaluate_plays_in_another_env_with_equal_spaces(runs: Path, capsys: Capture) -> None:
     Path("conf/env").mkdir(parents=True)
     Path("conf/env/lucky.yaml").write_text(
@@ -222,6 +223,7 @@ def test_a_wrong_run_is_named_with_an_opponent_too(here: Path, capsys: Capture) 
         assert "nowhere is not a run folder: it does not exist" in error_line(capsys)
 
 
+@pytest.mark.slow
 def test_video_shows_one_game_per_side(runs: Path, capsys: Capture) -> None:
     pytest.importorskip("moviepy", reason="pip install moviepy")
 

@@ -17,7 +17,11 @@ from test_reference_runs import RECORDED_ON
 
 OLD_RUNS = REPOSITORY / "tests" / "fixtures" / "old_runs"
 slow = pytest.mark.slow
-RUNS = [*(pytest.param(n, marks=slow) for n in ("cartpole_memory", "cartpole")), "torch_cartpole"]
+RUNS = [
+    pytest.param("cartpole_memory", marks=slow),
+    "cartpole",
+    pytest.param("torch_cartpole", marks=slow),
+]
 
 
 def output_of(*arguments: str) -> str:
