@@ -61,7 +61,8 @@ def run(options: Namespace) -> None:
         "symbols": policy.recipe.symbols,
         "start": None if options.start is None else text_of(options.start),
     }
-    folder = options.log or Path("paper") / Path(exported.metadata["run"]).name
+    # A deployed policy is in a hidden folder, to which a link leads.
+    folder = options.log or Path("paper") / Path(exported.metadata["run"]).name.lstrip(".")
     given = {"timezone": options.timezone, "label": options.label}
     files = {key: value for key, value in given.items() if value is not None}
     with PaperLog.opened(folder, header) as log, torch_threads(torch.device("cpu")):
