@@ -129,7 +129,10 @@ class PaperWalk:
     def walk(self) -> Iterator[Walked]:
         """Walk the bars that the files have now."""
         recipe = self._policy.recipe
-        bars = read_new_bars(self._path, recipe, **self._files)
+        try:
+            bars = read_new_bars(self._path, recipe, **self._files)
+        except OSError as error:  # a file was removed, or may not be read
+            raise PaperError(f"{self._path}: cannot be read: {first_line(error)}") from error
         whole = new_market(bars, recipe)
         latest = min(int(each.time[-1]) for each in bars.values())
         market = whole.rows(slice(0, int(np.searchsorted(whole.time, latest, side="right"))))
@@ -140,7 +143,7 @@ class PaperWalk:
                 return
             yield self._begin(task, row)
         n_bars = n_fills = 0
-        for row in range(self._last_row(market) + 1, len(market.time)):
+        for row in range(self._last_row(market, self._log.last or {}) + 1, len(market.time)):
             if self.is_closed:
                 break
             n_fills += self._step(task, row)
@@ -156,16 +159,20 @@ class PaperWalk:
         seen = None
         while not self.is_closed:
             # Before reading: a change during the reading is noticed the next time.
-            stamps = [(path, path.stat().st_size, path.stat().st_mtime_ns) for path in self._found]
+            stamps = self._stamps()
             if stamps != seen:
                 seen = stamps
                 yield from self.walk()
             else:
                 time.sleep(_LOOK_SECONDS)
 
-    @property
-    def _found(self) -> list[Path]:
-        return market_files(self._path)
+    def _stamps(self) -> list[tuple[Path, int, int]]:
+        """What changes whenever a file is written to."""
+        try:
+            found = [(path, path.stat()) for path in market_files(self._path)]
+        except OSError as error:
+            raise PaperError(f"{self._path}: cannot be read: {first_line(error)}") from error
+        return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in found]
 
     def why_nothing(self) -> str:
         """Why no bar has been walked yet."""
@@ -184,10 +191,8 @@ class PaperWalk:
         row = max(row, int(np.searchsorted(found, self._start, side="right")))
         return row if row < len(found) else None
 
-    def _last_row(self, market: Market) -> int:
+    def _last_row(self, market: Market, last: Record) -> int:
         """The row of the last bar in the log; refuses other bars than those it has seen."""
-        last = self._log.last
-        assert last is not None
         row = int(np.searchsorted(market.time, last["ns"]))
         if row == len(market.time) or int(market.time[row]) != last["ns"]:
             raise PaperError(

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ class PaperError(UserError):
 class PaperLog:
     """The lines of a log; the first one describes the policy, the others one bar each."""
 
-    def __init__(self, path: Path, descriptor: int, last: Record | None) -> None:
+    def __init__(self, path: Path, file: FileIO) -> None:
+        """``file`` is open for reading and appending."""
         self.path = path
-        self.last = last  # record; None before the first bar
-        self._descriptor = descriptor
+        self.last: Record | None = None  # line; None before the first bar
+        self._file = file
 
     @classmethod
     @contextmanager
@@ -51,18 +53,13 @@ class PaperLog:
             )
         path = folder / LOG_FILE
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError as error:
-            lock.release()
-            raise PaperError(f"{path}: cannot be opened: {error.strerror}") from error
-        try:
-            log = cls(path, descriptor, None)
-            log._begin(header)
-            _sync_folder(folder)
-            yield log
-            log.sync()
+            with _opened(path) as file:
+                log = cls(path, file)
+                log._begin(header)
+                _sync_folder(folder)
+                yield log
+                log.sync()
         finally:
-            os.close(descriptor)
             lock.release()
 
     def append(self, record: Record) -> None:
@@ -70,7 +67,7 @@ class PaperLog:
         left = json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
             while left:
-                left = left[os.write(self._descriptor, left) :]
+                left = left[self._file.write(left) :]
         except OSError as error:
             raise PaperError(
                 f"{self.path}: cannot be written: {error.strerror}; the same command continues"
@@ -79,23 +76,21 @@ class PaperLog:
 
     def sync(self) -> None:
         """Wait until the disk has every line."""
-        os.fsync(self._descriptor)
+        os.fsync(self._file.fileno())
 
     def _begin(self, header: Mapping[str, Any]) -> None:
         """Remove a last line without its end, check the first line, and read the last one.
 
         A log without bars is begun again.
         """
-        size = os.fstat(self._descriptor).st_size
-        end = self._after_newline(size)
+        end = self._after_newline(self._file.seek(0, os.SEEK_END))
         start = self._after_newline(end - 1)  # of the last line; 0: that of the header
-        os.ftruncate(self._descriptor, end if start else 0)
+        self._file.truncate(end if start else 0)
         if start == 0:
             self.append(dict(header))
             self.last = None
         else:
-            with open(self._descriptor, "rb", closefd=False) as file:
-                file.seek(0)
+            with self.path.open("rb") as file:
                 self._check(self._parsed(file.readline()), header)
                 file.seek(start)
                 self.last = self._parsed(file.readline())
@@ -105,7 +100,8 @@ class PaperLog:
         """The place after the last newline before ``end``; 0 if there is none."""
         while end > 0:
             start = max(end - _BLOCK, 0)
-            found = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            self._file.seek(start)
+            found = self._file.read(end - start).rfind(b"\n")
             if found >= 0:
                 return start + found + 1
             end = start
@@ -129,6 +125,13 @@ class PaperLog:
                     f"{self.path}: was started with {key}={known.get(key)}, not {value}; use "
                     "another --log"
                 )
+
+
+def _opened(path: Path) -> FileIO:
+    try:
+        return path.open("a+b", buffering=0)
+    except OSError as error:
+        raise PaperError(f"{path}: cannot be opened: {error.strerror}") from error
 
 
 def _sync_folder(folder: Path) -> None:
