@@ -13,6 +13,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 
 from ml_pipeline.data.load import load_market, load_recipe
@@ -43,6 +44,8 @@ class Trading(gym.Env[Any, Any]):
     def __init__(self, **settings: Any) -> None:
         self.task = task = TradingTask(settings)
         self._data = settings.get("data")
+        # Evaluations read from it that every episode ends, and when at the latest.
+        self.spec = EnvSpec("Trading-v0", max_episode_steps=task.n_steps)
         self.symbol = task.symbol
         self.observation_space = task.observation_space
         self.action_space = task.action_space
