@@ -89,8 +89,9 @@ class PeriodicEvaluation(EverySteps):
             in_workers = isinstance(loop.envs[0].unwrapped, HasWorkers)
             make = make_evaluation_workers if in_workers else make_evaluation_envs
             self._envs = make(self._make_env, self._settings, n_envs=n_envs)
-        has_limit = has_ended or _has_time_limit(self._envs)
-        limit = MAX_EPISODE_STEPS if has_limit else _FIRST_LIMIT
+        own_limit = _time_limit(self._envs)
+        limit = MAX_EPISODE_STEPS if has_ended or own_limit else _FIRST_LIMIT
+        limit = max(limit, own_limit)
         result = evaluate_batch(
             loop.agent.for_playing(),
             self._envs,
@@ -121,5 +122,6 @@ class PeriodicEvaluation(EverySteps):
         self._is_pending = state["is_due"]
 
 
-def _has_time_limit(envs: SerialEnv | ParallelEnv) -> bool:
-    return envs.spec is not None and envs.spec.max_episode_steps is not None
+def _time_limit(envs: SerialEnv | ParallelEnv) -> int:
+    """The most steps of an episode; 0 if the env does not say."""
+    return (envs.spec is not None and envs.spec.max_episode_steps) or 0

@@ -52,3 +52,5 @@ def run(options: Namespace) -> None:
     )
     for command in ("serve", "play"):
         print(f"{command + ':':<9} {user_command(command)} {shlex.quote(str(path))}")
+    if "market" in policy.metadata:
+        print(f"paper:    {user_command('paper')} {shlex.quote(str(path))} --data FILE")

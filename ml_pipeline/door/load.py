@@ -233,6 +233,7 @@ def export_run(
         "env_steps": trained.env_steps,
         "seed": trained.seed,
         "commit": run.read_summary().get("git_commit"),  # of the code that trained it
+        **getattr(trained.env.unwrapped, "export_facts", dict)(),
     }
     try:
         with torch_threads(torch.device("cpu")):

@@ -18,17 +18,18 @@ from typing import Any
 import yaml
 from filelock import FileLock
 from omegaconf import OmegaConf
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
-from ml_pipeline.door.compose import compose_config, plain_config, with_config_dir
+from ml_pipeline.door.compose import compose_config, plain_config, stored_config, with_config_dir
 from ml_pipeline.door.load import export_run
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import BEST, best_or_latest, checkpoint_path
 from ml_pipeline.runs.console import say, user_command
 from ml_pipeline.runs.run_folder import RunFolder, write_text
-from ml_pipeline.study.folder import StudyError, StudyFolder, StudySettings
-from ml_pipeline.study.report import ranked
+from ml_pipeline.study.folder import StudyError, StudyFolder, StudySettings, finished
+from ml_pipeline.study.report import figure, ranked
 from ml_pipeline.study.space import is_group, param_overrides
+from ml_pipeline.study.trading import judged_facts
 from ml_pipeline.study.trials import evaluate_run
 
 DEPLOYED = "deployed.json"
@@ -42,21 +43,28 @@ def write_best(
 ) -> None:
     """Write the best trial as an experiment; deploy its policy if the deployed one is worse.
 
+    A trading policy must also have an edge on the validation period, given the number of trials.
+
     ``trust`` accepts a deployed policy of another user that can run code.
     """
     folder = StudyFolder.open(name)
     settings = folder.read()
-    complete = ranked(folder.study().get_trials(deepcopy=False))
+    trials = folder.study().get_trials(deepcopy=False)
+    complete = ranked(trials)
     if not complete:
         raise StudyError(f"study {name} has no complete trial yet; see: study status {name}")
     best = complete[0]
     path, arguments = _write_experiment(name, settings, best)
-    say(f"trial {best.number}: {settings.objective} {best.value:.1f}, {best.user_attrs['run_dir']}")
+    run_dir = best.user_attrs["run_dir"]
+    say(f"trial {best.number}: {settings.objective} {figure(best.value)}, {run_dir}")
     say(f"experiment: {path}")
     say(f"train it:   {user_command('train')} {arguments}")
     if deploy is not None:
         facts = {"study": name, "trial": best.number, "objective": best.value}
-        run = RunFolder.open(best.user_attrs["run_dir"])
+        run = RunFolder.open(run_dir)
+        looked_at = [each for each in finished(trials) if each.state != TrialState.FAIL]
+        config = stored_config(run, trust=True)
+        facts |= judged_facts(run, config, n_trials=len(looked_at))
         deploy_run(run, deploy, facts, n_episodes=n_episodes, seed=seed, trust=trust)
 
 
@@ -85,7 +93,7 @@ def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> 
     lines = [
         "# @package _global_",
         f"# {command} {arguments}   trial {best.number} of study {name}: "
-        f"{settings.objective} {best.value:.1f} with seed={best.user_attrs['seed']}",
+        f"{settings.objective} {figure(best.value)} with seed={best.user_attrs['seed']}",
         *(["defaults:", *defaults, ""] if defaults else []),
         yaml.safe_dump(values, sort_keys=False, width=1000),
     ]
@@ -127,8 +135,8 @@ def deploy_run(
         how: dict[str, Any] = {"n_episodes": n_episodes, "seed": seed}
         new = evaluate_run(run.path, None, **how)
         old = None if is_first else evaluate_run(target, None, **how, trust=trust)
-        before = "no policy before" if old is None else f"{old.mean:.1f} before"
-        result = f"{new.mean:.1f} over {n_episodes} episodes from seed {seed}, {before}"
+        before = "no policy before" if old is None else f"{figure(old.mean)} before"
+        result = f"{figure(new.mean)} over {n_episodes} episodes from seed {seed}, {before}"
         if old is not None and new.mean <= old.mean:
             say(f"kept {target}: trial {facts['trial']} reaches {result}")
             return

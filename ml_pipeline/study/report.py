@@ -68,9 +68,9 @@ def trial_line(
     if trial.state == TrialState.FAIL:
         line += f", {trial.user_attrs.get('error', 'for an unknown reason')}"
     elif trial.value is not None:
-        line += f", {_figure(trial.value)}"
+        line += f", {figure(trial.value)}"
     for best in ranked(trials)[:1]:
-        line += f"; best {_figure(best.value)} by trial {best.number}"
+        line += f"; best {figure(best.value)} by trial {best.number}"
     pace, eta = _pace_and_eta(trials, settings)
     return f"{line}; {n_done} of {settings.n_trials}, {pace} trials/hour, ETA {eta}"
 
@@ -87,7 +87,8 @@ def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _figure(value: Any) -> str:
+def figure(value: Any) -> str:
+    """A value of an objective or a parameter, as text."""
     if not isinstance(value, float):
         return "-" if value is None else str(value)
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
@@ -113,7 +114,7 @@ def _studies_table() -> RenderableType:
             str(len(finished(trials))),
             str(settings.n_trials),
             str(sum(map(folder.is_alive, running(trials)))),
-            next((_figure(best.value) for best in ranked(trials)), "-"),
+            next((figure(best.value) for best in ranked(trials)), "-"),
             *_pace_and_eta(trials, settings),
             " ".join(settings.overrides),
         )
@@ -153,9 +154,9 @@ def _trials_table(
         table.add_row(
             str(trial.number),
             states[trial.number],
-            _figure(value),
+            figure(value),
             _lasted(trial),
-            *(_figure(trial.params.get(key)) for key in settings.space),
+            *(figure(trial.params.get(key)) for key in settings.space),
             str(trial.user_attrs.get("run_dir", "-")),
         )
     return table

@@ -115,12 +115,14 @@ def _new_settings(name: str, request: Request) -> StudySettings:
     # Importing torch takes seconds; joining a study does not need it.
     from ml_pipeline.door.compose import checked_config, compose_config, with_config_dir
     from ml_pipeline.study.space import check_space, default_space, read_space
+    from ml_pipeline.study.trading import check_period
 
     if request.n_trials is None:
         raise StudyError(f"study {name} is new; say how many trials it gets: n_trials=100")
     searched = with_config_dir(request.config_dir)
     cfg = compose_config([f"objective={EVAL_RETURN}", *request.overrides, *searched])
     config = checked_config(cfg)
+    check_period(config)
     space = read_space(request.space or default_space(config), request.config_dir)
     fixed = [key for key in space if key.lstrip("+") in _by_key(request.overrides)]
     for key in fixed:

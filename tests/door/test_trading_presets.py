@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import read_rows, small
+from market_rows import HOUR, random_bars, write_table
 
 from ml_pipeline.build import train
+from ml_pipeline.door.compose import plain_config
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.tasks.trading import Trading
 from ml_pipeline.errors import UserError
@@ -69,3 +71,26 @@ def test_mistakes_in_the_config_are_one_line(
     with pytest.raises(UserError, match=error) as caught:
         train([*small(n_envs=4, total_steps=256), f"env={env}", *MARKET, override])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["trading_crypto", "trading_forex"])
+def test_a_preset_trains_without_files_and_with_them(name: str, here: Path) -> None:
+    preset = [
+        *small(n_envs=8, total_steps=256, vec_env="auto", callbacks__evaluation__n_episodes=1),
+        *(f"experiment={name}", "env.kwargs.data.cache_dir=cache", "env.kwargs.episode_bars=20"),
+    ]
+    bar = HOUR if name == "trading_crypto" else HOUR // 60
+    for symbol, seed in (("EURUSD", 1), ("GBPUSD", 2)):
+        write_table(here / f"{symbol}.csv", random_bars(9_000, seed=seed, length=bar))
+    files = ["data=files", "env.kwargs.data.path=*USD.csv", "env.kwargs.data.label=end"]
+
+    synthetic = train([*preset, "env.kwargs.data.n_bars=2000"])
+    own = train([*preset, *files, *(["env.kwargs.data.bar=15m"] if bar < HOUR else [])])
+
+    for result in (synthetic, own):
+        lengths = [row["eval/episode_length"] for row in read_rows(result.run_dir)]
+        assert float(lengths[-1]) > 0
+    config = plain_config(own.run_dir)
+    assert config["env"]["kwargs"]["data"]["path"] == "*USD.csv"
+    assert config["eval_env"]["kwargs"]["period"] == "validation"
+    assert config["vec_env"]["mode"] == "auto"

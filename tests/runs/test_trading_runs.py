@@ -54,6 +54,21 @@ def test_a_run_that_crashes_within_its_episodes_resumes_bit_for_bit(
     assert [name for name in names if ours.get(name) != theirs[name]] == []
 
 
+@pytest.mark.parametrize("env", ["trading", "torch_trading"])
+def test_an_evaluation_before_the_first_episode_has_ended_plays_its_whole_period(
+    env: str, here: Path
+) -> None:
+    """Otherwise it would be cut at 1,000 bars, and compare wrongly with later ones."""
+    data = "{market: random_walk, n_bars: 10000, features: [return_1], cache_dir: cache}"
+    held_out = ["+eval_env.kwargs={period: validation, random_start: false}", "vec_env=auto"]
+    run = train([*small(n_envs=4), f"env={env}", f"env.kwargs.data={data}", *held_out]).run_dir
+
+    last = read_rows(run)[-1]
+    assert last["rollout/total_episodes"] == "0"
+    assert float(last["eval/episode_length"]) > 1_400
+    assert float(last["eval/n_cut_episodes"]) == 0.0
+
+
 def test_a_run_logs_the_outcome_of_its_episodes_and_of_the_whole_evaluated_period(
     here: Path,
 ) -> None:

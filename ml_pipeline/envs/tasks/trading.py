@@ -13,8 +13,10 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 
+from ml_pipeline.data.load import load_market, load_recipe
 from ml_pipeline.envs.tasks.trading_account import (
     NO_FILL,
     Bar,
@@ -41,6 +43,9 @@ class Trading(gym.Env[Any, Any]):
 
     def __init__(self, **settings: Any) -> None:
         self.task = task = TradingTask(settings)
+        self._data = settings.get("data")
+        # Evaluations read from it that every episode ends, and when at the latest.
+        self.spec = EnvSpec("Trading-v0", max_episode_steps=task.n_steps)
         self.symbol = task.symbol
         self.observation_space = task.observation_space
         self.action_space = task.action_space
@@ -109,6 +114,13 @@ class Trading(gym.Env[Any, Any]):
         for name, value in state.items():
             setattr(self, name, value)
         self._read()
+
+    def export_facts(self) -> dict[str, Any]:
+        """What an exported policy needs to see new bars as it saw those of its market."""
+        if self._data is None:
+            return {}
+        last = load_market(period="all", **self._data).time[-1]
+        return {"market": {"recipe": load_recipe(**self._data)._asdict(), "until": int(last)}}
 
     def _choose(self, symbol: str, draw: float) -> None:
         """Use this symbol, or the one that ``draw`` selects, in the coming episode."""
