@@ -205,10 +205,10 @@ def _why_not(
     if not varies(returns):
         return [*reasons, "the equity does not move"]
     if deflated < CONFIDENCE:
-        tried = "1 trial" if n_trials == 1 else f"{n_trials:,} trials"
+        luck = f" (the best of {n_trials:,} trials without skill is expected to reach {best:.2f})"
         reasons.append(
-            f"the deflated Sharpe ratio {deflated:.3f} is below {CONFIDENCE} (after {tried}, the "
-            f"best policy without skill is expected to reach {best:.2f})"
+            f"the deflated Sharpe ratio {deflated:.3f} is below {CONFIDENCE}"
+            + (luck if n_trials > 1 else "")
         )
     if not excess.low > 0.0:
         reasons.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from trading_markets import FREE, flat_market, random_market
@@ -33,9 +34,6 @@ class Always:
 
     def mask_of(self, infos: Any) -> None:
         return None
-
-    def greedy(self) -> Any:
-        raise NotImplementedError
 
 
 def whole(market: Market, **settings: Any) -> list[Trading]:
@@ -153,6 +151,13 @@ def test_random_start_is_refused() -> None:
         walk(Always(FLAT), [env])
 
 
+def test_wrapper_that_ends_the_episode_is_refused() -> None:
+    (env,) = whole(flat_market([10.0] * 20))
+
+    with pytest.raises(WalkError, match="the env ended after 5 of 19 bars"):
+        walk(Always(FLAT), [gym.wrappers.TimeLimit(env, 5)])
+
+
 def test_strong_returns_on_held_out_bars_are_an_edge() -> None:
     found = judged(walk_of(with_sharpe(0.1)))
 
@@ -165,7 +170,7 @@ def test_strong_returns_on_held_out_bars_are_an_edge() -> None:
 @pytest.mark.parametrize(
     ("made", "settings", "reason"),
     [
-        (walk_of(with_sharpe(0.1)), {"n_trials": 10_000}, "after 10,000 trials"),
+        (walk_of(with_sharpe(0.1)), {"n_trials": 10_000}, "best of 10,000 trials without skill"),
         (walk_of(with_sharpe(0.1)), {"is_held_out": False}, "was trained on these bars"),
         (walk_of(with_sharpe(0.5, MIN_BARS - 1)), {}, "fewer than 250"),
         (walk_of(with_sharpe(0.03)), {}, "is below 0.95"),
