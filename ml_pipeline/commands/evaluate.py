@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -88,6 +89,8 @@ def _play_episodes(options: Namespace) -> None:
     from ml_pipeline.door.load import load_agent
     from ml_pipeline.door.players import chosen_env
     from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
+    from ml_pipeline.envs.tasks.trading import Trading
+    from ml_pipeline.runs.console import user_command
     from ml_pipeline.runs.run_folder import RunFolder
     from ml_pipeline.seeding import stream_seed
 
@@ -131,6 +134,8 @@ def _play_episodes(options: Namespace) -> None:
     )
     if result.n_cut:
         print(f"{result.n_cut} episodes did not end and were cut at {MAX_EPISODE_STEPS:,} steps")
+    if isinstance(trained.env.unwrapped, Trading):
+        print(f"returns are not a judgement; see: {user_command('judge')} {shlex.quote(run_dir)}")
 
 
 def _play_games(options: Namespace) -> None:

@@ -169,6 +169,7 @@ def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> 
                 "name": config.name,
                 "notes": config.notes,
                 "tags": config.tags,
+                "sweep": sweep,  # its name, or that of the study
             },
             overrides=overrides,
             total_steps=config.wanted_steps,

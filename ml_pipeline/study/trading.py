@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.runs.console import user_command
@@ -13,22 +11,6 @@ from ml_pipeline.study.folder import StudyError
 from ml_pipeline.targets import import_dotted
 
 _VALIDATION = "validation"
-
-
-class Judged(Protocol):
-    """What a judge says about a run."""
-
-    @property
-    def claims_edge(self) -> bool: ...
-
-    @property
-    def sharpe(self) -> float: ...
-
-    @property
-    def verdict(self) -> str: ...
-
-
-Judge = Callable[..., Judged]  # (run folder, period=, n_trials=)
 
 
 def is_trading(config: TrainConfig) -> bool:
@@ -55,17 +37,16 @@ def check_period(config: TrainConfig) -> None:
         )
 
 
-def judged_facts(
-    run: RunFolder, config: TrainConfig, *, n_trials: int, judge: Judge | None = None
-) -> dict[str, Any]:
+def judged_facts(run: RunFolder, config: TrainConfig, *, n_trials: int) -> dict[str, Any]:
     """What the judge says about a run that shall be deployed; refuses one without an edge.
 
     ``n_trials`` counts the trials that the run was selected from. Empty for other envs.
     """
     if not is_trading(config):
         return {}
-    judge = judge or import_dotted("ml_pipeline.door.judge.judge_run", key="--deploy")
-    judged = judge(Path(run.path), period=_VALIDATION, n_trials=n_trials)
+    from ml_pipeline.door.judge import judge_run
+
+    judged = judge_run(run.path, period=_VALIDATION, n_trials=n_trials)
     if not judged.claims_edge:
         raise StudyError(
             f"not deployed: {run.path} does not hold on the validation period: {judged.verdict}; "

@@ -201,7 +201,7 @@ NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 
 def test_notebooks_are_numbered() -> None:
-    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05"]
+    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06"]
 
 
 # ``make notebooks`` runs them.
