@@ -56,7 +56,7 @@ def test_a_run_without_an_edge_is_not_deployed(env: list[str], here: Path) -> No
     result = train([*small(), *known, *walk, *HELD_OUT, "total_steps=2048", *env])
     run = RunFolder.open(result.run_dir)
 
-    with pytest.raises(StudyError, match="no edge can be claimed.*the study is kept") as caught:
+    with pytest.raises(StudyError, match=r"no edge can be claimed.*the study is kept") as caught:
         judged_facts(run, stored_config(run), n_trials=500)
 
     assert "\n" not in str(caught.value)
