@@ -294,7 +294,9 @@ def _sharpe_chart(judgement: Judgement) -> Chart:
 
 def _draw(picture: Picture, path: Path) -> None:
     from matplotlib import rc_context
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FormatStrFormatter
 
     with rc_context({"text.parse_math": False}):  # the name of a run may contain a $
         figure = Figure(figsize=(9.0, 3.6), layout="constrained")
@@ -308,6 +310,12 @@ def _draw(picture: Picture, path: Path) -> None:
                 label="_" if curve.is_faint else curve.label,
             )
         axes.set(title=picture.title, ylabel=picture.y_title, yscale=picture.scale)
+        # A logarithmic axis would write its numbers in the mathematics that is off here.
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
+        dates = AutoDateLocator(maxticks=8)
+        axes.xaxis.set_major_locator(dates)
+        axes.xaxis.set_major_formatter(ConciseDateFormatter(dates))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
         figure.savefig(path, dpi=110)

@@ -45,6 +45,7 @@ def run(options: Namespace) -> None:
     import torch
 
     from ml_pipeline.data.bars import text_of
+    from ml_pipeline.data.files import market_files
     from ml_pipeline.deploy.exported import ExportedPolicy
     from ml_pipeline.deploy.paper import LOG_FORMAT, PaperPolicy, PaperWalk
     from ml_pipeline.deploy.paper_log import PaperError, PaperLog
@@ -65,6 +66,7 @@ def run(options: Namespace) -> None:
     folder = options.log or Path("paper") / Path(exported.metadata["run"]).name.lstrip(".")
     given = {"timezone": options.timezone, "label": options.label}
     files = {key: value for key, value in given.items() if value is not None}
+    market_files(options.data)  # a wrong path must not leave a log behind
     with PaperLog.opened(folder, header) as log, torch_threads(torch.device("cpu")):
         walk = PaperWalk(policy, options.data, log, start=options.start, **files)
         say(f"{exported.env_name}, {', '.join(policy.recipe.symbols[:5])}: {log.path}")
