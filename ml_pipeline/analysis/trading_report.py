@@ -293,8 +293,7 @@ def _sharpe_chart(judgement: Judgement) -> Chart:
 
 
 def _draw(picture: Picture, path: Path) -> None:
-    from matplotlib import rc_context
-    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+    from matplotlib import dates, rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import FormatStrFormatter
 
@@ -313,9 +312,10 @@ def _draw(picture: Picture, path: Path) -> None:
         # A logarithmic axis would write its numbers in the mathematics that is off here.
         axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
         axes.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
-        dates = AutoDateLocator(maxticks=8)
-        axes.xaxis.set_major_locator(dates)
-        axes.xaxis.set_major_formatter(ConciseDateFormatter(dates))
+        untyped: Any = dates
+        days = untyped.AutoDateLocator(maxticks=8)
+        axes.xaxis.set_major_locator(days)
+        axes.xaxis.set_major_formatter(untyped.ConciseDateFormatter(days))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
         figure.savefig(path, dpi=110)
