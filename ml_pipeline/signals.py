@@ -54,6 +54,11 @@ class Transaction:
 class NoSignals:
     """Replaces ``StopSignals`` where signals are not handled."""
 
+    pending = 0
+
+    def forget(self) -> None:
+        """Nothing waits."""
+
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
         yield Transaction()
@@ -107,6 +112,15 @@ class StopSignals:
         self._stop_timer()
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
+
+    @property
+    def pending(self) -> int:
+        """The number of a signal that waits, or 0."""
+        return self._pending or 0
+
+    def forget(self) -> None:
+        """Drop a signal that waits: the run ends for another reason."""
+        self._pending = None
 
     @contextmanager
     def shielded(self) -> Iterator[None]:

@@ -1,0 +1,81 @@
+"""Several ranks train as one process with all of their envs would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_runs
+import torch
+from rank_runs import CASES, torchrun, trained
+
+from ml_pipeline.distributed import World
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The results of both ranks, by case; one launch trains all cases."""
+    folder = tmp_path_factory.mktemp("ranks")
+    process = torchrun(2, rank_runs.__file__, str(folder), *CASES)
+    output, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, output
+    return {case: [torch.load(folder / f"{case}_{rank}.pt") for rank in (0, 1)] for case in CASES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_of_four_envs_equal_one_process_with_eight(
+    case: str, two_ranks: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    alone = trained(tmp_path, case, n_envs=8)
+
+    for rank in two_ranks[case]:
+        assert rank["env_steps"] == alone["env_steps"] == 3 * 16 * 8
+        for name, weight in alone["model"].items():
+            torch.testing.assert_close(rank["model"][name], weight, atol=1e-6, rtol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_have_equal_weights_after_every_gradient_step(
+    case: str, two_ranks: dict[str, list[dict[str, Any]]]
+) -> None:
+    first, second = (rank["checksums"] for rank in two_ranks[case])
+
+    assert len(first) == (6 if case == "kl_stop" else 12)  # that stops after one epoch
+    assert len(set(first)) == len(first)
+    assert first == second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_metrics_cover_the_envs_of_all_ranks(
+    case: str, two_ranks: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    alone = trained(tmp_path, case, n_envs=8)
+
+    leader, follower = two_ranks[case]
+    assert follower["rows"] == []  # callbacks run on rank 0
+    assert leader["rows"] == [pytest.approx(row, rel=1e-3, abs=1e-5) for row in alone["rows"]]
+
+
+@pytest.mark.slow
+def test_moments_count_the_frames_of_all_ranks(
+    two_ranks: dict[str, list[dict[str, Any]]],
+) -> None:
+    for rank in two_ranks["normalised"]:
+        assert rank["model"]["preprocess.moments.0.count"] == 3 * 16 * 8
+
+
+def test_one_rank_returns_its_input() -> None:
+    world, grad, mean = World(), torch.ones(2), torch.tensor(3.0)
+
+    assert world.sum(grad) is grad
+    assert world.average(grad, 0.5, 1.0) == 0.5
+    assert grad.tolist() == [1.0, 1.0]
+    assert world.moments(mean, mean, 4) == (mean, mean, 4)
+    assert world.max([2, 5]) == [2, 5]
+    assert world.agreed("mine") == "mine"
+    assert world.gathered("mine") == ["mine"]
+    assert world.envs(4) == slice(0, 4)
