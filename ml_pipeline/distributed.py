@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 import os
 import platform
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +30,10 @@ from ml_pipeline.errors import UserError, last_line, shorten
 Value = TypeVar("Value")
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
-_ROLL_CALL_SECONDS = 4.0
+_ROLL_CALL_SECONDS = 3.0
+_WATCH_SECONDS = 1.0
+_END_SECONDS = 6.0  # a rank that the others have lost ends within this time
+_ROLL_CALL = "roll call"
 _run_numbers = itertools.count()
 
 
@@ -77,7 +82,7 @@ def join_world(device: torch.device, timeout_seconds: float) -> World:
             f"WORLD_SIZE={size}: not all ranks joined rank {rank} within {timeout_seconds:g} s "
             f"({shorten(last_line(error))}); look for the first error among the others"
         ) from error
-    return World(rank, size, store=store)
+    return World(rank, size, store=store, watchdog=_Watchdog(store, rank))
 
 
 def _is_launched() -> bool:
@@ -90,10 +95,19 @@ class World:
     As a context manager it reports an error of this rank to the others and leaves them.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, *, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        store: Store | None = None,
+        watchdog: _Watchdog | None = None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self._store = store
+        self._watchdog = watchdog
+        self._is_over = False
 
     def envs(self, n_envs: int) -> slice:
         """The envs of this rank among those of all; each rank has ``n_envs``."""
@@ -177,6 +191,10 @@ class World:
                 "use the same code, config and versions on all ranks"
             )
 
+    def expect_end(self) -> None:
+        """From now on, the other ranks may leave; this rank blames none of them."""
+        self._is_over = True
+
     def __enter__(self) -> World:
         return self
 
@@ -186,8 +204,9 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._store is None:
+        if self._store is None or self._watchdog is None:
             return
+        self._watchdog.ended.set()
         try:
             if error is None:
                 self._store.set(f"left/{self.rank}", "it has finished")
@@ -205,7 +224,8 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            raise RankError(self._roll_call()) from error
+            reason = "the other ranks have left" if self._is_over else self._roll_call()
+            raise RankError(reason) from error
 
     def _roll_call(self) -> str:
         """Who failed, and who does not answer; every rank that lost another one calls this."""
@@ -214,6 +234,7 @@ class World:
             return f"rank {self.rank}: lost the other ranks"
         try:
             store.set(f"here/{self.rank}", "")
+            store.set(_ROLL_CALL, "")
             missing, left = list(ranks), list[int]()
             deadline = time.monotonic() + _ROLL_CALL_SECONDS
             while missing and time.monotonic() < deadline:
@@ -223,6 +244,8 @@ class World:
                 time.sleep(0.05)
             faults = [f"{self._name(each)}: {store.get(f'left/{each}').decode()}" for each in left]
             faults += [f"{self._name(each)}: killed, cut off or hanging" for each in missing]
+            if missing and not left:
+                faults[-1] += "; if it is only slow, raise rank_timeout_seconds"
         except RuntimeError:
             return f"rank {self.rank}: the store on {os.environ['MASTER_ADDR']} does not answer"
         return "; ".join(faults) or f"rank {self.rank}: a connection between the ranks broke"
@@ -231,6 +254,37 @@ class World:
         if self._store is None or not self._store.check([f"host/{rank}"]):
             return f"rank {rank}"
         return f"rank {rank} on {self._store.get(f'host/{rank}').decode()}"
+
+
+class _Watchdog(threading.Thread):
+    """Ends this process if the others have lost this rank and it does not end by itself."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        super().__init__(name="rank watchdog", daemon=True)
+        self.ended = threading.Event()
+        self._store = store
+        self._rank = rank
+        self.start()
+
+    def run(self) -> None:
+        while not self.ended.wait(_WATCH_SECONDS):
+            try:
+                is_lost = self._store.check([_ROLL_CALL])
+            except RuntimeError:  # the launcher has ended, and ends its ranks
+                return
+            if is_lost and not self.ended.wait(_END_SECONDS):
+                break
+        else:
+            return
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        place = f" in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+        print(
+            f"rank {self._rank} on {platform.node()}: hanging{place} while the other ranks have "
+            "stopped, so it ends",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
 
 
 ALONE = World()

@@ -50,6 +50,7 @@ class RankLoop(Loop):
 
     def wait_for_end(self) -> None:
         """On ranks other than 0, after the last iteration: rank 0 may still save."""
+        self._world.expect_end()
         try:
             self._agree()
         except RankError:

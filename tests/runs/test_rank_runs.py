@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -78,3 +81,74 @@ def test_another_number_of_ranks_resumes_with_new_episodes(tmp_path: Path) -> No
     assert "with new episodes: 2 ranks saved them, this run has 1" in resumed.stdout
     assert "finished at env step 1,024 of 1,024" in resumed.stdout
     assert checkpoint_numbers(run)["['agent']['model']['preprocess.moments.0.count']"] == 1024
+
+
+def children(pid: int) -> list[int]:
+    """All descendants of a process."""
+    direct = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, direct) for each in (child, *children(child))]
+
+
+def rank_pid(launcher: int, rank: int) -> int:
+    """The process of a rank: the child of torchrun with this RANK."""
+    for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
+        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return pid
+    raise AssertionError(f"no process has rank {rank}")
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+
+
+@needs_proc
+@pytest.mark.slow
+def test_killed_rank_is_named_and_no_worker_survives(tmp_path: Path) -> None:
+    process = start(tmp_path, "vec_env=parallel", "vec_env.n_workers=2", "total_steps=1e7")
+    read_until(process, "iteration 1 ")
+    processes = children(process.pid)
+
+    os.kill(rank_pid(process.pid, 1), signal.SIGKILL)
+    output = ended(process)
+
+    assert process.returncode != 0
+    assert re.search(rf"rank 1 on {platform.node()}: killed, cut off or hanging", output), output
+    assert len(processes) >= 6  # 2 ranks with 2 workers each
+    assert [pid for pid in processes if is_running(pid)] == []
+
+
+def output_of_fault(folder: Path, env: str, *overrides: str) -> str:
+    """Train until the env of rank 1 fails in the way of ``env``; returns what torchrun printed."""
+    gate = folder / "gate"
+    options = [*OPTIONS[1:], f"env.target=faulty_envs.{env}", f"+env.kwargs.gate={gate}"]
+    options += [f"run_root={folder}", "vec_env=serial", "total_steps=1e7", *overrides]
+    process = torchrun(2, TRAIN, *options)
+    read_until(process, "iteration 1 ")
+    gate.touch()
+    output = ended(process)
+    assert process.returncode != 0
+    return output
+
+
+@pytest.mark.slow
+def test_error_of_an_env_reaches_the_other_rank_with_its_cause(tmp_path: Path) -> None:
+    output = output_of_fault(tmp_path, "BreaksOnRankOne")
+
+    named = rf"rank 1 on {platform.node()}: .*the puck left the table"
+    assert re.search(named, output), output
+    assert "failed with RankError" in output  # rank 0 ended its record
+
+
+@pytest.mark.slow
+def test_hanging_rank_is_named_after_the_deadline_and_ends(tmp_path: Path) -> None:
+    output = output_of_fault(tmp_path, "HangsOnRankOne", "rank_timeout_seconds=5")
+
+    assert f"rank 1 on {platform.node()}: killed, cut off or hanging" in output
+    assert re.search(r"rank 1 on .*: hanging in .*faulty_envs.py:\d+", output), output
