@@ -56,8 +56,8 @@ class NoSignals:
 
     pending = 0
 
-    def forget(self) -> None:
-        """Nothing waits."""
+    def dismiss(self) -> None:
+        """There are no signals to ignore."""
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
@@ -118,9 +118,10 @@ class StopSignals:
         """The number of a signal that waits, or 0."""
         return self._pending or 0
 
-    def forget(self) -> None:
-        """Drop a signal that waits: the run ends for another reason."""
+    def dismiss(self) -> None:
+        """Ignore signals from now on, also one that waits: the run is ending already."""
         self._pending = None
+        self._n_shields += 1
 
     @contextmanager
     def shielded(self) -> Iterator[None]:

@@ -34,6 +34,11 @@ class RankLoop(Loop):
         self._signals = _AgreedSignals(signals, self._agree)  # type: ignore[assignment]
         self._others: tuple[int, list[StateDict]] | None = None  # at the iteration of a save
 
+    def train(self, total_steps: int) -> None:
+        # One rank must not stop between two agreements: the others would wait for it.
+        with self._plain_signals.shielded():
+            super().train(total_steps)
+
     def _agree(self) -> int:
         """Wait for the decision of rank 0; returns the number of a signal that any rank got."""
         decision = 0
@@ -104,15 +109,15 @@ class _AgreedSignals:
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
-        """A stop signal waits for the end of this block, without a limit."""
-        with self._signals.shielded():
-            try:
-                yield Transaction()
-                number = self._agree()
-            except RankError:
-                self._signals.forget()  # torchrun ends the others when one has failed
-                raise
+        """A stop signal waits until the ranks agree after an iteration, without a limit."""
+        try:
+            yield Transaction()
+            number = self._agree()
+        except RankError:
+            self._signals.dismiss()  # torchrun ends the others when one has failed
+            raise
         if number:
+            self._signals.dismiss()  # this rank may get the signal later than another one
             raise Interrupted(number)
 
 

@@ -26,6 +26,7 @@ OPTIONS = [
     "agent.scale_reward=true",
     "callbacks.checkpoints.every_steps=512",
 ]
+SIZE = "total_steps=7680"  # 30 iterations
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -52,37 +53,6 @@ def ended(process: subprocess.Popen[str]) -> str:
     return output
 
 
-@pytest.mark.slow
-def test_stopped_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
-    size = "total_steps=7680"  # 30 iterations
-    complete = ended(start(tmp_path / "complete", "vec_env=serial", size))
-    stopped = start(tmp_path / "stopped", "vec_env=serial", size)
-    read_until(stopped, "iteration 1 ")
-    stopped.send_signal(signal.SIGTERM)
-    stopped_output = ended(stopped)
-    run = run_folder(tmp_path / "stopped")
-
-    resumed = ended(torchrun(2, TRAIN, f"resume={run}"))
-
-    assert "finished at env step 7,680 of 7,680" in complete
-    assert "stopped by SIGTERM" in stopped_output
-    assert "in the middle of its episodes" in resumed
-    assert checkpoint_numbers(run) == checkpoint_numbers(run_folder(tmp_path / "complete"))
-
-
-@pytest.mark.slow
-def test_another_number_of_ranks_resumes_with_new_episodes(tmp_path: Path) -> None:
-    ended(start(tmp_path, "vec_env=serial", "total_steps=512"))
-    run = run_folder(tmp_path)
-
-    command = [sys.executable, TRAIN, f"resume={run}", "total_steps=1024"]
-    resumed = subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-    assert "with new episodes: 2 ranks saved them, this run has 1" in resumed.stdout
-    assert "finished at env step 1,024 of 1,024" in resumed.stdout
-    assert checkpoint_numbers(run)["['agent']['model']['preprocess.moments.0.count']"] == 1024
-
-
 def children(pid: int) -> list[int]:
     """All descendants of a process."""
     direct = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -106,6 +76,46 @@ def is_running(pid: int) -> bool:
 
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("complete")
+    output = ended(start(folder, "vec_env=serial", SIZE))
+    assert "finished at env step 7,680 of 7,680" in output
+    return run_folder(folder)
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("receiver", ["torchrun", "rank 1"])
+def test_stopped_ranks_resume_bit_for_bit(receiver: str, complete: Path, tmp_path: Path) -> None:
+    stopped = start(tmp_path, "vec_env=serial", SIZE)
+    read_until(stopped, "iteration 1 ")
+    pid = stopped.pid if receiver == "torchrun" else rank_pid(stopped.pid, 1)
+    os.kill(pid, signal.SIGTERM)
+    output = ended(stopped)
+    run = run_folder(tmp_path)
+
+    resumed = ended(torchrun(2, TRAIN, f"resume={run}"))
+
+    assert "stopped by SIGTERM" in output, output
+    assert "in the middle of its episodes" in resumed, resumed
+    assert checkpoint_numbers(run) == checkpoint_numbers(complete)
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_resumes_with_new_episodes(tmp_path: Path) -> None:
+    ended(start(tmp_path, "vec_env=serial", "total_steps=512"))
+    run = run_folder(tmp_path)
+
+    command = [sys.executable, TRAIN, f"resume={run}", "total_steps=1024"]
+    resumed = subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+    assert "with new episodes: 2 ranks saved them, this run has 1" in resumed.stdout
+    assert "finished at env step 1,024 of 1,024" in resumed.stdout
+    assert checkpoint_numbers(run)["['agent']['model']['preprocess.moments.0.count']"] == 1024
 
 
 @needs_proc
