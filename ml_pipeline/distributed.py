@@ -17,15 +17,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from ml_pipeline.errors import UserError, last_line, shorten
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 Value = TypeVar("Value")
 
@@ -57,6 +58,10 @@ def join_world(device: torch.device, timeout_seconds: float) -> World:
     """The ranks that torchrun has started, or a single one; waits until all have joined."""
     if not _is_launched():
         return World()
+    # Not every build of torch has them.
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
     rank, size = launched_rank(), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=timeout_seconds)
     if dist.is_initialized():

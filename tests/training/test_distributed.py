@@ -10,7 +10,12 @@ import rank_runs
 import torch
 from rank_runs import CASES, torchrun, trained
 
-from ml_pipeline.distributed import World
+from ml_pipeline.distributed import World, launched_rank
+from ml_pipeline.door.compose import ConfigError, checked_config, compose_config
+from ml_pipeline.door.plan import make_plan
+from ml_pipeline.door.ranks import check_ranks
+from ml_pipeline.training.rank_epochs import RankEpochs
+from ml_pipeline.training.rank_loop import own_state
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +84,70 @@ def test_one_rank_returns_its_input() -> None:
     assert world.agreed("mine") == "mine"
     assert world.gathered("mine") == ["mine"]
     assert world.envs(4) == slice(0, 4)
+
+
+class FlatRollout:
+    """The sizes of a rollout."""
+
+    n_steps, n_envs = 5, 4
+
+
+def test_parts_of_all_ranks_form_the_minibatches_of_one_process() -> None:
+    agent = make_plan(checked_config(compose_config(["device=cpu", "logger=[]"]))).agent
+    expected = torch.randperm(5 * 8, generator=torch.Generator().manual_seed(7)).view(2, -1)
+
+    found: list[list[int]] = [[], []]
+    for rank in (0, 1):
+        epochs = RankEpochs(
+            World(rank, 2),
+            agent,
+            FlatRollout(),  # type: ignore[arg-type]  # only its sizes are used
+            n_epochs=1,
+            n_minibatches=2,
+        )
+        parts, size = epochs._parts(torch.Generator().manual_seed(7), is_recurrent=False)
+        assert size == 20
+        for minibatch, part in zip(found, parts, strict=True):
+            minibatch += [each // 4 * 8 + 4 * rank + each % 4 for each in part.tolist()]
+
+    assert [sorted(each) for each in found] == [sorted(each) for each in expected.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_tensor", "key"),
+    [
+        (["agent=sac", "env=pendulum"], False, "agent.algorithm=ml_pipeline.algorithms.sac.SAC"),
+        (["env=torch_cartpole"], True, "env.target=.*TorchCartPole.*, a tensor env"),
+        (["env=hockey", "opponent=self_play"], False, "opponent"),
+        (["env=hockey", "curriculum=hockey"], False, "curriculum"),
+    ],
+)
+def test_settings_that_need_one_process_are_refused(
+    overrides: list[str], is_tensor: bool, key: str
+) -> None:
+    config = checked_config(compose_config(overrides))
+    place = make_plan(checked_config(compose_config(["device=cpu", "logger=[]"]))).place
+
+    check_ranks(config, place, is_tensor=is_tensor)  # one process accepts it
+    with pytest.raises(ConfigError, match=rf"{key}: does not train on 2 ranks"):
+        check_ranks(config, place._replace(world=World(0, 2)), is_tensor=is_tensor)
+
+
+def test_each_rank_resumes_from_its_own_state() -> None:
+    saved = {"env_steps": 8, "collector": "first", "ranks": [{"collector": each} for each in "ab"]}
+
+    assert own_state(saved, World(1, 2)) == {"env_steps": 8, "collector": "b", "n_ranks": 2}
+    assert own_state(saved, World()) == {"env_steps": 8, "collector": "a", "n_ranks": 2}
+    assert own_state({"env_steps": 8}, World(1, 2)) == {"env_steps": 8, "n_ranks": 1}
+
+
+def test_process_is_a_rank_only_with_all_variables_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert launched_rank() == 0
+
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert launched_rank() == 3
