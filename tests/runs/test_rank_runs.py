@@ -101,6 +101,7 @@ def test_stopped_ranks_resume_bit_for_bit(receiver: str, complete: Path, tmp_pat
     resumed = ended(torchrun(2, TRAIN, f"resume={run}"))
 
     assert "stopped by SIGTERM" in output, output
+    assert "resume with: torchrun --nproc_per_node=2" in output
     assert "in the middle of its episodes" in resumed, resumed
     assert checkpoint_numbers(run) == checkpoint_numbers(complete)
 
