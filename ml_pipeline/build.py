@@ -13,6 +13,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from ml_pipeline.device import precision_of_products
+from ml_pipeline.distributed import launched_rank
 from ml_pipeline.door.compose import (
     checked_config,
     compose_config,
@@ -33,6 +34,7 @@ from ml_pipeline.door.parts import (
     torch_threads,
 )
 from ml_pipeline.door.plan import RunPlan, make_plan
+from ml_pipeline.door.ranks import follow
 from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import Agent, Callback
@@ -87,6 +89,8 @@ def run(
             "call of train under: if __name__ == '__main__':"
         )
     find_modules_in_cwd()
+    if launched_rank() > 0:
+        return RunResult(*follow(cfg, overrides))  # rank 0 writes the record
     with ExitStack() as stack:
         if cfg.resume is not None:
             # Lock the folder before reading it: another process may be about to save.
@@ -94,6 +98,7 @@ def run(
             cfg = resumed_config(cfg, overrides)
         plan = make_plan(checked_config(cfg), callbacks=callbacks, folder=folder)
         device = plan.place.device
+        stack.enter_context(plan.place.world)
         for callback in plan.callbacks.values():
             stack.callback(callback.close)
         stack.enter_context(torch_threads(device))
@@ -112,10 +117,10 @@ def run(
                 envs, how = build_vec_envs(plan)
                 for env in envs:
                     stack.callback(env.close)
-                loop = build_loop(plan, envs, record, signals)
+                loop = build_loop(plan, envs, record.loggers, signals)
                 resumed = resume(plan, loop, saved)
                 write_text(plan.run.config, stored_text(plan.config))
-                record.begin(f"{plan.config.env.name}: {how}, {device}")
+                record.begin(f"{plan.config.env.name}: {how}, {plan.place}")
                 if resumed:
                     say(resumed)
                 _train(loop, plan, record, signals)
@@ -138,7 +143,7 @@ def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> N
     """Train to the end; a stop signal or a failing env leaves the last complete iteration saved."""
     try:
         with record.timed():
-            loop.train(plan.config.wanted_steps)
+            loop.train(plan.wanted_steps)
     except (Interrupted, WorkerError, BadValueError) as error:
         if isinstance(error, Interrupted) or loop.env_steps > plan.first_step:
             with signals.shielded():

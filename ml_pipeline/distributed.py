@@ -1,12 +1,295 @@
-"""World: the ranks that train together. There is one rank until several machines are supported."""
+"""World: the ranks that train together, one process each, over torch.distributed.
+
+``torchrun`` starts the ranks. Without it there is one rank, and every method returns its input. So
+no other module asks whether training is distributed. All ranks must call the same methods in the
+same order: each call waits for the others, until ``rank_timeout_seconds`` have passed.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ml_pipeline.errors import UserError, last_line, shorten
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+Value = TypeVar("Value")
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
+_ROLL_CALL_SECONDS = 3.0
+_WATCH_SECONDS = 1.0
+_END_SECONDS = 6.0  # a rank that the others have lost ends within this time
+_ROLL_CALL = "roll call"
+_run_numbers = itertools.count()
 
 
-class World(NamedTuple):
-    """The rank of this process and the number of ranks; the default is a single process."""
+class RankError(UserError):
+    """Another rank failed, ended or does not answer."""
 
-    rank: int = 0
-    size: int = 1
+
+def launched_rank() -> int:
+    """The rank that torchrun gave to this process; 0 without torchrun."""
+    return int(os.environ["RANK"]) if _is_launched() else 0
+
+
+def rank_device(device: torch.device) -> torch.device:
+    """The GPU of this rank, if several ranks share a machine and the config names no index."""
+    if not _is_launched() or device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def join_world(device: torch.device, timeout_seconds: float) -> World:
+    """The ranks that torchrun has started, or a single one; waits until all have joined."""
+    if not _is_launched():
+        return World()
+    # Not every build of torch has them.
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    rank, size = launched_rank(), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=timeout_seconds)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # an earlier run of this process
+    # Two ranks cannot share a GPU with NCCL; Gloo copies through the host.
+    n_local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    has_nccl = device.type == "cuda" and n_local <= torch.cuda.device_count()
+    backend = "cpu:gloo,cuda:nccl" if has_nccl and dist.is_nccl_available() else "gloo"
+    try:
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+        # A process may start several runs, one after the other; each has its own keys.
+        store = PrefixStore(f"run {next(_run_numbers)}", store)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+        )
+        store.set(f"host/{rank}", platform.node())
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"WORLD_SIZE={size}: not all ranks joined rank {rank} within {timeout_seconds:g} s "
+            f"({shorten(last_line(error))}); look for the first error among the others"
+        ) from error
+    return World(rank, size, store=store, watchdog=_Watchdog(store, rank))
+
+
+def _is_launched() -> bool:
+    return all(name in os.environ for name in _VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+class World:
+    """The rank of this process and the number of ranks; the default is a single process.
+
+    As a context manager it reports an error of this rank to the others and leaves them.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        store: Store | None = None,
+        watchdog: _Watchdog | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._watchdog = watchdog
+        self._is_over = False
+
+    def envs(self, n_envs: int) -> slice:
+        """The envs of this rank among those of all; each rank has ``n_envs``."""
+        return slice(self.rank * n_envs, (self.rank + 1) * n_envs)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks; changes ``tensor`` in place."""
+        if self.size > 1:
+            with self._others_named():
+                dist.all_reduce(tensor)
+        return tensor
+
+    def max(self, numbers: Sequence[int]) -> list[int]:
+        """The maxima over all ranks, element by element."""
+        if self.size == 1:
+            return list(numbers)
+        tensor = torch.tensor(numbers)
+        with self._others_named():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return [int(each) for each in tensor]
+
+    def agreed(self, value: Value) -> Value:
+        """The value of rank 0."""
+        if self.size == 1:
+            return value
+        values = [value]
+        with self._others_named():
+            dist.broadcast_object_list(values, device=torch.device("cpu"))
+        return values[0]
+
+    def gathered(self, value: Value) -> list[Value]:
+        """The values of all ranks, in their order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self._others_named():
+            dist.all_gather_object(values, value)
+        return values
+
+    def joined(self, items: list[Value]) -> list[Value]:
+        """The items of all ranks in one list."""
+        return [item for part in self.gathered(items) for item in part]
+
+    def average(self, grad: Tensor, loss: Any, share: float) -> Any:
+        """Average ``grad`` in place, weighted by ``share``; returns the average ``loss``.
+
+        ``share`` is this rank's part of the minibatch; the shares of all ranks add up to 1. One
+        all-reduce carries both, so all ranks see the same non-finite values.
+        """
+        if self.size == 1:
+            return loss
+        flat = torch.cat([grad, torch.as_tensor(loss, dtype=grad.dtype).to(grad.device).view(1)])
+        self.sum(flat.mul_(share))
+        grad.copy_(flat[:-1])
+        return flat[-1] if isinstance(loss, Tensor) else float(flat[-1])
+
+    def moments(self, mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
+        """Mean, variance and count of the samples of all ranks together."""
+        if self.size == 1:
+            return mean, variance, count
+        first, second = mean.double(), variance.double() + mean.double().square()
+        number = torch.full((1,), float(count), dtype=torch.float64, device=mean.device)
+        parts = [(first * count).flatten(), (second * count).flatten(), number]
+        sums = self.sum(torch.cat(parts))
+        total = int(sums[-1])
+        first, second = (sums[:-1] / total).view(2, *mean.shape)
+        merged = (second - first.square()).clamp(min=0.0)
+        return first.to(mean.dtype), merged.to(mean.dtype), total
+
+    def check_equal(self, values: Tensor, what: str) -> None:
+        """Raise unless ``values`` has the same bits on all ranks."""
+        if self.size == 1:
+            return
+        bits = values.detach().flatten().view(torch.int32).long()
+        place = torch.arange(1, len(bits) + 1, device=bits.device)
+        own = int((bits * place).sum())  # wraps around, which is harmless
+        others = [rank for rank, each in enumerate(self.gathered(own)) if each != own]
+        if others:
+            raise RankError(
+                f"rank {self.rank}: {what} differ from those of ranks {others}; "
+                "use the same code, config and versions on all ranks"
+            )
+
+    def expect_end(self) -> None:
+        """From now on, the other ranks may leave; this rank blames none of them."""
+        self._is_over = True
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._store is None or self._watchdog is None:
+            return
+        self._watchdog.ended.set()
+        try:
+            if error is None:
+                self._store.set(f"left/{self.rank}", "it has finished")
+            elif not isinstance(error, RankError):
+                cause = f"{type(error).__name__}: {shorten(last_line(error), 300)}"
+                self._store.set(f"left/{self.rank}", cause)
+        except RuntimeError:  # the store ended first; the others notice that
+            self._store = None
+        finally:
+            dist.destroy_process_group()
+
+    @contextmanager
+    def _others_named(self) -> Iterator[None]:
+        """Name the ranks that are missing if a collective call fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = "the other ranks have left" if self._is_over else self._roll_call()
+            raise RankError(reason) from error
+
+    def _roll_call(self) -> str:
+        """Who failed, and who does not answer; every rank that lost another one calls this."""
+        store, ranks = self._store, range(self.size)
+        if store is None:
+            return f"rank {self.rank}: lost the other ranks"
+        try:
+            store.set(f"here/{self.rank}", "")
+            store.set(_ROLL_CALL, "")
+            missing, left = list(ranks), list[int]()
+            deadline = time.monotonic() + _ROLL_CALL_SECONDS
+            while missing and time.monotonic() < deadline:
+                left = [rank for rank in ranks if store.check([f"left/{rank}"])]
+                missing = [each for each in ranks if not store.check([f"here/{each}"])]
+                missing = [each for each in missing if each not in left]
+                time.sleep(0.05)
+            faults = [f"{self._name(each)}: {store.get(f'left/{each}').decode()}" for each in left]
+            faults += [f"{self._name(each)}: killed, cut off or hanging" for each in missing]
+            if missing and not left:
+                faults[-1] += "; if it is only slow, raise rank_timeout_seconds"
+        except RuntimeError:
+            return f"rank {self.rank}: the store on {os.environ['MASTER_ADDR']} does not answer"
+        return "; ".join(faults) or f"rank {self.rank}: a connection between the ranks broke"
+
+    def _name(self, rank: int) -> str:
+        if self._store is None or not self._store.check([f"host/{rank}"]):
+            return f"rank {rank}"
+        return f"rank {rank} on {self._store.get(f'host/{rank}').decode()}"
+
+
+class _Watchdog(threading.Thread):
+    """Ends this process if the others have lost this rank and it does not end by itself."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        super().__init__(name="rank watchdog", daemon=True)
+        self.ended = threading.Event()
+        self._store = store
+        self._rank = rank
+        self.start()
+
+    def run(self) -> None:
+        while not self.ended.wait(_WATCH_SECONDS):
+            try:
+                is_lost = self._store.check([_ROLL_CALL])
+            except RuntimeError:  # the launcher has ended, and ends its ranks
+                return
+            if is_lost and not self.ended.wait(_END_SECONDS):
+                break
+        else:
+            return
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        place = f" in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+        print(
+            f"rank {self._rank} on {platform.node()}: hanging{place} while the other ranks have "
+            "stopped, so it ends",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+
+ALONE = World()

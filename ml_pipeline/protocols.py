@@ -162,6 +162,10 @@ class Place(NamedTuple):
     programs: Programs  # compiles and captures the work on a GPU
     world: World
 
+    def __str__(self) -> str:
+        n_ranks = self.world.size
+        return f"{self.device}" if n_ranks == 1 else f"{n_ranks} ranks, {self.device}"
+
 
 NetworkBuilder = Callable[["gym.Space[Any]"], "nn.Module"]
 
@@ -273,6 +277,7 @@ class Algorithm(NamedTuple):
     memory_advice: Callable[[Any, Any, int, bool], str] = lambda *_: "use fewer envs"
     # Loads what another agent has learnt from its state; the optimiser stays new. For init_from=
     start_from: Callable[[Any, StateDict], None] | None = None
+    trains_on_ranks: bool = False  # its trainer uses ``Place.world``
 
 
 class Callback:

@@ -54,6 +54,11 @@ class Transaction:
 class NoSignals:
     """Replaces ``StopSignals`` where signals are not handled."""
 
+    pending = 0
+
+    def dismiss(self) -> None:
+        """There are no signals to ignore."""
+
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
         yield Transaction()
@@ -107,6 +112,16 @@ class StopSignals:
         self._stop_timer()
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
+
+    @property
+    def pending(self) -> int:
+        """The number of a signal that waits, or 0."""
+        return self._pending or 0
+
+    def dismiss(self) -> None:
+        """Ignore signals from now on, also one that waits: the run is ending already."""
+        self._pending = None
+        self._n_shields += 1
 
     @contextmanager
     def shielded(self) -> Iterator[None]:

@@ -226,7 +226,12 @@ def end_with_parent() -> None:
 
 
 def check_launcher(arguments: Sequence[str]) -> None:
-    """Refuse a launcher that is not installed, with the install command, which Hydra omits."""
+    """Refuse a launcher that is not installed, with the install command, which Hydra omits.
+
+    Also refuse several ranks, which would all start the whole sweep.
+    """
+    if {"-m", "--multirun"} & set(arguments) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("-m: torchrun starts one run, not a sweep; call torchrun once per run")
     for argument in arguments:
         key, _, name = argument.partition("=")
         module = _LAUNCHERS.get(name) if key == "sweep" else None

@@ -161,3 +161,27 @@ class WorkerModules(CountingEnv):
 def faulty_factory(fault: str) -> gym.Env[Any, Any]:
     misbehave(fault)
     return CountingEnv()
+
+
+class BreaksOnRankOne(CountingEnv):
+    """On rank 1 of torchrun, a step raises an error once the file ``gate`` exists."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__(length=1000)
+        self.gate = Path(gate)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if os.environ.get("RANK") == "1" and self.gate.exists():
+            self._fail()
+        return super().step(action)
+
+    def _fail(self) -> None:
+        raise RuntimeError("the puck left the table")
+
+
+class HangsOnRankOne(BreaksOnRankOne):
+    """On rank 1 of torchrun, a step never ends once the file ``gate`` exists."""
+
+    def _fail(self) -> None:
+        while True:
+            time.sleep(0.01)

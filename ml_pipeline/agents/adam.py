@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ml_pipeline.distributed import ALONE
 from ml_pipeline.errors import UserError
 from ml_pipeline.protocols import StateDict
 
@@ -60,6 +61,8 @@ class FlatAdam:
     def __init__(self, module: nn.Module, *, eps: float, max_grad_norm: float) -> None:
         self.eps = eps
         self.max_grad_norm = max_grad_norm
+        self.world = ALONE
+        self.share = 1.0  # of this rank in the next minibatch
         self.names = [name for name, each in module.named_parameters() if each.requires_grad]
         parameters = [each for each in module.parameters() if each.requires_grad]
         others = {str(each.dtype) for each in parameters} - {"torch.float32"}
@@ -88,11 +91,13 @@ class FlatAdam:
         Nothing changes if the loss or a gradient is not finite. Does not synchronise with the
         device.
         """
+        loss = self.world.average(self.grad, loss, self.share)
         limits = {"eps": self.eps, "max_grad_norm": self.max_grad_norm}
         return adam_step(self.tensors, self.grad, learning_rate, loss, **limits)
 
     def step_on_cpu(self, learning_rate: float, loss: float) -> tuple[float, bool]:
         """``step`` by the kernel of ``torch.optim.Adam(fused=True)``; waits for the result."""
+        loss = self.world.average(self.grad, loss, self.share)
         grad = self._grad_array
         norm = math.sqrt(float(grad.dot(grad)))
         if not (math.isfinite(norm) and math.isfinite(loss)):

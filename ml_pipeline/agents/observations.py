@@ -22,6 +22,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ml_pipeline.distributed import ALONE, World
 from ml_pipeline.errors import UserError
 from ml_pipeline.moments import merge_moments
 from ml_pipeline.protocols import Obs
@@ -173,11 +174,11 @@ class Preprocess(nn.Module):
         return self._moments_of.get(name)
 
     @torch.no_grad()
-    def learn_moments(self, obs: Obs) -> None:
-        """Add a rollout's observations, [N, ...]; a leaf with a non-finite value is skipped."""
+    def learn_moments(self, obs: Obs, world: World = ALONE) -> None:
+        """Add the observations of all ranks, [N, ...] each; a non-finite leaf is skipped."""
         for name, moments in self._moments_of.items():
             leaf = obs if isinstance(obs, Tensor) else obs[name]
-            moments.add(leaf.float())
+            moments.add(leaf.float(), world)
 
 
 class RunningMoments(nn.Module):
@@ -196,12 +197,16 @@ class RunningMoments(nn.Module):
     def normalised(self, values: Tensor) -> Tensor:
         return (values - self.mean) * torch.rsqrt(self.variance + 1e-8)
 
-    def add(self, values: Tensor) -> None:
-        """[N, *shape]; non-finite values change nothing. Does not synchronise with the device."""
+    def add(self, values: Tensor, world: World) -> None:
+        """[N, *shape] of each rank; non-finite values change nothing.
+
+        With one rank it does not synchronise with the device.
+        """
         mean, variance = values.mean(dim=0), values.var(dim=0, correction=0)
+        mean, variance, count = world.moments(mean, variance, len(values))
         finite = torch.isfinite(variance).all()
         held = self.mean, self.variance, self.count
-        merged = merge_moments(*held, mean, variance, len(values))
+        merged = merge_moments(*held, mean, variance, count)
         # In place: a fast backend holds views of these buffers.
         for own, new in zip(held, merged, strict=True):
             own.copy_(torch.where(finite, new, own))

@@ -333,7 +333,8 @@ class PPOAgent:
     def learn_moments(self, obs: Obs) -> None:
         """Add a rollout's observations, [T, n_envs, ...], to the running normalisation."""
         if self.config.normalize_obs:
-            self.model.preprocess.learn_moments(map_obs(lambda leaf: leaf.flatten(0, 1), obs))
+            flat = map_obs(lambda leaf: leaf.flatten(0, 1), obs)
+            self.model.preprocess.learn_moments(flat, self.adam.world)
             self.backend.refresh()
 
     def state_dict(self) -> StateDict:

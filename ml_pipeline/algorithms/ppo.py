@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import suppress
 
 from ml_pipeline.agents.observations import batched
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.agents.ppo_loss_check import check_loss
 from ml_pipeline.config.ppo import PPOConfig
+from ml_pipeline.distributed import World
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.protocols import Algorithm, Envs, NetworkBuilder, Place, Spaces, StateDict
 from ml_pipeline.runs.checkpoint import first_difference
@@ -34,6 +36,9 @@ def make_agent(
         check_loss(agent)
     if remark := agent.check_fast():
         place.programs.tell(remark)
+    if place.world.size > 1 and agent.fast is not None and place.device.type != "cpu":
+        agent.fast = None
+        place.programs.tell("plain torch runs: the GPU kernels cannot average gradients over ranks")
     return agent
 
 
@@ -53,8 +58,26 @@ def make_trainer(agent: PPOAgent, envs: Envs, config: PPOConfig, place: Place) -
             infos_have_episodes=envs.infos_have_episodes,
             allow_nonfinite=config.on_nonfinite == "skip",
             programs=place.programs,
+            world=place.world,
         )
-    return PPOTrainer(agent, collector, seed=place.seed, programs=place.programs)
+    trainer = PPOTrainer(
+        agent, collector, seed=place.seed, programs=place.programs, world=place.world
+    )
+    _join_ranks(agent, place.world)
+    return trainer
+
+
+def _join_ranks(agent: PPOAgent, world: World) -> None:
+    """Start from the weights of rank 0 and average gradients with the other ranks.
+
+    ``RankEpochs`` normalises advantages over all ranks, so the loss must not do it again.
+    """
+    if world.size == 1:
+        return
+    agent.load_state_dict(world.agreed(agent.state_dict()))
+    agent.adam.world = world
+    for backend in filter(None, (agent.plain, agent.fast)):
+        backend.config = dataclasses.replace(agent.config, normalize_advantage=False)
 
 
 def explain_memory(agent: PPOAgent, config: PPOConfig, n_envs: int, tensor_envs: bool) -> str:
@@ -85,4 +108,6 @@ def start_from(agent: PPOAgent, state: StateDict) -> None:
     agent.load_state_dict({**own, **learnt})
 
 
-PPO = Algorithm(PPOConfig, make_agent, make_trainer, explain_memory, start_from)
+PPO = Algorithm(
+    PPOConfig, make_agent, make_trainer, explain_memory, start_from, trains_on_ranks=True
+)

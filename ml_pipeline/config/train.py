@@ -106,6 +106,7 @@ class TrainConfig:
     device: str = "auto"
     compile: str = "auto"  # or off, or graph: compile and capture the work on a GPU
     precision: str = "float32"  # of matrix products on a GPU; tf32 and bf16 are faster
+    rank_timeout_seconds: float = 300.0  # how long the ranks of torchrun wait for each other
     init_from: Optional[str] = None  # a run folder: a new run starts with its weights
     resume: Optional[str] = None  # a run folder
     trust: bool = False  # resume a folder of another user, which can run any code
@@ -137,6 +138,8 @@ class TrainConfig:
         if self.compile == "False":  # YAML reads an unquoted off as false
             self.compile = "off"
         check(self.compile in COMPILE_MODES, "compile", " | ".join(COMPILE_MODES), self.compile)
+        timeout = self.rank_timeout_seconds
+        check(0 < timeout < math.inf, "rank_timeout_seconds", "positive", timeout)
         known = self.precision in PRECISIONS
         check(known, "precision", " | ".join(PRECISIONS), self.precision)
         check(self.collector in COLLECTORS, "collector", " | ".join(COLLECTORS), self.collector)
@@ -192,7 +195,11 @@ class TrainConfig:
     @property
     def wanted_steps(self) -> int:
         """Env steps of the complete run: the whole iterations that fit, at least one."""
-        iteration: int = self.agent.iteration_steps(int(self.n_envs))
+        return self.wanted_steps_of(1)
+
+    def wanted_steps_of(self, n_ranks: int) -> int:
+        """``wanted_steps`` if each of ``n_ranks`` has ``n_envs``."""
+        iteration: int = n_ranks * self.agent.iteration_steps(int(self.n_envs))
         if self.num_episodes is not None:
             return self.num_episodes * iteration
         return max(int(self.total_steps) // iteration, 1) * iteration

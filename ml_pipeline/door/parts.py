@@ -35,6 +35,7 @@ from ml_pipeline.signals import StopSignals
 from ml_pipeline.targets import instantiate
 from ml_pipeline.training.gpu.programs import Programs
 from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.rank_loop import RankLoop
 
 if TYPE_CHECKING:
     from gymnasium.vector import VectorEnv
@@ -99,20 +100,23 @@ def _batch_size(obs: Any) -> int:
 def build_loop(
     plan: RunPlan,
     envs: Sequence[VectorEnv[Any, Any, Any]],
-    record: Record,
+    loggers: Sequence[Logger],
     signals: StopSignals,
 ) -> Loop:
     """The loop and its trainer, in the state of the checkpoint if the run is resumed."""
     config = plan.config
     all_envs = Envs(envs, plan.env_seed, plan.trial.counts_episodes)
     trainer = find_algorithm(config).make_trainer(plan.agent, all_envs, config.agent, plan.place)
-    loop = Loop(
-        trainer,
-        callbacks=plan.callbacks,
-        loggers=record.loggers,
-        signals=signals,
-        saves_envs=plan.no_snapshot is None,
-    )
+    options: dict[str, Any] = {
+        "callbacks": plan.callbacks,
+        "loggers": loggers,
+        "signals": signals,
+        "saves_envs": plan.no_snapshot is None,
+    }
+    world = plan.place.world
+    loop = Loop(trainer, **options)
+    if world.size > 1:
+        loop = RankLoop(trainer, world=world, **options)
     seed_global_generators(config.seed)  # again: a probed env may have drawn from them
     if plan.state is not None:
         with misfit_explained(plan.run):
@@ -129,8 +133,13 @@ def read_saved_episodes(plan: RunPlan) -> SavedEpisodes | None:
     """The episodes to resume, or None for a new run; raises before a file changes."""
     if plan.state is None:
         return None
-    env = dataclasses.asdict(plan.config.env)
-    return read_episodes(plan.run, plan.state, env, trust=plan.config.trust)
+    env, world = dataclasses.asdict(plan.config.env), plan.place.world
+    saved = read_episodes(plan.run, plan.state, env, trust=plan.config.trust)
+    n_ranks = plan.state["n_ranks"]
+    if n_ranks != world.size and not saved.why_not:
+        reason = f"{n_ranks} ranks saved them, this run has {world.size}"
+        return SavedEpisodes([], reason.replace("1 ranks", "1 rank"))
+    return saved._replace(snapshots=saved.snapshots[world.envs(len(saved.snapshots) // n_ranks)])
 
 
 def resume(plan: RunPlan, loop: Loop, saved: SavedEpisodes | None) -> str:
@@ -172,7 +181,7 @@ def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> 
                 "sweep": sweep,  # its name, or that of the study
             },
             overrides=overrides,
-            total_steps=config.wanted_steps,
+            total_steps=plan.wanted_steps,
             env_steps=plan.first_step,
             loggers=loggers,
             named_metrics=_named_metrics(config),

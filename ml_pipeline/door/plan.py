@@ -18,7 +18,7 @@ from ml_pipeline.agents.observations import ObservationReader, batched
 from ml_pipeline.callbacks.opponents import OpponentReport
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.device import program_mode, resolve_device
-from ml_pipeline.distributed import World
+from ml_pipeline.distributed import join_world, rank_device
 from ml_pipeline.door.compose import ConfigError, errors_of_resume, resumed_folder
 from ml_pipeline.door.env_parts import find_tensor_env
 from ml_pipeline.door.parts import (
@@ -31,6 +31,7 @@ from ml_pipeline.door.parts import (
     torch_threads,
 )
 from ml_pipeline.door.phases import check_phases
+from ml_pipeline.door.ranks import check_ranks
 from ml_pipeline.door.self_play import SelfPlay, find_self_play
 from ml_pipeline.door.warm_start import started_from
 from ml_pipeline.envs.choice import choose_n_envs
@@ -57,6 +58,7 @@ from ml_pipeline.training.out_of_memory import (
     memory_explained,
     ran_out_of_memory,
 )
+from ml_pipeline.training.rank_loop import own_state
 
 
 class RunPlan(NamedTuple):
@@ -81,14 +83,20 @@ class RunPlan(NamedTuple):
         return int(self.state["env_steps"]) if self.state is not None else 0
 
     @property
+    def wanted_steps(self) -> int:
+        """Env steps of the complete run, in the envs of all ranks."""
+        return self.config.wanted_steps_of(self.place.world.size)
+
+    @property
     def no_snapshot(self) -> str | None:
         """Why a resumed run cannot continue its episodes; None: it can."""
         return None if self.tensor_env is not None else self.trial.no_snapshot
 
     @property
     def env_seed(self) -> int:
-        """Seed of env 0; env i has this + i."""
-        return first_env_seed(self.config.seed, env_steps=self.first_step)
+        """Seed of env 0 of this rank; its env i has this + i."""
+        first = self.place.world.envs(self.config.n_envs).start
+        return first_env_seed(self.config.seed, env_steps=self.first_step) + int(first)
 
 
 def new_folder(config: TrainConfig) -> RunFolder:
@@ -104,12 +112,14 @@ def make_plan(
     folder: RunFolder | None = None,
 ) -> RunPlan:
     """Find every mistake that can be found before a run folder or a worker exists."""
+    place = _make_place(config)
     run_folder, state = folder or new_folder(config), None
     if config.resume is not None:
-        run_folder, state = _resumed(config, config.resume)
+        run_folder, state = _resumed(config, config.resume, place)
     # An env may call os.chdir, which must not move the files of the run.
-    run_folder = run_folder.absolute()
-    place = _make_place(config)
+    run_folder = place.world.agreed(run_folder.absolute())
+    if state is not None:
+        state = own_state(state, place.world)
     seed_global_generators(config.seed)
     tensor_env = find_tensor_env(config)
     self_play = find_self_play(config, tensor_env)
@@ -144,6 +154,7 @@ def make_plan(
     reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
     if reason is not None:
         raise ConfigError(reason)
+    check_ranks(config, place, is_tensor=tensor_env is not None)
     pool = None
     if self_play is not None:
         pool = self_play.new_pool(agent, place)
@@ -165,7 +176,7 @@ def make_plan(
     )
 
 
-def _resumed(config: TrainConfig, path: str) -> tuple[RunFolder, StateDict]:
+def _resumed(config: TrainConfig, path: str, place: Place) -> tuple[RunFolder, StateDict]:
     """The run to resume and the state of its last checkpoint, or of the one that ``path`` names."""
     if config.n_envs == "auto":
         raise ConfigError("n_envs=auto cannot be combined with resume=; give a number")
@@ -173,7 +184,7 @@ def _resumed(config: TrainConfig, path: str) -> tuple[RunFolder, StateDict]:
     with errors_of_resume(path):
         state = load_checkpoint(run_folder, named_checkpoint(path) or LATEST)
     with misfit_explained(run_folder):
-        done, wanted = int(state["env_steps"]), config.wanted_steps
+        done, wanted = int(state["env_steps"]), config.wanted_steps_of(place.world.size)
     if done >= wanted:
         raise ConfigError(
             f"resume={run_folder.path}: the run is complete, {done:,} of {wanted:,} env steps; "
@@ -183,12 +194,17 @@ def _resumed(config: TrainConfig, path: str) -> tuple[RunFolder, StateDict]:
 
 
 def _make_place(config: TrainConfig) -> Place:
-    device = resolve_device(config.device)
+    device = rank_device(resolve_device(config.device))
     if device.index is not None and device.type == "cuda":
         # New streams and kernels use the current device by default.
         torch.cuda.set_device(device)
-    programs = Programs(device, program_mode(config.compile, device), tell=say)
-    return Place(device, config.seed, config.precision, programs, World())
+    world = join_world(device, config.rank_timeout_seconds)
+    mode = program_mode(config.compile, device)
+    if world.size > 1 and mode == "graph":
+        mode = "eager"
+        say(f"compile={config.compile}: {world.size} ranks run eagerly; no graph has an all-reduce")
+    programs = Programs(device, mode, tell=say)
+    return Place(device, config.seed, config.precision, programs, world)
 
 
 def _is_recurrent(agent: Agent) -> bool:
@@ -282,6 +298,7 @@ def _with_n_envs(
                 n_slices=1 if config.vec_env.mode == "serial" else n_slices,
                 allowed=partial(config.suits, recurrent=_is_recurrent(agent)),
             )
+    n_envs = place.world.agreed(n_envs)
     try:
         return dataclasses.replace(config, n_envs=n_envs), reason
     except ValueError as error:

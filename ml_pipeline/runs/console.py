@@ -310,12 +310,19 @@ def user_command(name: str, *, python: str | None = None) -> str:
     program = Path(sys.argv[0].removesuffix(_TRAIN))
     if name == "train" and _is_train_script(program):
         shortest = min(os.path.relpath(program), os.path.abspath(program), key=len)
-        return f"{python} {shlex.quote(shortest)}"
+        return f"{_launcher() or python} {shlex.quote(shortest)}"
     if program.stem != "ml-pipeline":
         return f"{python} -m ml_pipeline {name}"
     found = shutil.which(program.name)
     on_path = found is not None and os.path.abspath(found) == os.path.abspath(program)
     return f"{program.name if on_path else shlex.quote(str(program))} {name}"
+
+
+def _launcher() -> str:
+    """The launcher of several ranks on this machine, or an empty text."""
+    n_ranks, n_local = (os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    is_here = n_ranks == n_local and n_ranks not in (None, "1")  # other machines need more options
+    return f"torchrun --nproc_per_node={n_ranks}" if is_here else ""
 
 
 def typed_training() -> str | None:

@@ -16,6 +16,7 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from ml_pipeline.agents.observations import ObservationError
+from ml_pipeline.distributed import ALONE, World
 from ml_pipeline.protocols import Episode, PolicyInput, RolloutStats, StateDict
 from ml_pipeline.training.checks import BadValueError, FiniteCheck
 from ml_pipeline.training.columns import Columns, joined_inputs, restore_columns
@@ -40,6 +41,7 @@ class Collector:
         infos_have_episodes: bool = False,
         allow_nonfinite: bool = False,
         programs: Programs | None = None,
+        world: World = ALONE,
     ) -> None:
         """Env i is reset with ``env_seed + i`` before the first step.
 
@@ -54,6 +56,7 @@ class Collector:
             self.n_envs += env.num_envs
         self._env_seed = env_seed
         self._programs = programs
+        self._world = world
         self._check = FiniteCheck(enabled=not allow_nonfinite)
         self._generator = torch.Generator().manual_seed(noise_seed)
         self._state_before: Tensor | None = None  # the generator's, during a rollout
@@ -71,14 +74,15 @@ class Collector:
         return RolloutBuffer(n_steps, self.n_envs, agent)
 
     def new_scaler(self, *, gamma: float, clip: float) -> RewardScaler:
-        return RewardScaler(self.n_envs, gamma=gamma, clip=clip)
+        return RewardScaler(self.n_envs, gamma=gamma, clip=clip, world=self._world)
 
     def collect(self, agent: Actor, buffer: RolloutBuffer) -> RolloutStats:
         """Fill ``buffer``; ``last_inputs`` then returns the policy's input after the last row."""
         start = time.perf_counter()
         episodes: list[Episode] = []
         self._begin(agent, buffer)
-        noise = agent.draw_noise(buffer.n_steps, self.n_envs, self._generator)
+        n_envs, own = self._world.size * self.n_envs, self._world.envs(self.n_envs)
+        noise = agent.draw_noise(buffer.n_steps, n_envs, self._generator)[:, own]
         for t in range(buffer.n_steps):
             for columns in self._columns:
                 if t > 0:

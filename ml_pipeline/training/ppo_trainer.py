@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.agents.ppo import PPOAgent
+from ml_pipeline.distributed import ALONE, World
 from ml_pipeline.protocols import Metrics, Rates, StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.checks import check_rollout, check_updates
 from ml_pipeline.training.contracts import Rollout, RolloutCollector
 from ml_pipeline.training.episode_window import EpisodeWindow
-from ml_pipeline.training.gpu.epochs import Epochs, update_means
+from ml_pipeline.training.gpu.epochs import update_means
 from ml_pipeline.training.gpu.programs import Programs
+from ml_pipeline.training.rank_epochs import new_epochs, quality_of_all
 from ml_pipeline.training.schedules import Schedules
 from ml_pipeline.training.undo import undone_if_stopped
 
@@ -36,10 +38,10 @@ class PPOTrainer:
         *,
         seed: int,
         programs: Programs | None = None,
+        world: World = ALONE,
     ) -> None:
         """``programs`` compiles and captures the work on a GPU; None: it runs eagerly."""
-        self.agent = agent
-        self.collector = collector
+        self.agent, self.collector, self.world = agent, collector, world
         self.config = config = agent.config
         reason = config.why_not(collector.n_envs, recurrent=bool(agent.memory_size))
         if reason is not None:
@@ -62,10 +64,9 @@ class PPOTrainer:
         self.buffer: Rollout = self.collector.new_buffer(self.config.n_steps, self.agent)
         # One epoch at a time if the KL, a check or a stop signal affects the next epoch.
         self._is_stoppable = self._on_host or self.schedules.uses_kl or n_epochs > _LONG_UPDATE
-        self._epochs = Epochs(
-            self.agent,
-            self.buffer,
-            self._programs,
+        parts = self.world, self.agent, self.buffer, self._programs
+        self._epochs = new_epochs(
+            *parts,
             n_epochs=1 if self._is_stoppable else n_epochs,
             n_minibatches=self.config.n_minibatches,
             on_host=self._on_host,
@@ -77,7 +78,7 @@ class PPOTrainer:
 
     @property
     def iteration_steps(self) -> int:
-        return self.config.iteration_steps(self.collector.n_envs)
+        return self.world.size * self.config.iteration_steps(self.collector.n_envs)
 
     def train_episode_vectorized(self, hold: Callable[[], None] = lambda: None) -> Metrics:
         """One iteration: collect a [T, n_envs] rollout, improve on it, return the metrics.
@@ -95,8 +96,8 @@ class PPOTrainer:
                 hold()
         self.collector.commit(self.buffer.n_steps)
         return {
-            "n_envs": self.buffer.n_envs,
-            **self.episodes.add(stats.episodes),
+            "n_envs": self.world.size * self.buffer.n_envs,
+            **self.episodes.add(self.world.joined(stats.episodes)),
             **means,
             "policy/learning_rate": rates.learning_rate,
             "time/collect_seconds": stats.seconds,
@@ -125,7 +126,7 @@ class PPOTrainer:
                 if self.schedules.is_kl_too_large(kl):
                     break
         self.agent.learn_moments(buffer.observations())
-        table, quality = torch.cat(tables).cpu().numpy(), buffer.quality()
+        table, quality = torch.cat(tables).cpu().numpy(), quality_of_all(self.world, buffer)
         if stops:
             check_rollout(quality.is_finite)
             check(table)

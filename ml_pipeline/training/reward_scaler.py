@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from ml_pipeline.distributed import ALONE, World
 from ml_pipeline.moments import merge_moments
 from ml_pipeline.protocols import StateDict
 
@@ -19,9 +21,10 @@ class RewardScaler:
     It does not subtract the mean: a reward that is always positive must stay positive.
     """
 
-    def __init__(self, n_envs: int, *, gamma: float, clip: float) -> None:
+    def __init__(self, n_envs: int, *, gamma: float, clip: float, world: World = ALONE) -> None:
         self.gamma = gamma
         self.clip = clip
+        self._world = world
         self._return = np.zeros(n_envs)  # discounted, of the current episode in each env
         self._mean, self._variance, self._count = 0.0, 1.0, 0
 
@@ -32,7 +35,8 @@ class RewardScaler:
             self._return = self._return * self.gamma + reward[t]
             returns[t] = self._return
             self._return = np.where(done[t], 0.0, self._return)
-        if np.isfinite(returns).all():
+        n_bad = int(not np.isfinite(returns).all())
+        if self._world.max([n_bad]) == [0]:
             self._take_in(returns)
         else:  # this rollout is skipped, and must not change later ones
             self._return = np.zeros_like(self._return)
@@ -41,9 +45,11 @@ class RewardScaler:
         return scaled
 
     def _take_in(self, returns: NDArray[np.float64]) -> None:
-        batch = float(returns.mean()), float(returns.var()), returns.size
+        mean, variance, count = self._world.moments(
+            torch.tensor(returns.mean()), torch.tensor(returns.var()), returns.size
+        )
         self._mean, self._variance, self._count = merge_moments(
-            self._mean, self._variance, self._count, *batch
+            self._mean, self._variance, self._count, float(mean), float(variance), count
         )
 
     def resize(self, n_envs: int) -> None:

@@ -27,6 +27,7 @@ from rich.console import Console
 
 from ml_pipeline import sweeps
 from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
+from ml_pipeline.errors import UserError
 from ml_pipeline.extras import MissingExtraError
 from ml_pipeline.runs.console import numbered_output
 from ml_pipeline.sweeps import (
@@ -205,3 +206,11 @@ def test_missing_launcher_is_reported_with_the_command_that_installs_it(
 
     with pytest.raises(MissingExtraError, match=r"sweep=local needs .*: pip install .*\[sweep\]"):
         check_launcher(["-m", "sweep=local", "seed=1,2"])
+
+
+def test_several_ranks_do_not_start_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    check_launcher(["seed=1"])
+    with pytest.raises(UserError, match="-m: torchrun starts one run"):
+        check_launcher(["-m", "seed=1,2"])

@@ -161,3 +161,12 @@ def test_the_cpu_quota_of_a_container_limits_the_cores(
     assert cgroup_cores(tmp_path / "groups", tmp_path / "own") == cores
     assert cgroup_cores(tmp_path / "groups", tmp_path / "missing") == float("inf")
     assert available_cores() >= 1
+
+
+def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ml_pipeline.envs.workers.cores.cgroup_cores", lambda *_: 8.0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16), raising=False)
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+
+    assert available_cores() == 2

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ml_pipeline.agents.fast.numpy_ppo import NumpyPPO
+from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.protocols import Minibatch, PolicyInput, PolicySample, Rates, UpdateResult
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ class PPOBackend(Protocol):
     """``TorchPPO`` describes what each method computes."""
 
     acts_faster_on_cpu: bool  # in few envs
+    config: PPOConfig
 
     def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]: ...
 

@@ -76,7 +76,7 @@ class TritonPPO:
 
     def __init__(self, plain: TorchPPO) -> None:
         self._plain = plain
-        self._config = config = plain.config
+        self.config = config = plain.config
         self._adam = adam = plain.adam
         self._model = plain.model
         model: Any = plain.model
@@ -119,7 +119,7 @@ class TritonPPO:
         self._moments[:n_in] = moments.mean.flatten()
         self._moments[n_in : 2 * n_in] = torch.rsqrt(moments.variance.flatten() + 1e-8)
         # Before the first rollout, the deviation is unknown: do not clip.
-        self._moments[2 * n_in] = torch.where(moments.count > 0, self._config.clip_obs, torch.inf)
+        self._moments[2 * n_in] = torch.where(moments.count > 0, self.config.clip_obs, torch.inf)
 
     def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
         return self._plain.outputs(inputs)
@@ -177,7 +177,7 @@ class TritonPPO:
         return self._epoch(rollout, order, packed)
 
     def _epoch(self, rollout: Minibatch, order: Tensor, rates: Tensor) -> Tensor:
-        adam, config, tiling = self._adam, self._config, self._tiling
+        adam, config, tiling = self._adam, self.config, self._tiling
         n_minibatches, size = order.shape
         n_values = adam.values.numel()
         n_columns = n_values + _N_METRICS

@@ -14,14 +14,19 @@ CORES_VARIABLE = "ML_PIPELINE_CORES"
 
 
 def available_cores() -> int:
-    """The least of CPU affinity, container quota and ML_PIPELINE_CORES; at least 1."""
+    """The least of CPU affinity, container quota and ML_PIPELINE_CORES; at least 1.
+
+    The ranks that torchrun has started on this machine share its cores.
+    """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     share = os.environ.get(CORES_VARIABLE, "")
     if share.isdecimal():
         cores = min(cores, int(share))
-    return max(1, math.ceil(min(cores, cgroup_cores(_CGROUPS, _OWN_CGROUP))))
+    available = math.ceil(min(cores, cgroup_cores(_CGROUPS, _OWN_CGROUP)))
+    n_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, available // max(int(n_ranks), 1) if n_ranks.isdecimal() else available)
 
 
 def cgroup_cores(root: Path, own: Path) -> float:

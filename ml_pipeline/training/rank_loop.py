@@ -1,0 +1,132 @@
+"""RankLoop: a ``Loop`` on each of several ranks, which iterate, save and stop together.
+
+Rank 0 runs the callbacks, so it alone decides when to save and when to stop. After each iteration
+the other ranks wait for its decision. They hand over their envs when it saves a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ml_pipeline.distributed import RankError, World
+from ml_pipeline.errors import UserError, last_line
+from ml_pipeline.protocols import StateDict, Trainer
+from ml_pipeline.signals import Interrupted, NoSignals, StopSignals, Transaction
+from ml_pipeline.training.loop import Loop
+
+# What rank 0 tells the others; they send 0, and the maximum counts.
+_CONTINUE, _STOP, _SAVE = 1, 2, 3
+# The state that differs between ranks.
+_OWN_STATE = ("collector", "scaler", "global_generators")
+
+
+class RankLoop(Loop):
+    """All ranks must have made the same number of iterations."""
+
+    def __init__(
+        self, trainer: Trainer, *, world: World, signals: StopSignals | NoSignals, **options: Any
+    ) -> None:
+        super().__init__(trainer, signals=signals, **options)
+        self._world = world
+        self._plain_signals = signals
+        self._signals = _AgreedSignals(signals, self._agree)  # type: ignore[assignment]
+        self._others: tuple[int, list[StateDict]] | None = None  # at the iteration of a save
+
+    def train(self, total_steps: int) -> None:
+        # One rank must not stop between two agreements: the others would wait for it.
+        with self._plain_signals.shielded():
+            super().train(total_steps)
+
+    def _agree(self) -> int:
+        """Wait for the decision of rank 0; returns the number of a signal that any rank got."""
+        decision = 0
+        if self._world.rank == 0:
+            decision = _CONTINUE if self.stop_reason is None else _STOP
+        while True:
+            told, number = self._world.max([decision, self._plain_signals.pending])
+            if told != _SAVE:
+                break
+            self._world.gathered(self._own_part())
+        if told == _STOP and self.stop_reason is None:
+            self.request_stop("rank 0 stopped")
+        return number
+
+    def wait_for_end(self) -> None:
+        """On ranks other than 0, after the last iteration: rank 0 may still save."""
+        self._world.expect_end()
+        try:
+            self._agree()
+        except RankError:
+            return  # rank 0 has finished and left
+
+    def _own_part(self) -> tuple[list[bytes] | Exception | None, StateDict]:
+        """The envs of this rank, or the error of saving them, and the state that is its own."""
+        state = super().state_dict()
+        own = {name: state[name] for name in _OWN_STATE if name in state}
+        try:
+            return super().env_snapshots(), own
+        except Exception as error:  # an env may raise anything; rank 0 reports it
+            return RuntimeError(f"rank {self._world.rank}: {last_line(error)}"), own
+
+    def env_snapshots(self) -> list[bytes] | None:
+        """The envs of all ranks, in their order; only rank 0 calls this."""
+        if not self._saves_envs:
+            return None
+        self._world.max([_SAVE, 0])
+        snapshots, states = zip(*self._world.gathered(self._own_part()), strict=True)
+        self._others = self.iteration, list(states)
+        all_snapshots: list[bytes] = []
+        for part in snapshots:
+            if isinstance(part, Exception):
+                raise part
+            if part is None:
+                return None
+            all_snapshots += part
+        return all_snapshots
+
+    def state_dict(self) -> StateDict:
+        state = super().state_dict()
+        if self._others is None or self._others[0] != self.iteration:
+            return state
+        return {**state, "ranks": self._others[1]}
+
+    def resize(self, n_envs: int) -> int:
+        raise UserError(
+            f"n_envs={n_envs}: {self._world.size} ranks cannot change their number of envs during "
+            "a run; remove the callback that does it"
+        )
+
+
+class _AgreedSignals:
+    """A stop signal of any rank stops all of them after the same iteration."""
+
+    def __init__(self, signals: StopSignals | NoSignals, agree: Any) -> None:
+        self._signals = signals
+        self._agree = agree
+        self.shielded = signals.shielded
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """A stop signal waits until the ranks agree after an iteration, without a limit."""
+        try:
+            yield Transaction()
+            number = self._agree()
+        except RankError:
+            self._signals.dismiss()  # torchrun ends the others when one has failed
+            raise
+        if number:
+            self._signals.dismiss()  # this rank may get the signal later than another one
+            raise Interrupted(number)
+
+
+def own_state(state: StateDict, world: World) -> StateDict:
+    """The state of a checkpoint for this rank; with another number of ranks that of rank 0.
+
+    ``n_ranks`` is the number of ranks that saved it. That of one process has no key ``ranks``.
+    """
+    states = state.get("ranks", [{}])
+    own = states[world.rank] if len(states) == world.size else states[0]
+    rest = {name: value for name, value in state.items() if name != "ranks"}
+    return {**rest, **own, "n_ranks": len(states)}

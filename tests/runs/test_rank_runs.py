@@ -1,0 +1,165 @@
+"""Runs of several ranks: stop signals, exact resume, and ranks that fail."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rank_runs import torchrun
+from stopped_runs import checkpoint_numbers
+
+TRAIN = str(Path(__file__).parents[2] / "train_ppo.py")
+OPTIONS = [
+    "env=pendulum",
+    "n_envs=4",
+    "device=cpu",
+    "logger=[]",
+    "~callbacks.evaluation",
+    "agent.n_steps=32",
+    "agent.normalize_obs=true",
+    "agent.scale_reward=true",
+    "callbacks.checkpoints.every_steps=512",
+]
+SIZE = "total_steps=7680"  # 30 iterations
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    return torchrun(2, TRAIN, *OPTIONS, f"run_root={folder}", *overrides)
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return
+    raise AssertionError("".join(lines))
+
+
+def run_folder(root: Path) -> Path:
+    (found,) = root.glob("*/*")
+    return found
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=100)
+    return output
+
+
+def children(pid: int) -> list[int]:
+    """All descendants of a process."""
+    direct = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, direct) for each in (child, *children(child))]
+
+
+def rank_pid(launcher: int, rank: int) -> int:
+    """The process of a rank: the child of torchrun with this RANK."""
+    for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
+        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return pid
+    raise AssertionError(f"no process has rank {rank}")
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("complete")
+    output = ended(start(folder, "vec_env=serial", SIZE))
+    assert "finished at env step 7,680 of 7,680" in output
+    return run_folder(folder)
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("receiver", ["torchrun", "rank 1"])
+def test_stopped_ranks_resume_bit_for_bit(receiver: str, complete: Path, tmp_path: Path) -> None:
+    stopped = start(tmp_path, "vec_env=serial", SIZE)
+    read_until(stopped, "iteration 1 ")
+    pid = stopped.pid if receiver == "torchrun" else rank_pid(stopped.pid, 1)
+    os.kill(pid, signal.SIGTERM)
+    output = ended(stopped)
+    run = run_folder(tmp_path)
+
+    resumed = ended(torchrun(2, TRAIN, f"resume={run}"))
+
+    assert "stopped by SIGTERM" in output, output
+    assert "resume with: torchrun --nproc_per_node=2" in output
+    assert "in the middle of its episodes" in resumed, resumed
+    assert checkpoint_numbers(run) == checkpoint_numbers(complete)
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_resumes_with_new_episodes(tmp_path: Path) -> None:
+    ended(start(tmp_path, "vec_env=serial", "total_steps=512"))
+    run = run_folder(tmp_path)
+
+    command = [sys.executable, TRAIN, f"resume={run}", "total_steps=1024"]
+    resumed = subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+    assert "with new episodes: 2 ranks saved them, this run has 1" in resumed.stdout
+    assert "finished at env step 1,024 of 1,024" in resumed.stdout
+    assert checkpoint_numbers(run)["['agent']['model']['preprocess.moments.0.count']"] == 1024
+
+
+@needs_proc
+@pytest.mark.slow
+def test_killed_rank_is_named_and_no_worker_survives(tmp_path: Path) -> None:
+    process = start(tmp_path, "vec_env=parallel", "vec_env.n_workers=2", "total_steps=1e7")
+    read_until(process, "iteration 1 ")
+    processes = children(process.pid)
+
+    os.kill(rank_pid(process.pid, 1), signal.SIGKILL)
+    output = ended(process)
+
+    assert process.returncode != 0
+    assert re.search(rf"rank 1 on {platform.node()}: killed, cut off or hanging", output), output
+    assert len(processes) >= 6  # 2 ranks with 2 workers each
+    assert [pid for pid in processes if is_running(pid)] == []
+
+
+def output_of_fault(folder: Path, env: str, *overrides: str) -> str:
+    """Train until the env of rank 1 fails in the way of ``env``; returns what torchrun printed."""
+    gate = folder / "gate"
+    options = [*OPTIONS[1:], f"env.target=faulty_envs.{env}", f"+env.kwargs.gate={gate}"]
+    options += [f"run_root={folder}", "vec_env=serial", "total_steps=1e7", *overrides]
+    process = torchrun(2, TRAIN, *options)
+    read_until(process, "iteration 1 ")
+    gate.touch()
+    output = ended(process)
+    assert process.returncode != 0
+    return output
+
+
+@pytest.mark.slow
+def test_error_of_an_env_reaches_the_other_rank_with_its_cause(tmp_path: Path) -> None:
+    output = output_of_fault(tmp_path, "BreaksOnRankOne")
+
+    named = rf"rank 1 on {platform.node()}: .*the puck left the table"
+    assert re.search(named, output), output
+    assert "failed with RankError" in output  # rank 0 ended its record
+
+
+@pytest.mark.slow
+def test_hanging_rank_is_named_after_the_deadline_and_ends(tmp_path: Path) -> None:
+    output = output_of_fault(tmp_path, "HangsOnRankOne", "rank_timeout_seconds=5")
+
+    assert f"rank 1 on {platform.node()}: killed, cut off or hanging" in output
+    assert re.search(r"rank 1 on .*: hanging in .*faulty_envs.py:\d+", output), output
