@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ml_pipeline.distributed import ALONE, World
@@ -45,12 +44,11 @@ class RewardScaler:
         return scaled
 
     def _take_in(self, returns: NDArray[np.float64]) -> None:
-        mean, variance, count = self._world.moments(
-            torch.tensor(returns.mean()), torch.tensor(returns.var()), returns.size
-        )
-        self._mean, self._variance, self._count = merge_moments(
-            self._mean, self._variance, self._count, float(mean), float(variance), count
-        )
+        own = float(returns.mean()), float(returns.var()), returns.size
+        for moments in self._world.gathered(own):
+            self._mean, self._variance, self._count = merge_moments(
+                self._mean, self._variance, self._count, *moments
+            )
 
     def resize(self, n_envs: int) -> None:
         """Remaining envs keep their returns; new ones start at zero."""
