@@ -42,7 +42,7 @@ class Cell(NamedTuple):
     mode: str
     n_envs: int
     steps: float  # per second
-    episodes: float  # per second
+    episodes: float | None  # per second; None if no episode ended
     cores: float | None  # None if the system does not report it
     worker_mb: float | None  # None without workers
 
@@ -74,7 +74,9 @@ def measured(make: Callable[[], gym.Env[Any, Any]], mode: str, n_envs: int, opti
         env.action_space.seed(1)
         actions = itertools.cycle([env.action_space.sample() for _ in range(50)])
         windows = [_window(env, actions, options.seconds) for _ in range(options.rounds)]
-        steps, episodes, cores = max(windows, key=lambda window: window[0])
+        steps, cores, _, _ = max(windows, key=lambda window: window[0])
+        n_steps, n_episodes = sum(each[2] for each in windows), sum(each[3] for each in windows)
+        episodes = steps * n_episodes / n_steps if n_episodes else None  # of all windows: few end
         loads = env.worker_loads() if isinstance(env, ParallelEnv) else []
         sizes = [load.rss_mb for load in loads if load.rss_mb is not None]
         return Cell(mode, n_envs, steps, episodes, cores, max(sizes) if sizes else None)
@@ -84,8 +86,8 @@ def measured(make: Callable[[], gym.Env[Any, Any]], mode: str, n_envs: int, opti
 
 def _window(
     env: SerialEnv | ParallelEnv, actions: Any, seconds: float
-) -> tuple[float, float, float | None]:
-    """Steps and episodes per second, and cores."""
+) -> tuple[float, float | None, int, int]:
+    """Steps per second, cores, and the numbers of steps and episodes."""
     pids = [os.getpid(), *(env.worker_pids if isinstance(env, ParallelEnv) else ())]
     before = [_cpu_seconds(pid) for pid in pids]
     n_steps = n_episodes = 0
@@ -98,7 +100,7 @@ def _window(
     after = [_cpu_seconds(pid) for pid in pids]
     seconds = now - begin
     cores = None if None in (*before, *after) else (sum(after) - sum(before)) / seconds  # type: ignore[arg-type]
-    return n_steps / seconds, n_episodes / seconds, cores
+    return n_steps / seconds, cores, n_steps, n_episodes
 
 
 def _cpu_seconds(pid: int) -> float | None:
@@ -116,10 +118,11 @@ def show(name: str, cells: list[Cell]) -> None:
     one = cells[0].steps  # the first mode with the first number of envs
     for cell in sorted(cells, key=lambda cell: cell.n_envs):
         cores = "" if cell.cores is None else f"{cell.cores:.2f}"
+        episodes = "" if cell.episodes is None else f"{cell.episodes:,.1f}"
         size = "" if cell.worker_mb is None else f"{cell.worker_mb:.0f}"
         print(
             f"| {cell.n_envs} | {cell.mode} | {cell.steps:,.0f} | {cell.steps / one:.2f}x "
-            f"| {cell.episodes:,.1f} | {cores} | {size} |"
+            f"| {episodes} | {cores} | {size} |"
         )
 
 
