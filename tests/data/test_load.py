@@ -199,6 +199,7 @@ def _digest(settings: dict[str, Any]) -> float:
     return float(load_market(period="all", **settings).feature.sum())
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_build_one_entry(files: dict[str, Any]) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         sums = pool.map(_digest, [files] * 8)

@@ -86,6 +86,7 @@ def test_two_seeds_are_judged_on_the_test_period(runs: Path, capsys: Capture) ->
 
 
 @pytest.mark.parametrize("name", ["lstm", "portfolio"])
+@pytest.mark.slow
 def test_recurrent_policies_and_portfolios(name: str, runs: Path) -> None:
     found = judge_run(name, period="validation", n_trials=1)
 
@@ -109,6 +110,7 @@ def test_trained_period_supports_no_claim(runs: Path) -> None:
         assert "the policy was trained on these bars" in found.verdict
 
 
+@pytest.mark.slow
 def test_a_run_of_a_study_knows_its_number_of_trials(here: Path, capsys: Capture) -> None:
     optuna = pytest.importorskip("optuna", reason="needs the extra study")
     from ml_pipeline.study.folder import StudyFolder, StudySettings

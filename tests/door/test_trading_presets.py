@@ -74,6 +74,7 @@ def test_mistakes_in_the_config_are_one_line(
 
 
 @pytest.mark.parametrize("name", ["trading_crypto", "trading_forex"])
+@pytest.mark.slow
 def test_a_preset_trains_without_files_and_with_them(name: str, here: Path) -> None:
     preset = [
         *small(n_envs=8, total_steps=256, vec_env="auto", callbacks__evaluation__n_episodes=1),

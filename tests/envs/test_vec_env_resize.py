@@ -103,6 +103,7 @@ def test_a_lost_worker_is_an_error_and_changes_nothing(
     assert env.resize(n_envs)[0].shape == (n_envs, 2)
 
 
+@pytest.mark.slow
 def test_training_follows_the_number_of_free_cores(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,6 +180,7 @@ def test_the_precision_is_restored_after_an_error() -> None:
     assert allows_tf32() == before
 
 
+@pytest.mark.slow
 def test_a_low_precision_changes_no_run_on_the_cpu(here: Path) -> None:
     overrides = ["env=torch_cartpole", *small_auto(), "~callbacks.evaluation"]
 

@@ -152,8 +152,9 @@ def local_url(port: int) -> str:
 
 @pytest.mark.parametrize(
     "listens",
-    [pytest.param(True, marks=pytest.mark.slow, id="silent"), pytest.param(False, id="refused")],
+    [pytest.param(True, id="silent"), pytest.param(False, id="refused")],
 )
+@pytest.mark.slow
 def test_without_a_server_wandb_works_offline(run: RunFolder, listens: bool) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -193,9 +194,8 @@ def test_without_a_key_wandb_never_contacts_the_server(run: RunFolder) -> None:
             server.accept()
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.slow
 def test_training_ends_without_losing_a_row_if_the_wandb_process_dies_or_hangs(
     number: signal.Signals, run: RunFolder
 ) -> None:

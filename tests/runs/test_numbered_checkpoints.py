@@ -50,6 +50,7 @@ def test_resume_from_a_numbered_checkpoint_repeats_the_run_bit_for_bit(
     assert len(files(run, "envs")) == 3
 
 
+@pytest.mark.slow
 def test_checkpoints_of_replaced_iterations_are_removed(run: Path) -> None:
     train([f"resume={run}/checkpoints/step_96.pt", "total_steps=128"])
 
@@ -96,6 +97,7 @@ def test_keep_must_be_a_count(keep: str, here: Path) -> None:
         train([*small(), f"callbacks.checkpoints.keep={keep}"])
 
 
+@pytest.mark.slow
 def test_numbered_checkpoints_keep_their_transitions(here: Path) -> None:
     settings = [
         *("agent=dqn", "env=cartpole", "n_envs=2", "vec_env=serial", "device=cpu", "logger=none"),

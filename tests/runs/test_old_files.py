@@ -16,12 +16,8 @@ from reference_runs import machine, read_rows
 from test_reference_runs import RECORDED_ON
 
 OLD_RUNS = REPOSITORY / "tests" / "fixtures" / "old_runs"
-slow = pytest.mark.slow
-RUNS = [
-    pytest.param("cartpole_memory", marks=slow),
-    "cartpole",
-    pytest.param("torch_cartpole", marks=slow),
-]
+RUNS = ["cartpole_memory", "cartpole", "torch_cartpole"]
+pytestmark = pytest.mark.slow
 
 
 def output_of(*arguments: str) -> str:
@@ -46,7 +42,6 @@ def test_old_run_continues_its_episodes_with_the_same_numbers(name: str, tmp_pat
         assert rows == recorded
 
 
-@slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -30,12 +30,10 @@ CASES = {
     "SAC with a portfolio": [*SAC, "vec_env=serial", SINGLE],
     "SAC with tensors": [*SAC, TENSOR],
 }
-MARKS = {name: [pytest.mark.slow] for name in CASES if name != "PPO in one process"}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(CASES[name], id=name, marks=MARKS.get(name, [])) for name in CASES]
-)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.slow
 def test_a_run_that_crashes_within_its_episodes_resumes_bit_for_bit(
     case: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +53,7 @@ def test_a_run_that_crashes_within_its_episodes_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize("env", ["trading", "torch_trading"])
+@pytest.mark.slow
 def test_an_evaluation_before_the_first_episode_has_ended_plays_its_whole_period(
     env: str, here: Path
 ) -> None:

@@ -61,6 +61,7 @@ def test_new_run_has_the_weights_of_the_best_or_latest_checkpoint(
     assert contents(finished_run) == before
 
 
+@pytest.mark.slow
 def test_observation_normaliser_comes_along(here: Path) -> None:
     _, source = started("agent.normalize_obs=true")
 
@@ -72,6 +73,7 @@ def test_observation_normaliser_comes_along(here: Path) -> None:
     assert equal(peek.agent["model"], saved)
 
 
+@pytest.mark.slow
 def test_config_records_the_file_and_a_resume_does_not_read_it_again(
     finished_run: Path, capsys: Capture
 ) -> None:
@@ -88,6 +90,7 @@ def test_config_records_the_file_and_a_resume_does_not_read_it_again(
         train([f"resume={run}", f"init_from={run}"])
 
 
+@pytest.mark.slow
 def test_latest_is_the_newest_run_but_not_in_a_sweep(finished_run: Path) -> None:
     peek, _ = started("init_from=latest")
 

@@ -49,7 +49,8 @@ def actions_of(obs: torch.Tensor, t: int) -> torch.Tensor:
     return torch.rand((len(obs), 4), generator=generator) * 2 - 1
 
 
-@pytest.mark.parametrize("name", ["weak", pytest.param("strong", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["weak", "strong"])
+@pytest.mark.slow
 def test_games_equal_those_against_the_scripted_player_inside_the_env(name: str) -> None:
     ours, _ = made(16, scripted={name: 1.0})
     theirs = TorchHockey(16, opponent=name, mode="shooting", seed=7)
@@ -86,6 +87,7 @@ def test_past_selves_act_in_their_seats_as_they_do_alone() -> None:
     env.close()
 
 
+@pytest.mark.slow
 def test_a_seat_changes_hands_only_when_nobody_plays_in_it() -> None:
     env, pool = made(32, sampling="latest", capacity=3)
     env.reset(seed=1)
@@ -121,6 +123,7 @@ def test_shares_decide_how_often_a_seat_is_drawn() -> None:
     assert env.players().tolist() == [0, 0, 0, 0, 0, 4_000, 0]
 
 
+@pytest.mark.slow
 def test_a_restored_pool_continues_bit_for_bit() -> None:
     env, pool = made(16, scripted={"weak": 0.2}, sampling="hard")
     env.reset(seed=2)
