@@ -37,6 +37,7 @@ CASES = {
     "continuous": ["env=pendulum"],
     "normalised": ["env=pendulum", *NORMALISED],
     "recurrent": ["env=cartpole", "network=lstm"],
+    "tensor": ["env=torch_pendulum", "vec_env=auto", *NORMALISED],
 }
 
 
@@ -68,7 +69,7 @@ def trained(folder: Path, case: str, n_envs: int) -> dict[str, Any]:
     for name in steps:
         setattr(FlatAdam, name, recorded(name))
     try:
-        overrides = [*CASES[case], *COMMON, f"n_envs={n_envs}", f"run_root={folder}"]
+        overrides = [*COMMON, *CASES[case], f"n_envs={n_envs}", f"run_root={folder}"]
         result = train(overrides, callbacks={"rows": rows})
     finally:
         for name, step in steps.items():

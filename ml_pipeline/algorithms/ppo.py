@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import suppress
 
 from ml_pipeline.agents.observations import batched
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.agents.ppo_loss_check import check_loss
 from ml_pipeline.config.ppo import PPOConfig
-from ml_pipeline.distributed import World
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.protocols import Algorithm, Envs, NetworkBuilder, Place, Spaces, StateDict
 from ml_pipeline.runs.checkpoint import first_difference
@@ -18,6 +16,7 @@ from ml_pipeline.training.collector import Collector
 from ml_pipeline.training.contracts import RolloutCollector
 from ml_pipeline.training.out_of_memory import activation_bytes, memory_advice
 from ml_pipeline.training.ppo_trainer import PPOTrainer
+from ml_pipeline.training.rank_epochs import join_ranks
 from ml_pipeline.training.tensor.collector import TensorCollector
 
 
@@ -48,7 +47,11 @@ def make_trainer(agent: PPOAgent, envs: Envs, config: PPOConfig, place: Place) -
     noise_seed = stream_seed(place.seed, "actions")
     if isinstance(first, TorchVectorEnv):
         collector = TensorCollector(
-            first, env_seed=envs.first_seed, noise_seed=noise_seed, programs=place.programs
+            first,
+            env_seed=envs.first_seed,
+            noise_seed=noise_seed,
+            programs=place.programs,
+            world=place.world,
         )
     else:
         collector = Collector(
@@ -63,21 +66,8 @@ def make_trainer(agent: PPOAgent, envs: Envs, config: PPOConfig, place: Place) -
     trainer = PPOTrainer(
         agent, collector, seed=place.seed, programs=place.programs, world=place.world
     )
-    _join_ranks(agent, place.world)
+    join_ranks(agent, place.world)
     return trainer
-
-
-def _join_ranks(agent: PPOAgent, world: World) -> None:
-    """Start from the weights of rank 0 and average gradients with the other ranks.
-
-    ``RankEpochs`` normalises advantages over all ranks, so the loss must not do it again.
-    """
-    if world.size == 1:
-        return
-    agent.load_state_dict(world.agreed(agent.state_dict()))
-    agent.adam.world = world
-    for backend in filter(None, (agent.plain, agent.fast)):
-        backend.config = dataclasses.replace(agent.config, normalize_advantage=False)
 
 
 def explain_memory(agent: PPOAgent, config: PPOConfig, n_envs: int, tensor_envs: bool) -> str:

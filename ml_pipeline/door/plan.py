@@ -201,8 +201,8 @@ def _make_place(config: TrainConfig) -> Place:
     world = join_world(device, config.rank_timeout_seconds)
     mode = program_mode(config.compile, device)
     if world.size > 1 and mode == "graph":
-        mode = "eager"
-        say(f"compile={config.compile}: {world.size} ranks run eagerly; no graph has an all-reduce")
+        mode = "compiled"
+        say(f"compile={config.compile}: {world.size} ranks use no graphs; none has an all-reduce")
     programs = Programs(device, mode, tell=say)
     return Place(device, config.seed, config.precision, programs, world)
 

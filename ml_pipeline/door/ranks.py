@@ -10,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from ml_pipeline.config.off_policy import OffPolicyConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.device import precision_of_products
 from ml_pipeline.door.compose import ConfigError, checked_config, find_algorithm, resumed_config
@@ -24,8 +25,11 @@ def check_ranks(config: TrainConfig, place: Place, *, is_tensor: bool) -> None:
     if place.world.size == 1:
         return
     for is_wrong, key in (
+        (
+            is_tensor and isinstance(config.agent, OffPolicyConfig),
+            f"agent.algorithm={config.agent.algorithm} with env.target={config.env.target}",
+        ),
         (not find_algorithm(config).trains_on_ranks, f"agent.algorithm={config.agent.algorithm}"),
-        (is_tensor, f"env.target={config.env.target}, a tensor env"),
         (config.opponent is not None, "opponent"),
         (config.curriculum is not None, "curriculum"),
     ):

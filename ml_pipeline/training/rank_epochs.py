@@ -6,6 +6,7 @@ all envs. A rank computes the gradient of its own transitions; ``FlatAdam`` aver
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class RankEpochs:
         """This rank's transitions (or envs) of each minibatch, and the size of a minibatch."""
         n_own = self._buffer.n_envs
         n_envs, n_rows = n_own * self._world.size, 1 if is_recurrent else self._buffer.n_steps
-        order = torch.randperm(n_rows * n_envs, generator=generator).view(self._n_minibatches, -1)
+        order = self._buffer.new_order(n_rows * n_envs, generator).view(self._n_minibatches, -1)
         row, env = order // n_envs, order % n_envs
         is_own = env // n_own == self._world.rank
         local = row * n_own + env % n_own
@@ -98,6 +99,19 @@ class RankEpochs:
         weights = shares[: len(table)].to(table).unsqueeze(1)
         means = torch.where(weights > 0, table[:, :_N_LOCAL] * weights, 0.0)
         return torch.cat([self._world.sum(means), table[:, _N_LOCAL:]], dim=1)
+
+
+def join_ranks(agent: Any, world: World) -> None:
+    """Start from the weights of rank 0 and average gradients with the other ranks.
+
+    ``RankEpochs`` normalises advantages over all ranks, so the loss must not do it again.
+    """
+    if world.size == 1:
+        return
+    agent.load_state_dict(world.agreed(agent.state_dict()))
+    agent.adam.world = world
+    for backend in filter(None, (agent.plain, agent.fast)):
+        backend.config = dataclasses.replace(agent.config, normalize_advantage=False)
 
 
 def quality_of_all(world: World, buffer: Rollout) -> RolloutQuality:

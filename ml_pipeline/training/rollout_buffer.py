@@ -113,9 +113,8 @@ class RolloutBuffer:
         reward = self.reward if scaler is None else scaler.scaled(self.reward, done)
         self.advantage = gae(reward, self.value, next_value, done, gamma=gamma, lam=lam)
         self.value_target = self.advantage + self.value
-        targets = (torch.from_numpy(each) for each in (self.advantage, self.value_target))
-        moved = (each.to(agent.device) for each in targets)
-        self._keep(Minibatch(inputs, action, log_prob, value, *moved))
+        targets = torch.from_numpy(np.stack([self.advantage, self.value_target])).to(agent.device)
+        self._keep(Minibatch(inputs, action, log_prob, value, *targets))
 
     def _keep(self, rollout: Minibatch) -> None:
         """Keep ``rollout``; on a GPU at a fixed address, where a captured update reads it."""
@@ -136,20 +135,23 @@ class RolloutBuffer:
     def shuffle(self, generator: torch.Generator, n_orders: int) -> None:
         """Draw one order per epoch, on the host, so that it does not depend on the device."""
         n_items = self.n_envs if self.memory is not None else self.n_steps * self.n_envs
-        drawn = [torch.randperm(n_items, generator=generator) for _ in range(n_orders)]
-        orders, device = torch.stack(drawn), self._agent.device
-        if device.type == "cpu":
+        orders = torch.stack([self.new_order(n_items, generator) for _ in range(n_orders)])
+        if self._agent.device.type == "cpu":
             self._orders = orders
-            return
-        if self._orders is None or len(self._orders) != n_orders:
-            self._orders = torch.empty_like(orders, device=device)
-        send(orders, self._orders)
+        else:
+            if self._orders is None or len(self._orders) != n_orders:
+                self._orders = torch.empty_like(orders, device=self._agent.device)
+            send(orders, self._orders)
 
     def order(self, epoch: int) -> Tensor:
         """The shuffled transitions, or envs of a recurrent policy, for one epoch."""
         if self._orders is None:
             raise RuntimeError("the rollout is not shuffled; call shuffle first")
         return self._orders[epoch]
+
+    def new_order(self, n: int, generator: torch.Generator) -> Tensor:
+        """0 .. n - 1, shuffled as ``order`` is."""
+        return torch.randperm(n, generator=generator)
 
     def quality(self) -> RolloutQuality:
         """``is_finite`` is always True: the collector checks every step."""

@@ -106,6 +106,24 @@ def test_stopped_ranks_resume_bit_for_bit(receiver: str, complete: Path, tmp_pat
     assert checkpoint_numbers(run) == checkpoint_numbers(complete)
 
 
+@needs_proc
+@pytest.mark.slow
+def test_stopped_ranks_with_tensor_envs_resume_bit_for_bit(tmp_path: Path) -> None:
+    whole = start(tmp_path / "whole", "env=torch_pendulum", SIZE)
+    ended(whole)
+    stopped = start(tmp_path / "stopped", "env=torch_pendulum", SIZE)
+    read_until(stopped, "iteration 1 ")
+    os.kill(stopped.pid, signal.SIGTERM)
+    output = ended(stopped)
+    run = run_folder(tmp_path / "stopped")
+
+    resumed = ended(torchrun(2, TRAIN, f"resume={run}"))
+
+    assert "stopped by SIGTERM" in output, output
+    assert "in the middle of its episodes" in resumed, resumed
+    assert checkpoint_numbers(run) == checkpoint_numbers(run_folder(tmp_path / "whole"))
+
+
 @pytest.mark.slow
 def test_another_number_of_ranks_resumes_with_new_episodes(tmp_path: Path) -> None:
     ended(start(tmp_path, "vec_env=serial", "total_steps=512"))

@@ -117,6 +117,11 @@ class TensorBuffer:
         order: Tensor = self._permutation(self.n_steps * self.n_envs, self._keys[epoch])
         return order
 
+    def new_order(self, n: int, generator: torch.Generator) -> Tensor:
+        """0 .. n - 1, shuffled as ``order`` is."""
+        key = counter_random.draw_keys(1, generator)[0]
+        return counter_random.permutation(n, key.to(self._keys.device))
+
     def quality(self) -> RolloutQuality:
         """Waits for the device."""
         explained, is_finite = self._quality.tolist()

@@ -14,6 +14,7 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from ml_pipeline import counter_random
+from ml_pipeline.distributed import ALONE, World
 from ml_pipeline.envs.tensor_env import Position, StepResult, TorchVectorEnv
 from ml_pipeline.protocols import Episode, PolicyInput, StateDict
 from ml_pipeline.training.contracts import Actor
@@ -51,6 +52,7 @@ class TensorCollector:
         env_seed: int,
         noise_seed: int,
         programs: Programs,
+        world: World = ALONE,
     ) -> None:
         """Env i is reset with ``env_seed + i`` before the first step."""
         self.env = env
@@ -60,6 +62,7 @@ class TensorCollector:
         self._generator = torch.Generator().manual_seed(noise_seed)
         self._state_before: Tensor | None = None  # the generator's, during a rollout
         self._programs = programs
+        self._world = world
         self._key = torch.zeros((), dtype=torch.int64, device=env.device)
         self._nothing = torch.zeros(self.n_envs, device=env.device)
         # Number, summed returns and summed lengths of the episodes that ended in the last rollout.
@@ -81,7 +84,9 @@ class TensorCollector:
         return TensorBuffer(n_steps, self.n_envs, agent, self._programs)
 
     def new_scaler(self, *, gamma: float, clip: float) -> TensorRewardScaler:
-        return TensorRewardScaler(self.n_envs, gamma=gamma, clip=clip, device=self.env.device)
+        return TensorRewardScaler(
+            self.n_envs, gamma=gamma, clip=clip, device=self.env.device, world=self._world
+        )
 
     def collect(self, agent: Actor, buffer: TensorBuffer) -> TensorRolloutStats:
         """Fill ``buffer``; the device may still be working when this returns."""
@@ -113,11 +118,12 @@ class TensorCollector:
         if self._obs is not None:
             buffer.obs[-1].copy_(self._obs)
         env, distribution = self.env, agent.distribution
-        noise_shape = distribution.noise_shape(buffer.n_steps, self.n_envs)
+        n_envs, own = self._world.size * self.n_envs, self._world.envs(self.n_envs)
+        noise_shape = distribution.noise_shape(buffer.n_steps, n_envs)
         draw = counter_random.randn if distribution.has_normal_noise else counter_random.rand
 
         def noise(key: Tensor) -> Tensor:
-            return draw(key, noise_shape)
+            return draw(key, noise_shape)[:, own]
 
         def advance(
             parts: list[Tensor],

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ml_pipeline.distributed import ALONE, World
 from ml_pipeline.errors import type_and_line
 from ml_pipeline.moments import merge_moments
 from ml_pipeline.protocols import StateDict
@@ -79,9 +80,18 @@ class TensorRewardScaler:
     MPS has no float64.
     """
 
-    def __init__(self, n_envs: int, *, gamma: float, clip: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        n_envs: int,
+        *,
+        gamma: float,
+        clip: float,
+        device: torch.device,
+        world: World = ALONE,
+    ) -> None:
         self.gamma = gamma
         self.clip = clip
+        self._world = world
         self._return = torch.zeros(n_envs, device=device)
         self._mean, self._variance, self._count = (
             torch.tensor(each, device=device) for each in (0.0, 1.0, 0.0)
@@ -101,11 +111,12 @@ class TensorRewardScaler:
 
     def _take_in(self, returns: Tensor, running: Tensor) -> None:
         """In place, for graphs; a non-finite rollout does not change the moments."""
-        batch = returns.mean(), returns.var(correction=0), returns.numel()
+        own = returns.mean(), returns.var(correction=0), returns.numel()
+        batch = self._world.moments(*own)
         finite = torch.isfinite(batch[1])
         held = self._mean, self._variance, self._count
-        for own, merged in zip(held, merge_moments(*held, *batch), strict=True):
-            own.copy_(torch.where(finite, merged, own))
+        for place, merged in zip(held, merge_moments(*held, *batch), strict=True):
+            place.copy_(torch.where(finite, merged, place))
         self._return.copy_(torch.where(finite, running, 0.0))
 
     def resize(self, n_envs: int) -> None:
