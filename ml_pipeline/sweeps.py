@@ -14,7 +14,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import signal
 import threading
 import time
@@ -267,11 +266,10 @@ def check_launcher(arguments: Sequence[str]) -> None:
         module = _LAUNCHERS.get(name) if key == "sweep" else None
         if module is not None and not _is_installed(module):
             raise missing_extra(argument, UserError(module))
-        if argument == "sweep=slurm" and shutil.which("sbatch") is None:
-            raise UserError(
-                "sweep=slurm: no sbatch on the PATH; call it on a machine of a Slurm cluster, or "
-                "use sweep=local"
-            )
+        if argument == "sweep=slurm":
+            from ml_pipeline.door.slurm import check_slurm
+
+            check_slurm(argument)
 
 
 def _is_installed(module: str) -> bool:

@@ -10,6 +10,7 @@ import io
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
@@ -61,6 +62,15 @@ def use_queue_launcher(on_lost: OnLost) -> None:
     Plugins.instance().class_name_to_class[name] = QueueLauncher
 
 
+def check_slurm(key: str) -> None:
+    """Refuse ``key`` on a machine that cannot submit jobs."""
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            f"{key}: no sbatch on the PATH; call it on a machine of a Slurm cluster, or use "
+            "sweep=local"
+        )
+
+
 class QueueLauncher(SlurmLauncher):  # type: ignore[misc]  # has no types
     """Submits jobs with submitit and waits until each has a result or has left the queue."""
 
@@ -76,6 +86,7 @@ class QueueLauncher(SlurmLauncher):  # type: ignore[misc]  # has no types
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
+        check_slurm("hydra.launcher=submitit_slurm")
         overrides = dict(enumerate(map(list, job_overrides), initial_job_idx))
         jobs = self._submitted(overrides)
         array = str(next(iter(jobs.values())).job_id).partition("_")[0]
