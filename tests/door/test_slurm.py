@@ -15,6 +15,7 @@ from conftest import (
     Capture,
     Door,
     Start,
+    only_run,
     read_rows,
     small,
     summary_of,
@@ -52,6 +53,15 @@ def slurm(cluster: SlurmCluster, here: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return cluster
+
+
+def script_of(page: str, folder: Path) -> str:
+    """The batch script of a page of the docs, as a file in ``folder``."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", text, flags=re.DOTALL)
+    path = folder / "script.sh"
+    path.write_text(script)
+    return str(path)
 
 
 @group
@@ -170,6 +180,60 @@ def test_partition_that_does_not_exist_is_reported_in_one_line(
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith("sbatch refused the jobs: sbatch: error: invalid partition specified")
+
+
+@group
+@pytest.mark.slow
+def test_script_of_the_docs_trains_on_two_nodes_saves_when_stopped_and_resumes(
+    slurm: SlurmCluster, here: Path
+) -> None:
+    (here / "train_ppo.py").symlink_to(REPOSITORY / "train_ppo.py")
+    sizes = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--partition=short"]
+    settings = small(total_steps=10**9, callbacks__checkpoints__every_steps=64)
+
+    job = slurm.submit(*sizes, "--time=10", script_of("scale.md", here), *settings, cwd=here)
+    log = here / f"slurm_{job}.log"
+    wait_until(lambda: len(list(here.glob("runs/*/*/checkpoints/latest.pt"))) == 1, 60)
+    run = only_run(here)
+    assert run.name.endswith(f"_slurm{job}")
+    slurm.call("scancel", "--signal=TERM", job)  # as at the time limit
+    wait_until(lambda: summary_of(run)["status"] == "interrupted", 30)
+    wait_until(lambda: len(summary_of(run)["commands"]) == 2, 60)
+    slurm.call("scancel", job)
+    states = slurm.wait_for_end(job, 40)
+
+    assert states == ["CANCELLED"]
+    wait_until(lambda: summary_of(run)["status"] == "interrupted", 20)
+    assert only_run(here) == run
+    assert "resumed" in log.read_text()
+    steps = [int(float(row["env_steps"])) for row in read_rows(run)]
+    assert steps == list(range(64, steps[-1] + 64, 64))  # 16 steps of 2 envs on 2 ranks
+
+
+@group
+@pytest.mark.slow
+def test_script_of_the_docs_joins_a_study_from_several_jobs(
+    slurm: SlurmCluster, here: Path
+) -> None:
+    pytest.importorskip("optuna", reason="needs the extra: pip install -e '.[study]'")
+    from ml_pipeline.study.folder import StudyFolder
+
+    (here / "space.yaml").write_text("agent.learning_rate: {low: 1e-4, high: 1e-2, log: true}\n")
+    both = "+callbacks.both._target_=own_parts.AwaitTwoTrials"
+    words = ["mine", "n_trials=5", "space=space.yaml", both, *small()]
+    sizes = ["--array=1-2", "--cpus-per-task=1", "--time=10"]
+
+    job = slurm.submit(*sizes, script_of("studies.md", here), *words, cwd=here)
+    states = slurm.wait_for_end(job, 90)
+
+    logs = [path.read_text() for path in sorted(here.glob("study_*.log"))]
+    assert states == ["COMPLETED"] * 2, logs
+    trials = StudyFolder("mine").study().get_trials(deepcopy=False)
+    assert [trial.state.name for trial in trials] == ["COMPLETE"] * 5
+    assert len({trial.user_attrs["run_dir"] for trial in trials}) == 5
+    assert len({trial.user_attrs["pid"] for trial in trials}) == 2  # both jobs trained
+    assert len(list(here.glob("runs/CartPole-v1/*"))) == 5
+    assert ["study mine has all 5 trials" in log for log in logs] == [True, True]
 
 
 def test_sweep_without_slurm_is_refused_before_it_starts(
