@@ -6,18 +6,18 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import wait_until, wait_until_gone
+import slurm_cleanup
+from conftest import wait_until
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("node1", "node2")
 STATES_OF_ENDED_JOBS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -68,6 +68,10 @@ class SlurmCluster:
         self.config = self.folder / "slurm.conf"
         self.environment = {"SLURM_CONF": str(self.config)}
         self._daemons: list[subprocess.Popen[bytes]] = []
+        # Another process, because the tests may be killed.
+        self._cleanup = subprocess.Popen(
+            [sys.executable, slurm_cleanup.__file__, self.folder], stdin=subprocess.PIPE
+        )
 
     def start(self) -> None:
         host = socket.gethostname().partition(".")[0]
@@ -103,11 +107,10 @@ class SlurmCluster:
         wait_until(self._is_ready, 30)
 
     def _start(self, *command: str) -> None:
-        """Start a daemon that also ends if the tests are killed."""
         with (self.folder / f"{command[0]}_output.log").open("ab") as output:
             self._daemons.append(
                 subprocess.Popen(
-                    ["setpriv", "--pdeathsig", "TERM", *command],
+                    command,
                     env={**os.environ, **self.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -165,43 +168,11 @@ class SlurmCluster:
 
     def stop(self) -> None:
         """End all jobs and daemons."""
-        try:
-            self._cancel_jobs()
-        finally:
-            for daemon in reversed(self._daemons):
-                daemon.terminate()
-            for daemon in self._daemons:
-                try:
-                    daemon.wait(timeout=10)
-                except subprocess.TimeoutExpired:
-                    daemon.kill()
-                    daemon.wait()
-            self._kill_rest()
-            shutil.rmtree(self.folder)
-
-    def _cancel_jobs(self) -> None:
-        environment = {**os.environ, **self.environment}
-        subprocess.run(["scancel", "--user=root"], env=environment, capture_output=True, timeout=30)
-        words = ["squeue", "--noheader"]
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:
-            done = subprocess.run(words, env=environment, capture_output=True, timeout=30)
-            if not done.stdout:
-                return
-            time.sleep(0.2)
-
-    def _kill_rest(self) -> None:
-        """End the processes of jobs; all have inherited the path of the config."""
-        mark = f"SLURM_CONF={self.config}".encode()
-        pids = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # the process has ended since
-                if mark in path.read_bytes().split(b"\0"):
-                    pids.append(int(path.parent.name))
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        wait_until_gone(pids)
+        assert self._cleanup.stdin is not None
+        self._cleanup.stdin.close()
+        assert self._cleanup.wait(timeout=30) == 0
+        for daemon in self._daemons:
+            daemon.wait(timeout=10)
 
 
 def _free_ports(n_ports: int) -> list[int]:
