@@ -102,9 +102,10 @@ class QueueLauncher(SlurmLauncher):  # type: ignore[misc]  # has no types
         assert self.config is not None
         SlurmJob.watcher = _Queue(delay_s=_ASK_SLURM_SECONDS)
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
-        # Jobs import the same package as this process, also if another one is installed.
-        paths = [str(_PACKAGE), os.environ.get("PYTHONPATH", "")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        if not {"site-packages", "dist-packages"} & set(_PACKAGE.parts):
+            # Jobs import the package of this clone, also if another one is installed.
+            paths = [str(_PACKAGE), os.environ.get("PYTHONPATH", "")]
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         state = Singleton.get_state()
         arguments = [
             (each, "hydra.sweep.dir", number, f"job_id_for_{number}", state)
