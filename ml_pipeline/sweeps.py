@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -112,6 +113,27 @@ def read_jobs(folder: Path) -> list[Job]:
     return sorted(jobs, key=lambda job: job.number)
 
 
+def requeued_run(folder: Path, number: int) -> Path | None:
+    """The run to resume if Slurm has started this job again; None: start a new one."""
+    if int(os.environ.get("SLURM_RESTART_COUNT", 0)) == 0:
+        return None
+    runs = [job.run_dir for job in read_jobs(folder) if job.number == number]
+    paths = [Path(run) for run in runs if run is not None]
+    return next((path for path in paths if (path / "checkpoints" / "latest.pt").is_file()), None)
+
+
+def note_lost_job(folder: Path, number: int, overrides: Sequence[str], reason: str) -> None:
+    """Record a job that ended without a word; a job that recorded its own end keeps that."""
+    before = next((job for job in read_jobs(folder) if job.number == number), None)
+    if before is not None and before.status != "running":
+        return
+    note = JobNote(folder, number, overrides)
+    if before is not None and before.run_dir is not None:
+        note.started(before.run_dir)
+        reason = f"{reason}; continue with resume={before.run_dir}"
+    note.failed(UserError(reason))
+
+
 def job_runs(folder: Path) -> list[Path]:
     """The run folders of a sweep's jobs; a job that failed early has none on disk."""
     runs = [Path(job.run_dir) for job in read_jobs(folder) if job.run_dir is not None]
@@ -120,10 +142,10 @@ def job_runs(folder: Path) -> list[Path]:
     return [run if run.is_dir() else root.joinpath(*run.parts[-2:]) for run in runs]
 
 
-def jobs_table(jobs: Sequence[Job]) -> Table:
+def jobs_table(jobs: Sequence[Job], *, running: str = "died") -> Table:
     """A row per job, with the overrides that not all jobs share.
 
-    A job that is still ``running`` when the sweep is over has died.
+    ``running`` is shown for jobs that have not recorded their end. When a sweep is over, they died.
     """
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -133,7 +155,7 @@ def jobs_table(jobs: Sequence[Job]) -> Table:
         table.add_row(
             str(job.number),
             " ".join(each for each in job.overrides if each not in common),
-            "died" if job.status == "running" else job.status,
+            running if job.status == "running" else job.status,
             "-" if job.objective is None else f"{job.objective:.1f}",
             job.error or job.run_dir or "-",
         )
@@ -143,10 +165,17 @@ def jobs_table(jobs: Sequence[Job]) -> Table:
 class SweepReport(Callback):
     """Hydra callback that stores the folder of a multirun; ``tell`` prints its table."""
 
-    _folder: Path | None = None  # on the class: Hydra makes the instance
+    # On the class: Hydra makes the instance.
+    _folder: Path | None = None
+    _running = "died"  # what a job is that has not recorded its end
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        SweepReport._folder = Path(config.hydra.sweep.dir)
+        folder = SweepReport._folder = Path(config.hydra.sweep.dir)
+        if str(config.hydra.launcher._target_).endswith(".SlurmLauncher"):
+            from ml_pipeline.door.slurm import use_queue_launcher
+
+            use_queue_launcher(on_lost=partial(note_lost_job, folder))
+            SweepReport._running = "running"  # jobs continue without this process
         if "n_jobs" in config.hydra.launcher:
             for number in signals_to_handle():
                 signal.signal(number, self._stop_jobs)
@@ -179,7 +208,7 @@ class SweepReport(Callback):
         console = wide_console()
         finished = [job for job in jobs if job.status == "finished"]
         console.print(f"\nsweep {folder}: {len(finished)} of {len(jobs)} jobs finished")
-        console.print(jobs_table(jobs))
+        console.print(jobs_table(jobs, running=SweepReport._running))
         for title, command in _commands(folder, jobs).items():
             console.print(f"{title + ':':<11} {command}", soft_wrap=True)
         return len(finished) == len(jobs)
@@ -228,7 +257,7 @@ def end_with_parent() -> None:
 def check_launcher(arguments: Sequence[str]) -> None:
     """Refuse a launcher that is not installed, with the install command, which Hydra omits.
 
-    Also refuse several ranks, which would all start the whole sweep.
+    Also refuse Slurm without its commands, and several ranks, which would all start the sweep.
     """
     if {"-m", "--multirun"} & set(arguments) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("-m: torchrun starts one run, not a sweep; call torchrun once per run")
@@ -237,6 +266,10 @@ def check_launcher(arguments: Sequence[str]) -> None:
         module = _LAUNCHERS.get(name) if key == "sweep" else None
         if module is not None and not _is_installed(module):
             raise missing_extra(argument, UserError(module))
+        if argument == "sweep=slurm":
+            from ml_pipeline.door.slurm import check_slurm
+
+            check_slurm(argument)
 
 
 def _is_installed(module: str) -> bool:

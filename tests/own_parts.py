@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,6 +48,16 @@ class Talk(Callback):
     def on_train_start(self, loop: Trainer) -> None:
         logging.getLogger("mine").info("logged by a library")
         print("printed by a callback")
+
+
+class AwaitTwoTrials(Callback):
+    """Trains only once two trials of the study in this folder have begun."""
+
+    def on_train_start(self, loop: Trainer) -> None:
+        deadline = time.monotonic() + 60
+        while len(list(Path("studies").glob("*/trials/*.lock"))) < 2:
+            assert time.monotonic() < deadline, "no other trial after 60 seconds"
+            time.sleep(0.1)
 
 
 class CrashAt(Callback):

@@ -28,6 +28,7 @@ from ml_pipeline.door.compose import (
     ConfigError,
     accepted_with_resume,
     checked_config,
+    compose_config,
     find_modules_in_cwd,
     own_conf,
     resumed_folder,
@@ -136,17 +137,21 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     from ml_pipeline.door.plan import new_folder
     from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
     from ml_pipeline.signals import Interrupted
-    from ml_pipeline.sweeps import end_with_parent, noted_job, share_of_cores
+    from ml_pipeline.sweeps import end_with_parent, noted_job, requeued_run, share_of_cores
 
     if "n_jobs" in job.launcher and CORES_VARIABLE not in os.environ:  # one process per job
         os.environ[CORES_VARIABLE] = str(share_of_cores(job.launcher, available_cores()))
         end_with_parent()
     folder, overrides, number = Path(job.sweep.dir), job.overrides.task, job.job.num
+    earlier = requeued_run(folder, number)
     try:
         with numbered_output(number), noted_job(folder, number, overrides) as note:
             say(" ".join(each for each in overrides if each not in sys.argv))  # the swept ones
             try:
                 find_modules_in_cwd()
+                if earlier is not None:
+                    overrides = [f"resume={earlier}"]  # the stored config has all the rest
+                    cfg = compose_config(overrides)
                 run = new_folder(checked_config(cfg))
                 note.started(resumed_folder(cfg.resume).path if cfg.resume else run.path)
                 objective = build.run(cfg, overrides, sweep=folder.name, folder=run).objective
