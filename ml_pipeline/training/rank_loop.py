@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_pipeline.distributed import RankError, World
 from ml_pipeline.errors import UserError, last_line
-from ml_pipeline.protocols import StateDict, Trainer
+from ml_pipeline.protocols import Metrics, StateDict, Trainer
 from ml_pipeline.signals import Interrupted, NoSignals, StopSignals, Transaction
 from ml_pipeline.training.loop import Loop
 
@@ -33,11 +33,18 @@ class RankLoop(Loop):
         self._plain_signals = signals
         self._signals = _AgreedSignals(signals, self._agree)  # type: ignore[assignment]
         self._others: tuple[int, list[StateDict]] | None = None  # at the iteration of a save
+        self._is_iterating = False
 
     def train(self, total_steps: int) -> None:
         # One rank must not stop between two agreements: the others would wait for it.
         with self._plain_signals.shielded():
             super().train(total_steps)
+
+    def _iterate(self, hold: Any) -> Metrics:
+        self._is_iterating = True
+        metrics = super()._iterate(hold)
+        self._is_iterating = False
+        return metrics
 
     def _agree(self) -> int:
         """Wait for the decision of rank 0; returns the number of a signal that any rank got."""
@@ -72,8 +79,8 @@ class RankLoop(Loop):
 
     def env_snapshots(self) -> list[bytes] | None:
         """The envs of all ranks, in their order; only rank 0 calls this."""
-        if not self._saves_envs:
-            return None
+        if not self._saves_envs or self._is_iterating:
+            return None  # during an iteration, the others do not wait for a decision
         self._world.max([_SAVE, 0])
         snapshots, states = zip(*self._world.gathered(self._own_part()), strict=True)
         self._others = self.iteration, list(states)
