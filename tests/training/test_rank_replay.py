@@ -16,7 +16,7 @@ from torch import nn
 from ml_pipeline.agents.distributions import Categorical
 from ml_pipeline.agents.observations import ObservationReader
 from ml_pipeline.agents.update_noise import UpdateNoise
-from ml_pipeline.distributed import World
+from ml_pipeline.distributed import RankError, World
 from ml_pipeline.door.compose import ConfigError, checked_config, compose_config
 from ml_pipeline.door.plan import make_plan
 from ml_pipeline.door.ranks import check_ranks, check_saved_envs
@@ -111,6 +111,9 @@ class Recorder:
         self.rewards: list[list[float]] = []
         self.parts: list[BatchPart] = []
 
+    def learnt(self) -> list[torch.Tensor]:
+        return [torch.ones(3)]
+
     def begin_update(self) -> bool:
         return False
 
@@ -132,11 +135,12 @@ def test_parts_of_all_ranks_form_the_batches_of_one_process(batch_size: int) -> 
     found: list[list[float]] = [[] for _ in expected]
     n_empty = 0
     for rank in (0, 1):
-        own, agent = made(2, n_ranks=2), Recorder()
+        own = made(2, n_ranks=2)
+        agent: Any = Recorder()
         fill(own, 8, first_env=2 * rank)
         assert len(own) == len(whole) == 24
         settings = {"batch_size": batch_size, "seed": 3}
-        learning = RankLearning(World(rank, 2), agent, own, Programs(CPU), **settings)  # type: ignore[arg-type]
+        learning = RankLearning(World(rank, 2), agent, own, Programs(CPU), **settings)
         learning.begin(None, len(uniform))
         learning.run(len(uniform))
         for batch, part, reward in zip(found, agent.parts, agent.rewards, strict=True):
@@ -292,6 +296,22 @@ class TwoInOne(World):
 
     def gathered(self, value: Any) -> list[Any]:
         return [value] * self.size
+
+
+class OtherDiffers(TwoInOne):
+    """The second rank has another checksum."""
+
+    def gathered(self, value: Any) -> list[Any]:
+        return [value, value + 1]
+
+
+def test_ranks_that_have_learnt_different_weights_stop_with_their_number() -> None:
+    buffer = made(2, n_ranks=2)
+    agent: Any = Recorder()
+    learning = RankLearning(OtherDiffers(0, 2), agent, buffer, Programs(CPU), batch_size=4, seed=3)
+
+    with pytest.raises(RankError, match=r"rank 0: the weights differ from those of ranks \[1\]"):
+        learning.means()
 
 
 def test_rank_that_cannot_write_its_transitions_makes_the_save_fail(tmp_path: Path) -> None:
