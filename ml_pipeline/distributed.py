@@ -169,6 +169,10 @@ class World:
         grad.copy_(flat[:-1])
         return flat[-1] if isinstance(loss, Tensor) else float(flat[-1])
 
+    def weighted(self, values: Tensor, share: float) -> Tensor:
+        """The average of means over parts of a minibatch, each with the ``share`` of its rank."""
+        return values if self.size == 1 else self.sum(values * share)
+
     def moments(self, mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
         """Mean, variance and count of the samples of all ranks together."""
         if self.size == 1:

@@ -115,6 +115,14 @@ class ReplayBatch(NamedTuple):
     weight: Tensor  # [B], importance weights of prioritised replay, else 1
 
 
+class BatchPart(NamedTuple):
+    """The rows of a batch that one of several ranks has."""
+
+    rows: Tensor  # [n], at least one; an array if the agent takes arrays
+    size: int  # of the whole batch
+    share: float  # of this rank in the batch; 0: it has no row, and its result does not count
+
+
 class Rates(NamedTuple):
     """The annealed settings at their current values.
 

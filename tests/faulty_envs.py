@@ -164,14 +164,15 @@ def faulty_factory(fault: str) -> gym.Env[Any, Any]:
 
 
 class BreaksOnRankOne(CountingEnv):
-    """On rank 1 of torchrun, a step raises an error once the file ``gate`` exists."""
+    """On rank 1 of torchrun, or ``rank``, a step raises an error once the file ``gate`` exists."""
 
-    def __init__(self, gate: str) -> None:
+    def __init__(self, gate: str, rank: int = 1) -> None:
         super().__init__(length=1000)
         self.gate = Path(gate)
+        self.rank = rank
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if os.environ.get("RANK") == "1" and self.gate.exists():
+        if os.environ.get("RANK") == str(self.rank) and self.gate.exists():
             self._fail()
         return super().step(action)
 

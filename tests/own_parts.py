@@ -19,8 +19,11 @@ import torch
 from tiny_envs import CountingEnv
 from torch import Tensor, nn
 
+from ml_pipeline.algorithms.ppo import PPO
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.protocols import Callback, Metrics, Trainer
+
+ONE_PROCESS = PPO._replace(trains_on_ranks=False)  # an algorithm that ignores ``Place.world``
 
 
 class Wide(nn.Module):

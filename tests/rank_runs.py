@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,15 +19,12 @@ from ml_pipeline.protocols import Callback
 from ml_pipeline.training.loop import Loop
 
 # 8 envs in all; 3 iterations of 2 epochs of 2 minibatches: 12 gradient steps.
-COMMON = [
-    "vec_env=serial",
-    "device=cpu",
-    "logger=[]",
-    "~callbacks.evaluation",
-    "agent.n_steps=16",
-    "agent.n_epochs=2",
-    "agent.n_minibatches=2",
-    "num_episodes=3",
+COMMON = ["vec_env=serial", "device=cpu", "logger=[]", "~callbacks.evaluation", "num_episodes=3"]
+ROLLOUTS = ["agent.n_steps=16", "agent.n_epochs=2", "agent.n_minibatches=2"]
+# 15 rows, of which the buffer holds 12; 112 env steps before the last one make 18 updates due.
+REPLAY = [
+    *("agent.iteration_length=5", "agent.buffer_size=96", "agent.batch_size=16"),
+    *("agent.learning_starts=40", "agent.updates_per_env_step=0.25", "network.hidden_sizes=[16]"),
 ]
 NORMALISED = ["agent.normalize_obs=true", "agent.scale_reward=true"]
 CASES = {
@@ -39,6 +36,35 @@ CASES = {
     "recurrent": ["env=cartpole", "network=lstm"],
     "tensor": ["env=torch_pendulum", "vec_env=auto", *NORMALISED],
 }
+STACK = "{_target_: gymnasium.wrappers.FrameStackObservation, stack_size: 4}"
+SAC, DQN = ["agent=sac", "env=pendulum"], ["agent=dqn", "env=cartpole", "agent.target_every=4"]
+REPLAY_CASES = {
+    "sac": SAC,
+    "sac, plain torch": [
+        *(*SAC, "agent.critic_layer_norm=true", "agent.normalize_obs=true", "agent.n_step=3"),
+        *("agent.policy_delay=2", "agent.max_grad_norm=0.5"),
+    ],
+    "sac, gsde": [*SAC, "agent.box_policy=gsde", "agent.gsde_every_steps=3"],
+    "sac, discrete": ["agent=sac", "env=cartpole"],
+    "sac, empty parts": [*SAC, "agent.batch_size=2"],
+    "dqn": [*DQN, "agent.normalize_obs=true"],
+    "dqn, prioritised": [*DQN, "agent.priority_exponent=0.6", "agent.n_step=3"],
+    "dqn, quantiles": [*DQN, "agent.n_quantiles=5"],
+    "dqn, frames": [
+        *(*DQN, "env.id=null", "env.target=tiny_envs.FramesEnv", "agent.stacked_frames=4"),
+        f"+env.wrappers.stack={STACK}",
+    ],
+    "sac, masks": ["agent=sac", "env.id=null", "env.target=tiny_envs.ForbiddingEnv"],
+    "dqn, empty parts": [*DQN, "agent.batch_size=2", "agent.priority_exponent=0.6"],
+}
+PARTS = ("model", "target", "actor", "critics", "targets", "temperature", "preprocess")
+
+
+class Loss(NamedTuple):
+    """The result of an update."""
+
+    loss: float
+    finite: bool
 
 
 class Rows(Callback):
@@ -69,14 +95,19 @@ def trained(folder: Path, case: str, n_envs: int) -> dict[str, Any]:
     for name in steps:
         setattr(FlatAdam, name, recorded(name))
     try:
-        overrides = [*COMMON, *CASES[case], f"n_envs={n_envs}", f"run_root={folder}"]
+        own = [*ROLLOUTS, *CASES[case]] if case in CASES else [*REPLAY, *REPLAY_CASES[case]]
+        overrides = [*COMMON, *own, f"n_envs={n_envs}", f"run_root={folder}"]
         result = train(overrides, callbacks={"rows": rows})
     finally:
         for name, step in steps.items():
             setattr(FlatAdam, name, step)
-    agent: Any = result.agent
+    state = result.agent.state_dict()
     return {
-        "model": {name: each.clone() for name, each in agent.model.state_dict().items()},
+        "model": {
+            f"{part} {name}": each.clone()
+            for part in PARTS
+            for name, each in state.get(part, {}).items()
+        },
         "checksums": checksums,
         "env_steps": result.env_steps,
         "rows": rows.rows,

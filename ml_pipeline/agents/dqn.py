@@ -37,7 +37,9 @@ from ml_pipeline.agents.recurrent import refuse_recurrent
 from ml_pipeline.agents.senses import Senses
 from ml_pipeline.agents.space_data import check_spaces, space_to_data
 from ml_pipeline.config.dqn import DQNConfig
+from ml_pipeline.distributed import World
 from ml_pipeline.protocols import (
+    BatchPart,
     NetworkBuilder,
     Obs,
     Place,
@@ -331,7 +333,18 @@ class DQNAgent:
 
     def learn_moments(self, obs: Obs) -> None:
         """Add observations [N, ...] to the running normalisation."""
-        self.preprocess.learn_moments(obs)
+        self.preprocess.learn_moments(obs, self.adam.world)
+
+    def join(self, world: World) -> None:
+        self.load_state_dict(world.agreed(self.state_dict()))
+        self.adam.world = world
+
+    def take_part(self, part: BatchPart) -> None:
+        self.adam.share = part.share
+
+    def learnt(self) -> list[Tensor]:
+        trained = [self.adam.values, *self.adam.moments]
+        return [*trained, self._target_values, *self.preprocess.buffers()]
 
     def state_dict(self) -> StateDict:
         return {

@@ -28,8 +28,11 @@ from ml_pipeline.agents.sac_networks import Actor, Critics, Temperature, add_lay
 from ml_pipeline.agents.senses import Senses
 from ml_pipeline.agents.soft_actions import SoftValue, soft_actions
 from ml_pipeline.agents.space_data import check_spaces, space_to_data
+from ml_pipeline.agents.update_noise import UpdateNoise
 from ml_pipeline.config.sac import SACConfig
+from ml_pipeline.distributed import World
 from ml_pipeline.protocols import (
+    BatchPart,
     NetworkBuilder,
     Obs,
     Place,
@@ -143,6 +146,7 @@ class SACAgent:
         self.update_generator = torch.Generator(self.device).manual_seed(
             stream_seed(place.seed, "update noise")
         )
+        self._update_noise = UpdateNoise(self.update_generator, self.device)
         self.last_actor = torch.zeros(2, device=self.device)  # loss and entropy
 
     def rates(self, progress: float, learning_rate: float) -> SACRates:
@@ -234,8 +238,7 @@ class SACAgent:
         obs, next_obs = (cast("Tensor", each).flatten(1) for each in inputs)
 
         def noise() -> Tensor:
-            shape, generator = batch.action.shape, self.update_generator
-            return torch.randn(shape, generator=generator, device=self.device)
+            return self._update_noise.draw(*batch.action.shape)
 
         rate, returns = rates.learning_rate, (batch.reward, batch.discount, batch.weight)
         loss, q, finite = fast.critics_step(obs, batch.action, next_obs, returns, noise(), rate)
@@ -245,7 +248,7 @@ class SACAgent:
             if self.config.temperature is None:
                 target = self.target_entropy(None)
                 finite = fast.temperature_step(entropy, target, rate) & finite
-            self.last_actor.copy_(torch.stack([actor, entropy]))
+            self._keep_report(actor, entropy)
         self.target_values.lerp_(self.adams["critics"].values, self.config.tau)
         actor, entropy = self.last_actor.clone()
         return SACResult(loss, actor, q, entropy, self.temperature(), finite)
@@ -265,7 +268,7 @@ class SACAgent:
         return soft_target(batch.reward, batch.discount, following, self.temperature())
 
     def _soft_value(self, critics: Critics, obs: Obs, mask: Tensor | None) -> SoftValue:
-        return self.actions.soft_value(critics, obs, self.actor(obs, mask), self.update_generator)
+        return self.actions.soft_value(critics, obs, self.actor(obs, mask), self._update_noise)
 
     def _update_actor(self, obs: Obs, mask: Tensor | None, rates: SACRates) -> Any:
         soft = self._soft_value(self.critics, obs, mask)
@@ -276,8 +279,13 @@ class SACAgent:
             # Below the target entropy, the temperature rises.
             gap = self.temperature.log * (entropy - self.target_entropy(mask))
             finite = self._step("temperature", gap, rates) & finite
-        self.last_actor.copy_(torch.stack([loss.detach(), entropy]))
+        self._keep_report(loss.detach(), entropy)
         return finite
+
+    def _keep_report(self, loss: Tensor, entropy: Tensor) -> None:
+        """Later updates without the actor report these, so they must cover all ranks."""
+        adam = self.adams["actor"]
+        self.last_actor.copy_(adam.world.weighted(torch.stack([loss, entropy]), adam.share))
 
     def target_entropy(self, mask: Tensor | None) -> float | Tensor:
         """The entropy that a learned temperature aims for; ``mask`` [B, n] of discrete actions."""
@@ -293,7 +301,21 @@ class SACAgent:
 
     def learn_moments(self, obs: Obs) -> None:
         """Add observations [N, ...] to the running normalisation."""
-        self.preprocess.learn_moments(obs)
+        self.preprocess.learn_moments(obs, self.adams["actor"].world)
+
+    def join(self, world: World) -> None:
+        self.load_state_dict(world.agreed(self.state_dict()))
+        for adam in self.adams.values():
+            adam.world = world
+
+    def take_part(self, part: BatchPart) -> None:
+        self._update_noise.part = part
+        for adam in self.adams.values():
+            adam.share = part.share
+
+    def learnt(self) -> list[Tensor]:
+        trained = [each for adam in self.adams.values() for each in (adam.values, *adam.moments)]
+        return [*trained, self.target_values, self.last_actor, *self.preprocess.buffers()]
 
     def state_dict(self) -> StateDict:
         parts = {name: getattr(self, name).state_dict() for name in _PARTS}

@@ -22,6 +22,7 @@ from ml_pipeline.agents.distributions import (
 )
 from ml_pipeline.agents.sac_networks import Critic, Critics, DiscreteCritic
 from ml_pipeline.agents.squashed import SquashedNoise, SquashedPolicy
+from ml_pipeline.agents.update_noise import UpdateNoise
 from ml_pipeline.protocols import NetworkBuilder, Obs
 
 # The default target entropy as a share of log(n), the entropy of an even choice between n actions.
@@ -52,11 +53,10 @@ class BoxActions:
         return values
 
     def soft_value(
-        self, critics: Critics, obs: Obs, outputs: Tensor, generator: torch.Generator
+        self, critics: Critics, obs: Obs, outputs: Tensor, noise: UpdateNoise
     ) -> SoftValue:
-        shape = (len(outputs), self.distribution.n_actions)
-        noise = torch.randn(shape, generator=generator, device=outputs.device)
-        action, log_prob = self.distribution.sample_and_log_prob(outputs, noise)
+        drawn = noise.draw(len(outputs), self.distribution.n_actions)
+        action, log_prob = self.distribution.sample_and_log_prob(outputs, drawn)
         return SoftValue(critics(obs, action).amin(dim=0), log_prob)
 
     def random(self, noise: Tensor, action_mask: Tensor | None) -> Tensor:
@@ -82,7 +82,7 @@ class DiscreteActions:
         return values.gather(-1, action.expand(len(critics), -1).unsqueeze(-1)).squeeze(-1)
 
     def soft_value(
-        self, critics: Critics, obs: Obs, outputs: Tensor, generator: torch.Generator
+        self, critics: Critics, obs: Obs, outputs: Tensor, noise: UpdateNoise
     ) -> SoftValue:
         """``outputs`` are logits; those of forbidden actions are so low that they add nothing."""
         log_probs = torch.log_softmax(outputs, dim=-1)

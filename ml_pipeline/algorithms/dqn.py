@@ -16,4 +16,4 @@ def make_trainer(agent: DQNAgent, envs: Envs, config: DQNConfig, place: Place) -
     return OffPolicyTrainer(agent, envs, config, place, priority_exponent=exponent)
 
 
-DQN = Algorithm(DQNConfig, DQNAgent, make_trainer)
+DQN = Algorithm(DQNConfig, DQNAgent, make_trainer, trains_on_ranks=True)

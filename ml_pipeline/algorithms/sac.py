@@ -12,7 +12,10 @@ def make_trainer(agent: SACAgent, envs: Envs, config: SACConfig, place: Place) -
     check_envs(envs)
     if remark := agent.check_fast():
         place.programs.tell(remark)
+    if place.world.size > 1 and agent.fast is not None and place.device.type != "cpu":
+        agent.fast = None
+        place.programs.tell("plain torch runs: MlpSAC cannot average gradients of ranks on a GPU")
     return OffPolicyTrainer(agent, envs, config, place)
 
 
-SAC = Algorithm(SACConfig, SACAgent, make_trainer)
+SAC = Algorithm(SACConfig, SACAgent, make_trainer, trains_on_ranks=True)

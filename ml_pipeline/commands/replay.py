@@ -19,14 +19,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> None:
     from ml_pipeline.analysis.replay_audit import audit
     from ml_pipeline.door.load import load_replay_buffer
-    from ml_pipeline.runs.run_folder import RunFolder
     from ml_pipeline.training.replay_rows import n_bytes
 
     path = chosen_run(options.run, options.root)
-    buffer, env_steps = load_replay_buffer(path, trust=options.trust)
+    buffer, env_steps, files = load_replay_buffer(path, trust=options.trust)
     found = audit(buffer)
     n = max(found.n_transitions, 1)
-    files = [RunFolder.open(path).replay / each["name"] for each in buffer.segments]
     in_files = "1 file" if len(files) == 1 else f"{len(files)} files"
     on_disk = sum(file.stat().st_size for file in files)
     print(f"{path}, checkpoint latest of env step {env_steps:,}")

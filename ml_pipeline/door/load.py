@@ -18,6 +18,7 @@ from ml_pipeline.config.off_policy import OffPolicyConfig
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.deploy.export import Agreement, export_policy
 from ml_pipeline.deploy.exported import ExportedPolicy
+from ml_pipeline.distributed import ALONE
 from ml_pipeline.door.compose import ConfigError, find_modules_in_cwd, stored_config
 from ml_pipeline.door.parts import build_agent, build_env_factory, cpu_place, torch_threads
 from ml_pipeline.door.trust import check_names
@@ -34,9 +35,10 @@ from ml_pipeline.runs.checkpoint import (
     misfit_explained,
     named_checkpoint,
 )
-from ml_pipeline.runs.replay_files import read_replay
+from ml_pipeline.runs.replay_files import read_replay, replay_names
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.training.off_policy_trainer import load_position
+from ml_pipeline.training.rank_loop import own_state
 from ml_pipeline.training.replay_buffer import ReplayBuffer
 
 
@@ -139,8 +141,13 @@ def restored_agent(
         return agent, int(state["env_steps"])
 
 
-def load_replay_buffer(path: Path | str, *, trust: bool = False) -> tuple[ReplayBuffer, int]:
-    """The transitions of a run's latest checkpoint on the CPU, and its env steps."""
+def load_replay_buffer(
+    path: Path | str, *, trust: bool = False
+) -> tuple[ReplayBuffer, int, list[Path]]:
+    """The transitions of a run's latest checkpoint on the CPU, its env steps, and their files.
+
+    The buffer has the envs of all ranks.
+    """
     run = RunFolder.open(path)
     config = stored_config(run, trust=trust)
     settings = config.agent
@@ -151,11 +158,12 @@ def load_replay_buffer(path: Path | str, *, trust: bool = False) -> tuple[Replay
         )
     trained = _load_agent(run, config, LATEST, None)
     close_env(trained.env)
-    state = load_checkpoint(run, LATEST)
+    saved = load_checkpoint(run, LATEST)
+    state = own_state(saved, ALONE)
     agent: Any = trained.agent
     buffer = ReplayBuffer(
         int(settings.buffer_size),
-        int(config.n_envs),
+        state["n_ranks"] * int(config.n_envs),
         agent.reader,
         agent.distribution,
         n_step=settings.n_step,
@@ -167,8 +175,8 @@ def load_replay_buffer(path: Path | str, *, trust: bool = False) -> tuple[Replay
     )
     with misfit_explained(run):
         load_position(buffer, state)
-        read_replay(run, buffer)
-    return buffer, trained.env_steps
+        read_replay(run, buffer, state.get("rank_segments"))
+    return buffer, trained.env_steps, [run.replay / name for name in replay_names(saved)]
 
 
 def load_policy(

@@ -27,7 +27,7 @@ from ml_pipeline.runs.checkpoint import (
     misfit_explained,
 )
 from ml_pipeline.runs.record import Record
-from ml_pipeline.runs.replay_files import load_replay
+from ml_pipeline.runs.replay_files import load_replay, save_replay
 from ml_pipeline.runs.resuming import SavedEpisodes, read_episodes, resume_episodes
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.seeding import seed_global_generators
@@ -116,7 +116,8 @@ def build_loop(
     world = plan.place.world
     loop = Loop(trainer, **options)
     if world.size > 1:
-        loop = RankLoop(trainer, world=world, **options)
+        loop = rank_loop = RankLoop(trainer, world=world, **options)
+        rank_loop.save_files = partial(save_replay, plan.run, loop)
     seed_global_generators(config.seed)  # again: a probed env may have drawn from them
     if plan.state is not None:
         with misfit_explained(plan.run):
@@ -125,7 +126,7 @@ def build_loop(
                 own["collector"]["position"] = None  # that of another env has another form
             check_fits(own, plan.state, "state")
             loop.load_state_dict(plan.state)
-            load_replay(plan.run, loop)
+            load_replay(plan.run, loop, plan.state, world.rank)
     return loop
 
 

@@ -31,7 +31,7 @@ from ml_pipeline.door.parts import (
     torch_threads,
 )
 from ml_pipeline.door.phases import check_phases
-from ml_pipeline.door.ranks import check_ranks
+from ml_pipeline.door.ranks import check_ranks, check_saved_envs
 from ml_pipeline.door.self_play import SelfPlay, find_self_play
 from ml_pipeline.door.warm_start import started_from
 from ml_pipeline.envs.choice import choose_n_envs
@@ -154,7 +154,8 @@ def make_plan(
     reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
     if reason is not None:
         raise ConfigError(reason)
-    check_ranks(config, place, is_tensor=tensor_env is not None)
+    check_ranks(config, place, agent, is_tensor=tensor_env is not None)
+    check_saved_envs(config, place.world, state)
     pool = None
     if self_play is not None:
         pool = self_play.new_pool(agent, place)

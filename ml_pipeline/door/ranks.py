@@ -9,26 +9,32 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from omegaconf import DictConfig
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ml_pipeline.config.off_policy import OffPolicyConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.device import precision_of_products
+from ml_pipeline.distributed import World
 from ml_pipeline.door.compose import ConfigError, checked_config, find_algorithm, resumed_config
-from ml_pipeline.protocols import Agent, Place
+from ml_pipeline.protocols import Agent, Place, StateDict
 from ml_pipeline.runs.console import quiet_console
 from ml_pipeline.signals import Interrupted, StopSignals
 from ml_pipeline.training.rank_loop import RankLoop
 
 
-def check_ranks(config: TrainConfig, place: Place, *, is_tensor: bool) -> None:
-    """Refuse settings that need one process."""
+def check_ranks(config: TrainConfig, place: Place, agent: Agent, *, is_tensor: bool) -> None:
+    """Refuse settings that need one process, and sizes that are too small for all ranks."""
     if place.world.size == 1:
         return
+    modules = getattr(agent, "model", nn.Module()).modules()
+    has_batch_norm = any(isinstance(each, _BatchNorm) for each in modules)
     for is_wrong, key in (
         (
             is_tensor and isinstance(config.agent, OffPolicyConfig),
             f"agent.algorithm={config.agent.algorithm} with env.target={config.env.target}",
         ),
+        (has_batch_norm, "network, which has BatchNorm layers"),
         (not find_algorithm(config).trains_on_ranks, f"agent.algorithm={config.agent.algorithm}"),
         (config.opponent is not None, "opponent"),
         (config.curriculum is not None, "curriculum"),
@@ -38,6 +44,26 @@ def check_ranks(config: TrainConfig, place: Place, *, is_tensor: bool) -> None:
                 f"{key}: does not train on {place.world.size} ranks; start one process, without "
                 "torchrun"
             )
+    if reason := config.agent.why_not(place.world.size * int(config.n_envs)):
+        raise ConfigError(f"{place.world.size} ranks: {reason}")
+
+
+def check_saved_envs(config: TrainConfig, world: World, state: StateDict | None) -> None:
+    """Refuse a number of envs that cannot continue with the replay of another number of ranks."""
+    n_saved = (state or {}).get("n_saved_envs")
+    n_envs = world.size * int(config.n_envs)
+    if n_saved is None or n_saved == n_envs:
+        return
+    n_own, rest = divmod(n_saved, world.size)
+    fix = f"a number of ranks that divides {n_saved}" if rest else f"n_envs={n_own}"
+    raise ConfigError(
+        f"n_envs={config.n_envs}: this run has {n_envs} envs on {_ranks(world.size)}, but its "
+        f"replay has {n_saved}; use {fix}"
+    )
+
+
+def _ranks(n_ranks: int) -> str:
+    return "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
 
 
 def follow(cfg: DictConfig, overrides: Sequence[str]) -> tuple[Path, int, float, Agent, float]:

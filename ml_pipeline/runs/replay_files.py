@@ -2,7 +2,7 @@
 
 A checkpoint names the files that hold its transitions. Saving writes the rows since the last
 checkpoint into new files. A file is removed once no checkpoint names it: that is after all its
-rows have left the replay buffer.
+rows have left the replay buffer. Each of several ranks writes its own files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ml_pipeline.protocols import KeepsReplay
+from ml_pipeline.protocols import KeepsReplay, StateDict
 from ml_pipeline.runs.checkpoint import (
     CheckpointError,
     check_plain,
@@ -26,6 +26,7 @@ from ml_pipeline.runs.checkpoint import (
 )
 from ml_pipeline.runs.run_folder import RunFolder, remove
 from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.rank_replay import own_rows
 from ml_pipeline.training.replay_buffer import ReplayBuffer
 from ml_pipeline.training.replay_rows import load_rows, row_bytes, rows_of
 
@@ -54,28 +55,55 @@ def _write(run: RunFolder, buffer: ReplayBuffer, first: int, last: int) -> None:
     check_plain(rows, "replay")
     content = io.BytesIO()
     torch.save(rows, content)
-    name = f"{first}-{last}-{secrets.token_hex(4)}.rows"
+    name = f"{first}-{last}-{secrets.token_hex(8)}.rows"
     write_sealed(run.replay / name, content.getvalue())
     buffer.segments = [*buffer.segments, {"name": name, "first": first, "last": last}]
     buffer.n_saved = last
 
 
-def load_replay(run: RunFolder, loop: Loop) -> None:
+def load_replay(run: RunFolder, loop: Loop, state: StateDict, rank: int = 0) -> None:
     """Read the transitions of the checkpoint that ``loop`` has just loaded."""
     buffer = _buffer_of(loop)
     if buffer is not None:
-        read_replay(run, buffer)
+        read_replay(run, buffer, state.get("rank_segments"), rank)
 
 
-def read_replay(run: RunFolder, buffer: ReplayBuffer) -> None:
-    """Read the files that the state of ``buffer`` names."""
-    for segment in buffer.segments:  # in order: a later file replaces rows of an earlier one
-        path = run.replay / str(segment["name"])
-        if path.parent != run.replay or not path.is_file():
-            raise CheckpointError(f"{path} is missing; it holds transitions of the checkpoint")
-        load_rows(buffer, segment["first"], segment["last"], read_sealed(path))
+def read_replay(
+    run: RunFolder,
+    buffer: ReplayBuffer,
+    rank_segments: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+    rank: int = 0,
+) -> None:
+    """Read the files that the state of ``buffer`` names.
+
+    ``rank_segments``: the files of another number of ranks; ``buffer`` takes the envs of ``rank``.
+    """
+    segments = buffer.segments if rank_segments is None else rank_segments[0]
+    others = [] if rank_segments is None else rank_segments[1:]
+    own = slice(rank * buffer.n_envs, (rank + 1) * buffer.n_envs)
+    # In order: a later file replaces rows of an earlier one.
+    for segment, *rest in zip(segments, *others, strict=True):
+        span = first, last = segment["first"], segment["last"]
+        if any((each["first"], each["last"]) != span for each in rest):
+            raise CheckpointError(f"{run.path}: its ranks saved different rows; train it again")
+        parts = [_read(run, str(each["name"])) for each in (segment, *rest)]
+        rows = parts[0] if rank_segments is None else own_rows(parts, last - first, own)
+        load_rows(buffer, first, last, rows)
+    _check_complete(run, buffer, segments)
+
+
+def _read(run: RunFolder, name: str) -> Any:
+    path = run.replay / name
+    if path.parent != run.replay or not path.is_file():
+        raise CheckpointError(f"{path} is missing; it holds transitions of the checkpoint")
+    return read_sealed(path)
+
+
+def _check_complete(
+    run: RunFolder, buffer: ReplayBuffer, segments: Sequence[Mapping[str, Any]]
+) -> None:
     first = buffer.n_written
-    for segment in reversed(buffer.segments):
+    for segment in reversed(segments):
         if segment["last"] >= first:
             first = min(first, segment["first"])
     if first == buffer.n_written > buffer.oldest:
@@ -87,26 +115,27 @@ def read_replay(run: RunFolder, buffer: ReplayBuffer) -> None:
         buffer.forget_before(first)
 
 
-def sweep_replay(run: RunFolder, loop: Loop) -> None:
-    """Remove the files that no checkpoint names."""
-    buffer = _buffer_of(loop)
-    if buffer is None or not run.replay.is_dir():
+def sweep_replay(run: RunFolder, state: StateDict) -> None:
+    """Remove the files that no checkpoint names; ``state`` is that of the latest."""
+    if "replay" not in state or not run.replay.is_dir():
         return
-    kept = _names(buffer.segments)
+    kept = replay_names(state)
     unused = [path for path in run.replay.glob("*.rows") if path.name not in kept]
     for env_steps in numbered_steps(run) if unused else ():
         try:
             state = load_checkpoint(run, numbered_name(env_steps))
         except CheckpointError:  # nothing can be resumed from it
             continue
-        kept |= _names(state["replay"]["segments"])
+        kept |= replay_names(state)
     for path in unused:
         if path.name not in kept:
             remove(path)
 
 
-def _names(segments: Sequence[Mapping[str, Any]]) -> set[str]:
-    return {segment["name"] for segment in segments}
+def replay_names(state: StateDict) -> set[str]:
+    """The files that a checkpoint needs, of all ranks."""
+    parts = [state, *state.get("ranks", [])]
+    return {segment["name"] for part in parts for segment in part["replay"]["segments"]}
 
 
 def _buffer_of(loop: Loop) -> ReplayBuffer | None:

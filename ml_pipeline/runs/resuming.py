@@ -31,6 +31,7 @@ from ml_pipeline.runs.env_snapshots import (
 from ml_pipeline.runs.replay_files import save_replay, sweep_replay
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml
 from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.rank_loop import RankLoop
 
 # Replaces the token of tensor envs, whose state is part of the checkpoint.
 _IN_CHECKPOINT = "in the checkpoint"
@@ -42,6 +43,8 @@ def save_latest(run: RunFolder, loop: Loop, *, keep: int = 0) -> None:
     A kill between the two leaves the previous checkpoint with its envs. With ``keep``, the same
     state also becomes a numbered checkpoint; then all but the last ``keep`` of them are removed.
     """
+    if isinstance(loop, RankLoop) and not loop.can_save:
+        return  # a rank failed; the last checkpoint has the replay of all ranks
     token = _save_envs(run, loop, numbered=loop.env_steps if keep else None)
     if token is None and _is_saved_with_envs(run, loop.env_steps):
         return  # stopped during a rollout: the existing checkpoint has these weights and its envs
@@ -53,7 +56,7 @@ def save_latest(run: RunFolder, loop: Loop, *, keep: int = 0) -> None:
         drop_numbered(run, keep=keep, last=loop.env_steps)
     others = [each for each in numbered_steps(run) if not keep or each != loop.env_steps]
     sweep_snapshots(run, keep=token, numbered=others)
-    sweep_replay(run, loop)
+    sweep_replay(run, state)
 
 
 def _save_envs(run: RunFolder, loop: Loop, *, numbered: int | None) -> str | None:
@@ -62,6 +65,8 @@ def _save_envs(run: RunFolder, loop: Loop, *, numbered: int | None) -> str | Non
         if snapshots is None:
             return None
         return save_snapshots(run, snapshots, numbered=numbered) if snapshots else _IN_CHECKPOINT
+    except CheckpointError:  # a rank could not write its replay
+        raise
     except Exception as error:  # the weights must be saved even if the envs cannot be
         say(f"could not save the envs; a resume will start new episodes: {last_line(error)}")
         return None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ml_pipeline.protocols import (
     Agent,
+    BatchPart,
     Episode,
     Minibatch,
     Obs,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ml_pipeline.agents.distributions import Distribution
     from ml_pipeline.agents.masks import ActionMasks, Mask
     from ml_pipeline.agents.observations import ObservationReader
+    from ml_pipeline.distributed import World
 
 
 class Observer(Protocol):
@@ -90,6 +92,19 @@ class ReplayAgent(Agent, Observer, Protocol):
         """One update that only changes tensors, with or without that part."""
 
     def learn_moments(self, obs: Obs) -> None: ...
+
+
+class RankAgent(ReplayAgent, Protocol):
+    """Learns together with other ranks; ``Algorithm.trains_on_ranks`` requires it of replay."""
+
+    def join(self, world: World) -> None:
+        """Start from the state of rank 0, and average gradients with the others from now on."""
+
+    def take_part(self, part: BatchPart) -> None:
+        """The next batch consists of these rows of the whole batch."""
+
+    def learnt(self) -> list[Tensor]:
+        """All float32 tensors that must be equal on all ranks."""
 
 
 class Learner(Protocol):

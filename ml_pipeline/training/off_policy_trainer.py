@@ -17,15 +17,15 @@ from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.checks import TrainingError
 from ml_pipeline.training.contracts import ReplayAgent
 from ml_pipeline.training.episode_window import EpisodeWindow
+from ml_pipeline.training.rank_learning import new_learning
 from ml_pipeline.training.replay_buffer import ReplayBuffer
-from ml_pipeline.training.replay_learning import ReplayLearning
 from ml_pipeline.training.replay_steps import ReplaySteps
 from ml_pipeline.training.schedules import annealed
 from ml_pipeline.training.tensor.replay_steps import TensorReplaySteps
 
 
 class OffPolicyTrainer:
-    """Trains ``agent`` in one vector env."""
+    """Trains ``agent`` in one vector env; on several ranks in one each."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class OffPolicyTrainer:
     ) -> None:
         self.agent = agent
         self.config = config
+        self.world = place.world
         self.progress = 0.0  # through the run, for the schedules
         self.episodes = EpisodeWindow()
         is_tensor = isinstance(envs.parts[0], TorchVectorEnv)
@@ -54,10 +55,12 @@ class OffPolicyTrainer:
             stacked_frames=config.stacked_frames,
             programs=place.programs,
             on_device=is_tensor,
+            n_ranks=place.world.size,
         )
         steps = TensorReplaySteps if is_tensor else ReplaySteps
         self._steps: Any = steps(agent, envs, self.replay, place.programs)
-        self._learning = ReplayLearning(
+        self._learning = new_learning(
+            place.world,
             agent,
             self.replay,
             place.programs,
@@ -73,7 +76,7 @@ class OffPolicyTrainer:
 
     @property
     def iteration_steps(self) -> int:
-        return self.config.iteration_steps(self.replay.n_envs)
+        return self.config.iteration_steps(self.replay.n_all_envs)
 
     @property
     def n_updates(self) -> int:
@@ -81,7 +84,7 @@ class OffPolicyTrainer:
 
     @property
     def _env_steps(self) -> int:
-        return self.replay.n_written * self.replay.n_envs
+        return self.replay.n_written * self.replay.n_all_envs
 
     def train_episode_vectorized(self, hold: Callable[[], None] = lambda: None) -> Metrics:
         """One iteration: ``iteration_length`` steps of each env, and the updates that are due."""
@@ -93,7 +96,8 @@ class OffPolicyTrainer:
         learning_rate = annealed(config.learning_rate, config.learning_rate_schedule, self.progress)
         rates = self.agent.rates(self.progress, learning_rate)
         n_steps = config.iteration_length
-        noise = self.agent.draw_noise(n_steps, self.replay.n_envs, self._noise)
+        noise = self.agent.draw_noise(n_steps, self.replay.n_all_envs, self._noise)
+        noise = noise[:, self.world.envs(self.replay.n_envs)]
         due = self._updates_due(n_steps)
         steps.begin(learning.begin(rates, sum(due)), noise)
         for t in range(n_steps):
@@ -103,12 +107,12 @@ class OffPolicyTrainer:
                 learning.run(due[t])  # while the envs step
             learn_seconds += time.perf_counter() - learn_start
             steps.receive(t)
-        episodes = steps.end(n_steps)
+        episodes = self.world.joined(steps.end(n_steps))
         self._is_complete = True
         means = learning.means()
         seconds = time.perf_counter() - start
         return {
-            "n_envs": self.replay.n_envs,
+            "n_envs": self.replay.n_all_envs,
             **self.episodes.add(episodes),
             **means,
             "policy/learning_rate": learning_rate,
@@ -125,7 +129,7 @@ class OffPolicyTrainer:
         A buffer that was cleared must fill again first; the updates of that time are left out.
         """
         ratio, starts = self.config.updates_per_env_step, int(self.config.learning_starts)
-        replay, n_envs = self.replay, self.replay.n_envs
+        replay, n_envs = self.replay, self.replay.n_all_envs
         env_steps = [self._env_steps + t * n_envs for t in range(-1, n_steps)]
         totals = [int(ratio * max(each - starts, 0)) for each in env_steps]
         full = replay.first * n_envs + min(starts, replay.capacity_rows * n_envs)

@@ -1,25 +1,28 @@
 """RankLoop: a ``Loop`` on each of several ranks, which iterate, save and stop together.
 
 Rank 0 runs the callbacks, so it alone decides when to save and when to stop. After each iteration
-the other ranks wait for its decision. They hand over their envs when it saves a checkpoint.
+the other ranks wait for its decision. When it saves a checkpoint, they hand over their envs and
+write their own transitions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ml_pipeline.distributed import RankError, World
 from ml_pipeline.errors import UserError, last_line
-from ml_pipeline.protocols import StateDict, Trainer
+from ml_pipeline.protocols import KeepsReplay, Metrics, StateDict, Trainer
 from ml_pipeline.signals import Interrupted, NoSignals, StopSignals, Transaction
 from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.rank_replay import own_replay
 
 # What rank 0 tells the others; they send 0, and the maximum counts.
 _CONTINUE, _STOP, _SAVE = 1, 2, 3
 # The state that differs between ranks.
-_OWN_STATE = ("collector", "scaler", "global_generators")
+_OWN_STATE = ("collector", "scaler", "positions", "replay", "global_generators")
+_SHARED_REPLAY = ("priorities", "top_priority")  # equal on all ranks
 
 
 class RankLoop(Loop):
@@ -33,11 +36,24 @@ class RankLoop(Loop):
         self._plain_signals = signals
         self._signals = _AgreedSignals(signals, self._agree)  # type: ignore[assignment]
         self._others: tuple[int, list[StateDict]] | None = None  # at the iteration of a save
+        self._is_iterating = False
+        self.save_files: Callable[[], None] = lambda: None  # what this rank saves itself
 
     def train(self, total_steps: int) -> None:
         # One rank must not stop between two agreements: the others would wait for it.
         with self._plain_signals.shielded():
             super().train(total_steps)
+
+    def _iterate(self, hold: Any) -> Metrics:
+        self._is_iterating = True
+        metrics = super()._iterate(hold)
+        self._is_iterating = False
+        return metrics
+
+    @property
+    def can_save(self) -> bool:
+        """Whether a checkpoint would be complete: the replay of all ranks is part of it."""
+        return not (self._is_iterating and isinstance(self.trainer, KeepsReplay))
 
     def _agree(self) -> int:
         """Wait for the decision of rank 0; returns the number of a signal that any rank got."""
@@ -63,8 +79,14 @@ class RankLoop(Loop):
 
     def _own_part(self) -> tuple[list[bytes] | Exception | None, StateDict]:
         """The envs of this rank, or the error of saving them, and the state that is its own."""
+        try:
+            self.save_files()
+        except UserError as error:
+            return error, {}
         state = super().state_dict()
         own = {name: state[name] for name in _OWN_STATE if name in state}
+        if "replay" in own:
+            own["replay"] = {k: v for k, v in own["replay"].items() if k not in _SHARED_REPLAY}
         try:
             return super().env_snapshots(), own
         except Exception as error:  # an env may raise anything; rank 0 reports it
@@ -72,8 +94,8 @@ class RankLoop(Loop):
 
     def env_snapshots(self) -> list[bytes] | None:
         """The envs of all ranks, in their order; only rank 0 calls this."""
-        if not self._saves_envs:
-            return None
+        if self._is_iterating:
+            return None  # the others do not wait for a decision
         self._world.max([_SAVE, 0])
         snapshots, states = zip(*self._world.gathered(self._own_part()), strict=True)
         self._others = self.iteration, list(states)
@@ -129,4 +151,5 @@ def own_state(state: StateDict, world: World) -> StateDict:
     states = state.get("ranks", [{}])
     own = states[world.rank] if len(states) == world.size else states[0]
     rest = {name: value for name, value in state.items() if name != "ranks"}
-    return {**rest, **own, "n_ranks": len(states)}
+    replay = own_replay(rest, states, world) if "replay" in rest else {}
+    return {**rest, **own, **replay, "n_ranks": len(states)}

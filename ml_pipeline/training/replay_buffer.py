@@ -47,10 +47,15 @@ class ReplayBuffer:
         stacked_frames: int = 1,
         programs: Programs | None = None,
         on_device: bool = False,
+        n_ranks: int = 1,
     ) -> None:
-        """``capacity`` is that of all envs together; ``on_device``: ``insert`` writes the rows."""
+        """``capacity`` is that of all envs together; ``on_device``: ``insert`` writes the rows.
+
+        Each of ``n_ranks`` stores its own ``n_envs``. Draws and priorities cover those of all.
+        """
         self.n_envs = n_envs
-        self.capacity_rows = max(capacity // n_envs, 1)  # those that are drawn
+        self.n_all_envs = n_ranks * n_envs
+        self.capacity_rows = max(capacity // self.n_all_envs, 1)  # those that are drawn
         # One more for the current observation, and those that complete the oldest stack.
         self.n_rows = self.capacity_rows + stacked_frames
         self.stacks = FrameStacks(stacked_frames, reader.shapes)
@@ -80,7 +85,7 @@ class ReplayBuffer:
             n,
             has_all_slots=on_device,
         )
-        self.tree = SumTree(n, device) if priority_exponent > 0 else None
+        self.tree = SumTree(n_ranks * n, device) if priority_exponent > 0 else None
         # Files that hold the transitions: written by runs.replay_files, named in the checkpoint.
         self.segments: list[dict[str, Any]] = []
         self.n_saved = 0  # rows that are in these files
@@ -92,6 +97,7 @@ class ReplayBuffer:
                 self._next_tables(),
                 programs or Programs(device),
                 n_envs=n_envs,
+                n_all_envs=self.n_all_envs,
                 n_drawn=self.capacity_rows,
             )
         self.windows = Windows(
@@ -113,8 +119,8 @@ class ReplayBuffer:
             self._compiled_batch = programs.compiled(batch, "the batches of replay")
 
     def __len__(self) -> int:
-        """Transitions that can be drawn."""
-        return (self.n_written - self.first_drawn) * self.n_envs
+        """Transitions that can be drawn, of all ranks."""
+        return (self.n_written - self.first_drawn) * self.n_all_envs
 
     @property
     def first_drawn(self) -> int:
@@ -269,8 +275,9 @@ class ReplayBuffer:
     def _set_priority(self, first: int, last: int, priority: Tensor) -> None:
         """Give the rows from ``first`` to ``last`` one priority."""
         if self.tree is not None and first < last:
-            number = torch.arange(first * self.n_envs, last * self.n_envs, device=self.device)
-            self.tree.set(number % len(self.done), priority.expand(len(number)))
+            n_envs = self.n_all_envs
+            number = torch.arange(first * n_envs, last * n_envs, device=self.device)
+            self.tree.set(number % self.tree.n_leaves, priority.expand(len(number)))
 
     def place(self, row: int) -> slice:
         """Indices of a row, which is counted from the start of the run."""
@@ -282,6 +289,11 @@ class ReplayBuffer:
 
         All are tensors, or arrays if ``uniform`` is an array, which is faster on the CPU.
         """
+        index, weight = self.draw(uniform, beta=beta)
+        return self._compiled_batch(index, weight), index
+
+    def draw(self, uniform: Any, *, beta: Any = 1.0) -> tuple[Any, Any]:
+        """Indices [B] into the envs of all ranks, row by row, and the importance weights."""
         n_valid, first, _ = self._counts()
         index: Any
         weight: Any
@@ -297,9 +309,9 @@ class ReplayBuffer:
             # torch draws float32 numbers of 24 bits, so the integers are exact.
             number = uniform * 2**24
             number = number.astype(np.int64) if is_array else number.long()
-            index = ((number * n_valid >> 24) + first) % (self.n_rows * self.n_envs)
+            index = ((number * n_valid >> 24) + first) % (self.n_rows * self.n_all_envs)
             weight = np.ones_like(uniform) if is_array else torch.ones_like(uniform)
-        return self._compiled_batch(index, weight), index
+        return index, weight
 
     def _counts(self) -> tuple[Any, Any, Any]:
         """Transitions that can be drawn, index of the first, newest row; tensors on a device."""
@@ -307,7 +319,7 @@ class ReplayBuffer:
             n_valid, first, newest = self._on_device().counts
             return n_valid, first, newest
         first_row, newest_row = self.first_drawn % self.n_rows, (self.n_written - 1) % self.n_rows
-        return len(self), first_row * self.n_envs, newest_row
+        return len(self), first_row * self.n_all_envs, newest_row
 
     def batch(self, index: Any, weight: Any) -> ReplayBatch:
         """The windows of n steps that begin at ``index``."""
@@ -351,8 +363,9 @@ class ReplayBuffer:
         self._tell_device()
         self._is_reset = False  # the saved episodes continue, unless ``end_episodes`` is called
         priorities = state["priorities"]
-        if self.tree is not None and priorities is not None and len(priorities) == len(self.done):
-            self.tree.load(priorities)
+        tree = self.tree
+        if tree is not None and priorities is not None and len(priorities) == tree.n_leaves:
+            tree.load(priorities)
         else:  # agent.priority_exponent was 0, or agent.buffer_size has changed
             self._set_priority(self.first_drawn, self.n_written, self._top)
 

@@ -16,13 +16,14 @@ from ml_pipeline.agents.networks import MLP
 from ml_pipeline.agents.sac import SACAgent, actor_loss, soft_target
 from ml_pipeline.agents.sac_networks import Critics
 from ml_pipeline.agents.soft_actions import DiscreteActions
+from ml_pipeline.agents.update_noise import UpdateNoise
 from ml_pipeline.config.sac import SACConfig
 from ml_pipeline.distributed import World
 from ml_pipeline.protocols import Place, PolicyInput, ReplayBatch, Spaces
 from ml_pipeline.training.gpu.programs import Programs
 
 CPU = torch.device("cpu")
-NO_DRAWS = torch.Generator()
+NO_DRAWS = UpdateNoise(torch.Generator(), torch.device("cpu"))
 
 
 class Table(nn.Module):

@@ -176,6 +176,15 @@ def test_error_of_an_env_reaches_the_other_rank_with_its_cause(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_error_of_an_env_of_rank_0_is_named(tmp_path: Path) -> None:
+    output = output_of_fault(tmp_path, "BreaksOnRankOne", "+env.kwargs.rank=0")
+
+    assert "failed with WorkerError" in output, output
+    assert "the puck left the table" in output
+    assert (run_folder(tmp_path) / "checkpoints" / "latest.pt").is_file()
+
+
+@pytest.mark.slow
 def test_hanging_rank_is_named_after_the_deadline_and_ends(tmp_path: Path) -> None:
     output = output_of_fault(tmp_path, "HangsOnRankOne", "rank_timeout_seconds=5")
 

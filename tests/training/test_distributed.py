@@ -71,7 +71,7 @@ def test_moments_count_the_frames_of_all_ranks(
     two_ranks: dict[str, list[dict[str, Any]]],
 ) -> None:
     for rank in two_ranks["normalised"]:
-        assert rank["model"]["preprocess.moments.0.count"] == 3 * 16 * 8
+        assert rank["model"]["model preprocess.moments.0.count"] == 3 * 16 * 8
 
 
 def test_one_rank_returns_its_input() -> None:
@@ -111,7 +111,7 @@ def test_parts_of_all_ranks_form_the_minibatches_of_one_process() -> None:
 @pytest.mark.parametrize(
     ("overrides", "is_tensor", "key"),
     [
-        (["agent=sac", "env=pendulum"], False, "agent.algorithm=ml_pipeline.algorithms.sac.SAC"),
+        (["agent.algorithm=own_parts.ONE_PROCESS"], False, "agent.algorithm=own_parts.ONE_PROCESS"),
         (["agent=dqn", "env=torch_cartpole"], True, "dqn.* with env.target=.*TorchCartPole"),
         (["env=hockey", "opponent=self_play"], False, "opponent"),
         (["env=hockey", "curriculum=hockey"], False, "curriculum"),
@@ -121,11 +121,12 @@ def test_settings_that_need_one_process_are_refused(
     overrides: list[str], is_tensor: bool, key: str
 ) -> None:
     config = checked_config(compose_config(overrides))
-    place = make_plan(checked_config(compose_config(["device=cpu", "logger=[]"]))).place
+    plan = make_plan(checked_config(compose_config(["device=cpu", "logger=[]"])))
+    place = plan.place
 
-    check_ranks(config, place, is_tensor=is_tensor)  # one process accepts it
+    check_ranks(config, place, plan.agent, is_tensor=is_tensor)  # one process accepts it
     with pytest.raises(ConfigError, match=rf"{key}: does not train on 2 ranks"):
-        check_ranks(config, place._replace(world=World(0, 2)), is_tensor=is_tensor)
+        check_ranks(config, place._replace(world=World(0, 2)), plan.agent, is_tensor=is_tensor)
 
 
 def test_each_rank_resumes_from_its_own_state() -> None:

@@ -26,12 +26,17 @@ class DeviceRows:
         programs: Programs,
         *,
         n_envs: int,
+        n_all_envs: int,
         n_drawn: int,
     ) -> None:
-        """``row_tables`` hold the current row; ``next_tables`` what the envs observe after it."""
+        """``row_tables`` hold the current row; ``next_tables`` what the envs observe after it.
+
+        ``counts`` are those of ``n_all_envs``, the envs of all ranks.
+        """
         self._row_tables = row_tables
         self._next_tables = next_tables
         self._n_envs = n_envs
+        self._n_all_envs = n_all_envs
         self._n_drawn = n_drawn
         table = row_tables["reward"]
         self._n_rows, device = len(table) // n_envs, table.device
@@ -89,4 +94,5 @@ class DeviceRows:
         n_drawn = (written - self._first).clamp(max=self._n_drawn)
         first = (written - n_drawn) % self._n_rows
         newest = (written - 1) % self._n_rows
-        self.counts.copy_(torch.stack([n_drawn * self._n_envs, first * self._n_envs, newest]))
+        n_envs = self._n_all_envs
+        self.counts.copy_(torch.stack([n_drawn * n_envs, first * n_envs, newest]))
