@@ -55,6 +55,8 @@ REPLAY_CASES = {
         f"+env.wrappers.stack={STACK}",
     ],
     "sac, masks": ["agent=sac", "env.id=null", "env.target=tiny_envs.ForbiddingEnv"],
+    "sac, tensor": ["agent=sac", "env=torch_pendulum", "vec_env=auto", "agent.normalize_obs=true"],
+    "dqn, tensor": ["agent=dqn", "env=torch_cartpole", "vec_env=auto", "agent.n_step=3"],
     "dqn, empty parts": [*DQN, "agent.batch_size=2", "agent.priority_exponent=0.6"],
 }
 PARTS = ("model", "target", "actor", "critics", "targets", "temperature", "preprocess")

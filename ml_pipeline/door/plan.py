@@ -154,7 +154,7 @@ def make_plan(
     reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
     if reason is not None:
         raise ConfigError(reason)
-    check_ranks(config, place, agent, is_tensor=tensor_env is not None)
+    check_ranks(config, place, agent)
     check_saved_envs(config, place.world, state)
     pool = None
     if self_play is not None:

@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ml_pipeline.config.off_policy import OffPolicyConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.device import precision_of_products
 from ml_pipeline.distributed import World
@@ -23,17 +22,13 @@ from ml_pipeline.signals import Interrupted, StopSignals
 from ml_pipeline.training.rank_loop import RankLoop
 
 
-def check_ranks(config: TrainConfig, place: Place, agent: Agent, *, is_tensor: bool) -> None:
+def check_ranks(config: TrainConfig, place: Place, agent: Agent) -> None:
     """Refuse settings that need one process, and sizes that are too small for all ranks."""
     if place.world.size == 1:
         return
     modules = getattr(agent, "model", nn.Module()).modules()
     has_batch_norm = any(isinstance(each, _BatchNorm) for each in modules)
     for is_wrong, key in (
-        (
-            is_tensor and isinstance(config.agent, OffPolicyConfig),
-            f"agent.algorithm={config.agent.algorithm} with env.target={config.env.target}",
-        ),
         (has_batch_norm, "network, which has BatchNorm layers"),
         (not find_algorithm(config).trains_on_ranks, f"agent.algorithm={config.agent.algorithm}"),
         (config.opponent is not None, "opponent"),

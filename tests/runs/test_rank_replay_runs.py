@@ -100,6 +100,24 @@ def test_stopped_ranks_with_replay_resume_bit_for_bit(complete: Any, tmp_path: P
 
 @needs_proc
 @pytest.mark.slow
+def test_stopped_ranks_with_replay_of_tensor_envs_resume_bit_for_bit(tmp_path: Path) -> None:
+    options = ["env=torch_pendulum", "vec_env=auto", SIZE]
+    ended(start("sac", tmp_path / "whole", *options))
+    stopped = start("sac", tmp_path / "stopped", *options)
+    read_until(stopped, "iteration 1 ")
+    os.kill(stopped.pid, signal.SIGTERM)
+    output = ended(stopped)
+    run = run_folder(tmp_path / "stopped")
+
+    resumed = ended(torchrun(2, SCRIPTS["sac"], f"resume={run}"))
+
+    assert "stopped by SIGTERM" in output, output
+    assert "in the middle of its episodes" in resumed, resumed
+    assert_equal_runs(run, run_folder(tmp_path / "whole"))
+
+
+@needs_proc
+@pytest.mark.slow
 def test_killed_ranks_with_replay_resume_bit_for_bit(complete: Any, tmp_path: Path) -> None:
     agent, whole = complete
     killed = start(agent, tmp_path, SIZE)
