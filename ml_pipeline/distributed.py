@@ -279,18 +279,20 @@ class _Watchdog(threading.Thread):
         self.ended = threading.Event()
         self._store = store
         self._rank = rank
-        self._launcher = os.getppid()
+        # Without torchrun, the process that started this rank need not outlive it.
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.start()
 
     def run(self) -> None:
+        has_store = True
         while not self.ended.wait(_WATCH_SECONDS):
-            if os.getppid() != self._launcher:  # a killed launcher cannot end its ranks
+            if self._launcher not in (None, os.getppid()):  # killed, so it cannot end its ranks
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             try:
-                is_lost = self._store.check([_ROLL_CALL])
-            except RuntimeError:  # the machine of the store has ended, or this rank's launcher
-                continue
+                is_lost = has_store and self._store.check([_ROLL_CALL])
+            except RuntimeError:  # the launcher with the store has ended
+                is_lost = has_store = False
             if is_lost and not self.ended.wait(_END_SECONDS):
                 break
         else:

@@ -69,11 +69,13 @@ class Hosts:
                 return pid
         raise AssertionError(f"host {host} has no rank")
 
-    def start(self, *words: str, c10d: bool = True) -> list[Launched]:
-        """Start torchrun with one rank on each host."""
+    def start(self, *words: str, c10d: bool = True, on: str = "ab") -> list[Launched]:
+        """Start torchrun with one rank on each host, or on those of ``on``."""
         self._n_starts += 1
         launched = []
         for number, (host, address) in enumerate(ADDRESSES.items()):
+            if host not in on:
+                continue
             if c10d:
                 endpoint = f"--rdzv_endpoint={ADDRESSES['a']}:{PORT}"
                 is_host = f"--rdzv_conf=is_host={int(number == 0)}"

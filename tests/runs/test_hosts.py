@@ -103,3 +103,19 @@ def test_restart_after_a_dead_rank_resumes_on_both_hosts(
     assert (code, other_code) == (0, 0), output
     assert f"restart 1 of torchrun: resuming {run_folder(runs)} from env step 512" in output
     assert "finished at env step 2,048 of 2,048" in output
+
+
+def test_host_that_died_joins_again_with_the_same_command(hosts: Hosts, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    words = ["--max-restarts=1", *WORDS, "total_steps=2048", f"run_root={runs}"]
+    first, dead = hosts.start(*words, c10d=False)
+    wait_for(runs, CHECKPOINT)
+    hosts.kill("b")
+    dead.ended(10.0)
+    (again,) = hosts.start(*words, c10d=False, on="b")
+    (code, output), (other_code, _) = all_ended([first, again])
+
+    assert (code, other_code) == (0, 0), output
+    assert "rank 1 on nodeb: killed, cut off or hanging" in output
+    assert f"restart 1 of torchrun: resuming {run_folder(runs)} from env step 512" in output
+    assert "finished at env step 2,048 of 2,048" in output

@@ -30,6 +30,7 @@ from ml_pipeline.door.compose import compose_config
 from ml_pipeline.door.restarts import Start, find_start
 
 SIZE = "total_steps=3840"  # 15 iterations
+pytestmark = pytest.mark.timeout(300)  # several launches of torchrun
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 
 
@@ -101,7 +102,10 @@ def test_ranks_of_a_killed_torchrun_save_and_stop(tmp_path: Path) -> None:
 
     assert "stopped by SIGTERM" in output, output
     assert (run_folder(tmp_path) / "checkpoints" / "latest.pt").exists()
-    assert [pid for pid in ranks if is_running(pid)] == []
+    deadline = time.monotonic() + 10.0  # a process closes its output shortly before it ends
+    while any(is_running(pid) for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
