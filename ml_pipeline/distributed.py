@@ -7,15 +7,16 @@ same order: each call waits for the others, until ``rank_timeout_seconds`` have 
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,75 +24,62 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ml_pipeline.errors import UserError, last_line, shorten
+from ml_pipeline.errors import last_line, shorten
+from ml_pipeline.meeting import RankError, choose_interface, is_launched, launched_rank, meet
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+__all__ = ["ALONE", "RankError", "World", "join_world", "launched_rank", "rank_device"]
+
 Value = TypeVar("Value")
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 _ROLL_CALL_SECONDS = 3.0
 _WATCH_SECONDS = 1.0
 _END_SECONDS = 6.0  # a rank that the others have lost ends within this time
 _ROLL_CALL = "roll call"
-_run_numbers = itertools.count()
-
-
-class RankError(UserError):
-    """Another rank failed, ended or does not answer."""
-
-
-def launched_rank() -> int:
-    """The rank that torchrun gave to this process; 0 without torchrun."""
-    return int(os.environ["RANK"]) if _is_launched() else 0
 
 
 def rank_device(device: torch.device) -> torch.device:
     """The GPU of this rank, if several ranks share a machine and the config names no index."""
-    if not _is_launched() or device.type != "cuda" or device.index is not None:
+    if not is_launched() or device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
 def join_world(device: torch.device, timeout_seconds: float) -> World:
     """The ranks that torchrun has started, or a single one; waits until all have joined."""
-    if not _is_launched():
+    if not is_launched():
         return World()
-    # Not every build of torch has them.
+    # Not every build of torch has it.
     from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
 
     rank, size = launched_rank(), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(seconds=timeout_seconds)
     if dist.is_initialized():
         dist.destroy_process_group()  # an earlier run of this process
     # Two ranks cannot share a GPU with NCCL; Gloo copies through the host.
     n_local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     has_nccl = device.type == "cuda" and n_local <= torch.cuda.device_count()
     backend = "cpu:gloo,cuda:nccl" if has_nccl and dist.is_nccl_available() else "gloo"
+    choose_interface()
+    store, _ = meet("", timeout_seconds)
+    hosts: list[Any] = [None] * size
     try:
-        store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
-        # A process may start several runs, one after the other; each has its own keys.
-        store = PrefixStore(f"run {next(_run_numbers)}", store)
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
             rank=rank,
             world_size=size,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_seconds),
         )
-        store.set(f"host/{rank}", platform.node())
+        dist.all_gather_object(hosts, platform.node())
     except (RuntimeError, ValueError) as error:
         raise RankError(
-            f"WORLD_SIZE={size}: not all ranks joined rank {rank} within {timeout_seconds:g} s "
-            f"({shorten(last_line(error))}); look for the first error among the others"
+            f"rank {rank} on {platform.node()}: cannot connect to the other ranks "
+            f"({shorten(last_line(error))}); open all ports between the machines, and name their "
+            "network interface by GLOO_SOCKET_IFNAME"
         ) from error
-    return World(rank, size, store=store, watchdog=_Watchdog(store, rank))
-
-
-def _is_launched() -> bool:
-    return all(name in os.environ for name in _VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
+    return World(rank, size, hosts=hosts, store=store, watchdog=_Watchdog(store, rank))
 
 
 class World:
@@ -105,11 +93,13 @@ class World:
         rank: int = 0,
         size: int = 1,
         *,
+        hosts: Sequence[str] = (),
         store: Store | None = None,
         watchdog: _Watchdog | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
+        self._hosts = hosts
         self._store = store
         self._watchdog = watchdog
         self._is_over = False
@@ -216,16 +206,13 @@ class World:
         if self._store is None or self._watchdog is None:
             return
         self._watchdog.ended.set()
-        try:
-            if error is None:
-                self._store.set(f"left/{self.rank}", "it has finished")
-            elif not isinstance(error, RankError):
-                cause = f"{type(error).__name__}: {shorten(last_line(error), 300)}"
-                self._store.set(f"left/{self.rank}", cause)
-        except RuntimeError:  # the store ended first; the others notice that
-            self._store = None
-        finally:
-            dist.destroy_process_group()
+        cause = "it has finished"
+        if error is not None:
+            cause = f"{type(error).__name__}: {shorten(last_line(error), 300)}"
+        if not isinstance(error, RankError):
+            # If the store does not answer, the others notice that.
+            _answer(partial(self._store.set, f"left/{self.rank}", cause))
+        dist.destroy_process_group()
 
     @contextmanager
     def _others_named(self) -> Iterator[None]:
@@ -238,49 +225,78 @@ class World:
 
     def _roll_call(self) -> str:
         """Who failed, and who does not answer; every rank that lost another one calls this."""
-        store, ranks = self._store, range(self.size)
-        if store is None:
-            return f"rank {self.rank}: lost the other ranks"
-        try:
-            store.set(f"here/{self.rank}", "")
-            store.set(_ROLL_CALL, "")
-            missing, left = list(ranks), list[int]()
-            deadline = time.monotonic() + _ROLL_CALL_SECONDS
-            while missing and time.monotonic() < deadline:
-                left = [rank for rank in ranks if store.check([f"left/{rank}"])]
-                missing = [each for each in ranks if not store.check([f"here/{each}"])]
-                missing = [each for each in missing if each not in left]
-                time.sleep(0.05)
-            faults = [f"{self._name(each)}: {store.get(f'left/{each}').decode()}" for each in left]
-            faults += [f"{self._name(each)}: killed, cut off or hanging" for each in missing]
-            if missing and not left:
-                faults[-1] += "; if it is only slow, raise rank_timeout_seconds"
-        except RuntimeError:
-            return f"rank {self.rank}: the store on {os.environ['MASTER_ADDR']} does not answer"
+        store = self._store
+        found = None if store is None else _answer(partial(self._missing, store))
+        if found is None:
+            lost = "killed or cut off" if self.rank else "lost its launcher"
+            address = os.environ["MASTER_ADDR"]
+            return f"{self._name(0)}: {lost}; the store of torchrun on {address} does not answer"
+        left, missing = found
+        faults = [f"{self._name(each)}: {cause}" for each, cause in left.items()]
+        faults += [f"{self._name(each)}: killed, cut off or hanging" for each in missing]
+        if missing and not left:
+            faults[-1] += "; if it is only slow, raise rank_timeout_seconds"
         return "; ".join(faults) or f"rank {self.rank}: a connection between the ranks broke"
 
+    def _missing(self, store: Store) -> tuple[dict[int, str], list[int]]:
+        """The ranks that left, with their causes, and those that do not answer."""
+        store.set(f"here/{self.rank}", "")
+        store.set(_ROLL_CALL, "")
+        missing, left = list(range(self.size)), list[int]()
+        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        while missing and time.monotonic() < deadline:
+            left = [rank for rank in range(self.size) if store.check([f"left/{rank}"])]
+            missing = [each for each in missing if not store.check([f"here/{each}"])]
+            missing = [each for each in missing if each not in left]
+            time.sleep(0.05)
+        return {each: store.get(f"left/{each}").decode() for each in left}, missing
+
     def _name(self, rank: int) -> str:
-        if self._store is None or not self._store.check([f"host/{rank}"]):
-            return f"rank {rank}"
-        return f"rank {rank} on {self._store.get(f'host/{rank}').decode()}"
+        return f"rank {rank} on {self._hosts[rank]}" if self._hosts else f"rank {rank}"
+
+
+def _answer(ask: Callable[[], Value]) -> Value | None:
+    """The answer of the store; None if it does not answer in time, as after a cut of the network.
+
+    A call of a store that is cut off returns only after many minutes, so it gets its own thread.
+    """
+    answers: list[Value] = []
+
+    def wait() -> None:
+        with suppress(RuntimeError):  # the store has ended; there is no answer
+            answers.append(ask())
+
+    thread = threading.Thread(target=wait, name="call of the store", daemon=True)
+    thread.start()
+    thread.join(_ROLL_CALL_SECONDS + 2.0)
+    return answers[0] if answers else None
 
 
 class _Watchdog(threading.Thread):
-    """Ends this process if the others have lost this rank and it does not end by itself."""
+    """Ends this process if the others have lost this rank and it does not end by itself.
+
+    It also stops this rank, and with it all others, if torchrun was killed.
+    """
 
     def __init__(self, store: Store, rank: int) -> None:
         super().__init__(name="rank watchdog", daemon=True)
         self.ended = threading.Event()
         self._store = store
         self._rank = rank
+        # Without torchrun, the process that started this rank need not outlive it.
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.start()
 
     def run(self) -> None:
+        has_store = True
         while not self.ended.wait(_WATCH_SECONDS):
-            try:
-                is_lost = self._store.check([_ROLL_CALL])
-            except RuntimeError:  # the launcher has ended, and ends its ranks
+            if self._launcher not in (None, os.getppid()):  # killed, so it cannot end its ranks
+                os.kill(os.getpid(), signal.SIGTERM)
                 return
+            try:
+                is_lost = has_store and self._store.check([_ROLL_CALL])
+            except RuntimeError:  # the launcher with the store has ended
+                is_lost = has_store = False
             if is_lost and not self.ended.wait(_END_SECONDS):
                 break
         else:

@@ -118,12 +118,17 @@ class _FailedError(BaseException):
 def _run(cfg: DictConfig) -> float:
     """One run; returns the value of ``cfg.objective`` for sweepers."""
     from ml_pipeline import build
+    from ml_pipeline.door.restarts import find_start
 
     job = HydraConfig.get()
     if job.mode == RunMode.MULTIRUN:
         return _run_in_sweep(cfg, job)
     try:
-        return build.run(cfg, job.overrides.task).objective
+        find_modules_in_cwd()
+        start = find_start(cfg, job.overrides.task)
+        if start.is_complete:
+            return math.nan
+        return build.run(start.cfg, start.overrides, folder=start.folder).objective
     except Exception as error:
         raise _FailedError(error) from None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import rank_runs
 import torch
+from conftest import REPOSITORY
 from rank_runs import CASES, torchrun, trained
 
 from ml_pipeline.distributed import World, launched_rank
@@ -144,3 +146,14 @@ def test_process_is_a_rank_only_with_all_variables_of_torchrun(
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert launched_rank() == 3
+
+
+def test_table_of_all_reduces_in_the_docs_follows_the_model_of_the_benchmark() -> None:
+    link = runpy.run_path(str(REPOSITORY / "benchmarks" / "scale.py"))["parse_link"]("10:50")
+    page = (REPOSITORY / "docs" / "scale.md").read_text()
+
+    rows = {2: "0.13 ms | 32 ms", 8: "0.75 ms | 57 ms", 64: "6.4 ms | 69 ms"}
+    for n_ranks, shown in rows.items():
+        seconds = [link.all_reduce_seconds(n_ranks, 4 * (n + 1)) for n in (9_155, 10_000_000)]
+        assert " | ".join(f"{1e3 * each:.2g} ms" for each in seconds) == shown
+        assert f"| {n_ranks} | {shown} |" in page
