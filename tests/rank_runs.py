@@ -26,6 +26,7 @@ REPLAY = [
     *("agent.iteration_length=5", "agent.buffer_size=96", "agent.batch_size=16"),
     *("agent.learning_starts=40", "agent.updates_per_env_step=0.25", "network.hidden_sizes=[16]"),
 ]
+TENSOR = ["env=torch_pendulum", "vec_env=auto", "+env.kwargs.max_episode_steps=7"]
 NORMALISED = ["agent.normalize_obs=true", "agent.scale_reward=true"]
 CASES = {
     "discrete": ["env=cartpole"],
@@ -34,7 +35,7 @@ CASES = {
     "continuous": ["env=pendulum"],
     "normalised": ["env=pendulum", *NORMALISED],
     "recurrent": ["env=cartpole", "network=lstm"],
-    "tensor": ["env=torch_pendulum", "vec_env=auto", *NORMALISED],
+    "tensor": [*TENSOR, *NORMALISED],
 }
 STACK = "{_target_: gymnasium.wrappers.FrameStackObservation, stack_size: 4}"
 SAC, DQN = ["agent=sac", "env=pendulum"], ["agent=dqn", "env=cartpole", "agent.target_every=4"]
@@ -55,7 +56,7 @@ REPLAY_CASES = {
         f"+env.wrappers.stack={STACK}",
     ],
     "sac, masks": ["agent=sac", "env.id=null", "env.target=tiny_envs.ForbiddingEnv"],
-    "sac, tensor": ["agent=sac", "env=torch_pendulum", "vec_env=auto", "agent.normalize_obs=true"],
+    "sac, tensor": ["agent=sac", *TENSOR, "agent.normalize_obs=true"],
     "dqn, tensor": ["agent=dqn", "env=torch_cartpole", "vec_env=auto", "agent.n_step=3"],
     "dqn, empty parts": [*DQN, "agent.batch_size=2", "agent.priority_exponent=0.6"],
 }

@@ -32,6 +32,7 @@ AGENTS = {
     "dqn": ["env=cartpole", "agent.priority_exponent=0.6", "agent.n_step=3"],
 }
 SIZE = "total_steps=1536"  # 24 iterations
+pytestmark = pytest.mark.xdist_group("rank_replay_runs")  # tests share complete runs
 SCRIPTS = {name: str(REPOSITORY / f"train_{name}.py") for name in AGENTS}
 
 
@@ -83,6 +84,7 @@ def assert_equal_runs(broken: Path, whole: Path) -> None:
 
 @needs_proc
 @pytest.mark.slow
+@pytest.mark.parametrize("complete", ["sac"], indirect=True)
 def test_stopped_ranks_with_replay_resume_bit_for_bit(complete: Any, tmp_path: Path) -> None:
     agent, whole = complete
     stopped = start(agent, tmp_path, SIZE)
@@ -101,8 +103,8 @@ def test_stopped_ranks_with_replay_resume_bit_for_bit(complete: Any, tmp_path: P
 @needs_proc
 @pytest.mark.slow
 def test_stopped_ranks_with_replay_of_tensor_envs_resume_bit_for_bit(tmp_path: Path) -> None:
-    options = ["env=torch_pendulum", "vec_env=auto", SIZE]
-    ended(start("sac", tmp_path / "whole", *options))
+    options = ["env=torch_pendulum", "vec_env=auto", "+env.kwargs.max_episode_steps=50", SIZE]
+    complete = ended(start("sac", tmp_path / "whole", *options))
     stopped = start("sac", tmp_path / "stopped", *options)
     read_until(stopped, "iteration 1 ")
     os.kill(stopped.pid, signal.SIGTERM)
@@ -111,6 +113,7 @@ def test_stopped_ranks_with_replay_of_tensor_envs_resume_bit_for_bit(tmp_path: P
 
     resumed = ended(torchrun(2, SCRIPTS["sac"], f"resume={run}"))
 
+    assert "finished at env step 1,536 of 1,536" in complete, complete
     assert "stopped by SIGTERM" in output, output
     assert "in the middle of its episodes" in resumed, resumed
     assert_equal_runs(run, run_folder(tmp_path / "whole"))
@@ -118,6 +121,7 @@ def test_stopped_ranks_with_replay_of_tensor_envs_resume_bit_for_bit(tmp_path: P
 
 @needs_proc
 @pytest.mark.slow
+@pytest.mark.parametrize("complete", ["dqn"], indirect=True)
 def test_killed_ranks_with_replay_resume_bit_for_bit(complete: Any, tmp_path: Path) -> None:
     agent, whole = complete
     killed = start(agent, tmp_path, SIZE)

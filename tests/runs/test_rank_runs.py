@@ -78,48 +78,29 @@ def is_running(pid: int) -> bool:
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 
 
-@pytest.fixture(scope="module")
-def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that nothing interrupted."""
-    folder = tmp_path_factory.mktemp("complete")
-    output = ended(start(folder, "vec_env=serial", SIZE))
-    assert "finished at env step 7,680 of 7,680" in output
-    return run_folder(folder)
-
-
 @needs_proc
 @pytest.mark.slow
-@pytest.mark.parametrize("receiver", ["torchrun", "rank 1"])
-def test_stopped_ranks_resume_bit_for_bit(receiver: str, complete: Path, tmp_path: Path) -> None:
-    stopped = start(tmp_path, "vec_env=serial", SIZE)
+@pytest.mark.parametrize(
+    ("receiver", "options"),
+    [("rank 1", ["vec_env=serial"]), ("torchrun", ["env=torch_pendulum"])],
+    ids=["signal to a rank", "signal to torchrun, tensor envs"],
+)
+def test_stopped_ranks_resume_bit_for_bit(
+    receiver: str, options: list[str], tmp_path: Path
+) -> None:
+    complete = ended(start(tmp_path / "whole", *options, SIZE))
+    stopped = start(tmp_path / "stopped", *options, SIZE)
     read_until(stopped, "iteration 1 ")
     pid = stopped.pid if receiver == "torchrun" else rank_pid(stopped.pid, 1)
     os.kill(pid, signal.SIGTERM)
-    output = ended(stopped)
-    run = run_folder(tmp_path)
-
-    resumed = ended(torchrun(2, TRAIN, f"resume={run}"))
-
-    assert "stopped by SIGTERM" in output, output
-    assert "resume with: torchrun --nproc_per_node=2" in output
-    assert "in the middle of its episodes" in resumed, resumed
-    assert checkpoint_numbers(run) == checkpoint_numbers(complete)
-
-
-@needs_proc
-@pytest.mark.slow
-def test_stopped_ranks_with_tensor_envs_resume_bit_for_bit(tmp_path: Path) -> None:
-    whole = start(tmp_path / "whole", "env=torch_pendulum", SIZE)
-    ended(whole)
-    stopped = start(tmp_path / "stopped", "env=torch_pendulum", SIZE)
-    read_until(stopped, "iteration 1 ")
-    os.kill(stopped.pid, signal.SIGTERM)
     output = ended(stopped)
     run = run_folder(tmp_path / "stopped")
 
     resumed = ended(torchrun(2, TRAIN, f"resume={run}"))
 
+    assert "finished at env step 7,680 of 7,680" in complete, complete
     assert "stopped by SIGTERM" in output, output
+    assert "resume with: torchrun --nproc_per_node=2" in output
     assert "in the middle of its episodes" in resumed, resumed
     assert checkpoint_numbers(run) == checkpoint_numbers(run_folder(tmp_path / "whole"))
 

@@ -30,7 +30,8 @@ from ml_pipeline.door.compose import compose_config
 from ml_pipeline.door.restarts import Start, find_start
 
 SIZE = "total_steps=3840"  # 15 iterations
-pytestmark = pytest.mark.timeout(300)  # several launches of torchrun
+# Several launches of torchrun, and a run that several tests share.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("restarts")]
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 
 
@@ -58,13 +59,10 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_proc
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_restarted_ranks_continue_their_run_bit_for_bit(
-    rank: int, complete: Path, tmp_path: Path
-) -> None:
+def test_restarted_ranks_continue_their_run_bit_for_bit(complete: Path, tmp_path: Path) -> None:
     process = start(tmp_path)
     wait_for_checkpoint(tmp_path)
-    os.kill(rank_pid(process.pid, rank), signal.SIGKILL)
+    os.kill(rank_pid(process.pid, 0), signal.SIGKILL)
     output = ended(process)
 
     run = run_folder(tmp_path)  # the only one

@@ -273,10 +273,10 @@ def test_sizes_and_layers_that_do_not_fit_several_ranks_are_refused() -> None:
     agent.model = nn.Sequential(nn.BatchNorm1d(2))  # type: ignore[attr-defined]
 
     with pytest.raises(ConfigError, match="network, which has BatchNorm layers: does not train on"):
-        check_ranks(config, place, agent, is_tensor=False)  # type: ignore[arg-type]
+        check_ranks(config, place, agent)  # type: ignore[arg-type]
     config.agent.buffer_size = 15  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"2 ranks: agent.buffer_size=15: .* use at least 16"):
-        check_ranks(config, place, plan.agent, is_tensor=False)
+        check_ranks(config, place, plan.agent)
 
 
 class Silent:

@@ -33,7 +33,7 @@ class TensorRolloutStats:
     def episodes(self) -> list[Episode]:
         """One entry: the mean of all episodes that ended."""
         n, episode_return, length = self._collector.totals.tolist()
-        return [Episode(episode_return / n, length / n, int(n))] if n else []
+        return [Episode(episode_return / n, length / n, int(n), {})] if n else []
 
     @property
     def seconds(self) -> float:

@@ -105,7 +105,7 @@ class TensorReplaySteps:
         n, total, length = torch.stack(self._ended).sum(dim=1).tolist()
         for each in self._ended:
             each.zero_()
-        return [Episode(total / n, length / n, int(n))] if n else []
+        return [Episode(total / n, length / n, int(n), {})] if n else []
 
     def _hold_position(self) -> None:
         """Give the envs their own tensors for their positions: each step overwrites them."""
