@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -42,6 +43,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_numbers = itertools.count()
+
+
 @pytest.fixture(autouse=True)
 def _no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Hide the developer's W&B login: tests must not upload anything."""
@@ -65,7 +69,9 @@ def config_home(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, user_key: bytes
 ) -> Path:
     """Use a new config folder, which holds only the key."""
-    folder = tmp_path_factory.mktemp("config")
+    # mktemp would list all folders of the tests before.
+    folder = tmp_path_factory.getbasetemp() / f"config_of_test_{next(_numbers)}"
+    folder.mkdir()
     _write_key(folder, user_key)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     return folder

@@ -120,9 +120,10 @@ def trained(folder: Path, case: str, n_envs: int) -> dict[str, Any]:
 def torchrun(n_ranks: int, *words: str, **variables: str) -> subprocess.Popen[str]:
     """Start ``n_ranks`` processes of a script, on a free port of this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [*command, f"--nproc_per_node={n_ranks}", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

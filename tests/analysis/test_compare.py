@@ -256,6 +256,7 @@ def test_tables_show_runs_groups_and_the_supported_claims(
     assert report == "report: report/report.html"
 
 
+@pytest.mark.slow
 def test_folder_given_twice_through_a_link_counts_once(
     run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +307,7 @@ def record_study(run_dirs: list[str]) -> str:
 
 
 @pytest.mark.parametrize("record", [record_sweep, record_study])
+@pytest.mark.slow
 def test_folder_of_a_sweep_or_a_study_stands_for_its_runs(
     runs: dict[str, str],
     here: Path,
@@ -329,6 +331,7 @@ def test_folder_of_a_sweep_or_a_study_stands_for_its_runs(
     assert lines == (missing if record is record_sweep else [])
 
 
+@pytest.mark.slow
 def test_sweep_is_found_from_another_folder_and_a_study_is_refused(
     runs: dict[str, str],
     here: Path,
@@ -403,6 +406,7 @@ def test_without_the_packages_for_a_report_the_tables_are_shown(
     assert main(["compare", run, "--report", "report"]) == 1
 
 
+@pytest.mark.slow
 def test_wandb_runs_are_downloaded_into_folders_that_compare_reads(
     run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def in_phases(run: RunData, phases: list[int]) -> RunData:
     return run._replace(rows=rows)
 
 
+@pytest.mark.slow
 def test_curves_are_marked_where_a_phase_starts(tmp_path: Path) -> None:
     phases = [[1, 2, 2, 2], [1, 1, 1, 2], [1, 1, 2, 3]]
     runs = [in_phases(run_of([1.0] * 4, seed), each) for seed, each in enumerate(phases)]
@@ -145,6 +146,7 @@ def test_twenty_groups_are_drawn_without_warnings(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_curve_of_one_evaluation_is_a_point(tmp_path: Path) -> None:
     group = Group("A", {}, [[run_of([1.0], 1)], [run_of([3.0], 2)]], [])
 

@@ -139,6 +139,7 @@ def test_run_logs_the_load_and_memory_of_its_workers(here: Path) -> None:
         assert all(5.0 < float(row["workers/rss_mb"]) < 2000.0 for row in rows)
 
 
+@pytest.mark.slow
 def test_straggler_is_named_once(capsys: Capture) -> None:
     env_fns = [partial(SlowEnv, seconds) for seconds in (0.001, 0.001, 0.01, 0.01)]
     env = ParallelEnv(env_fns, n_workers=2, start_method="fork", seed=1)

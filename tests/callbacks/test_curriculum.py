@@ -168,17 +168,16 @@ TENSOR = [*small(vec_env="auto"), "env.target=tiny_torch_envs.Stages", "env.id=n
     [
         pytest.param(PRIORITISED, "switch", id="dqn"),
         pytest.param(LINE, "switch", id="ppo"),
-        pytest.param(
-            [*TENSOR, "total_steps=128"], "switch", id="tensor env", marks=pytest.mark.slow
-        ),
-        pytest.param(PRIORITISED, "before", id="dqn, before", marks=pytest.mark.slow),
-        pytest.param(PRIORITISED, "after", id="dqn, after", marks=pytest.mark.slow),
-        pytest.param(LINE, "before", id="ppo, before", marks=pytest.mark.slow),
-        pytest.param(WORKERS, "switch", id="sac, workers", marks=pytest.mark.slow),
-        pytest.param(WORKERS, "after", id="sac, workers, after", marks=pytest.mark.slow),
-        pytest.param(HALVES, "switch", id="ppo, two halves", marks=pytest.mark.slow),
+        pytest.param([*TENSOR, "total_steps=128"], "switch", id="tensor env"),
+        pytest.param(PRIORITISED, "before", id="dqn, before"),
+        pytest.param(PRIORITISED, "after", id="dqn, after"),
+        pytest.param(LINE, "before", id="ppo, before"),
+        pytest.param(WORKERS, "switch", id="sac, workers"),
+        pytest.param(WORKERS, "after", id="sac, workers, after"),
+        pytest.param(HALVES, "switch", id="ppo, two halves"),
     ],
 )
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_unbroken_one(here: Path, settings: list[str], at: str) -> None:
     whole = train([*settings, TWO]).run_dir
     switch = column(whole, PHASE).index(2.0)  # iterations of the first phase
@@ -207,6 +206,7 @@ def test_a_tensor_env_gets_its_settings_in_place(here: Path) -> None:
     assert (lengths[0], lengths[-1]) == (2.0, 5.0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_continues_in_the_current_phase(here: Path) -> None:
     settings = [*LINE, "vec_env=parallel", "vec_env.n_workers=2", "vec_env.start_method=fork"]
     settings += ["vec_env.on_worker_death=restart", "total_steps=160", "~callbacks.evaluation"]

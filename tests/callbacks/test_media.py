@@ -86,6 +86,7 @@ def test_env_that_cannot_be_filmed_is_found_before_the_run_starts(
     assert not list(here.glob("runs/*/*"))
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_rows_of_metrics_csv_without_duplicates_after_a_resume(
     here: Path,
 ) -> None:
@@ -165,6 +166,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
             yield record
 
 
+@pytest.mark.slow
 def test_wandb_stores_curves_histograms_and_the_checkpoint(here: Path) -> None:
     settings = [*small(logger="wandb"), "logger.wandb.mode=offline"]
     run = train([*settings, "callbacks.media.every_steps=32"]).run_dir

@@ -157,6 +157,7 @@ def test_a_log_that_ends_at_any_byte_continues_to_the_same_log(case: Trained) ->
         assert walked(policy, str(folder)) == whole
 
 
+@pytest.mark.slow
 def test_files_that_grow_at_different_times_give_the_same_log(case: Trained) -> None:
     policy = loaded(case)
     whole = walked(policy, "whole")

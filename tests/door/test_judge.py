@@ -96,6 +96,7 @@ def test_recurrent_policies_and_portfolios(name: str, runs: Path) -> None:
     assert walk.accounts == (("portfolio",) if name == "portfolio" else ("SYN0", "SYN1"))
 
 
+@pytest.mark.slow
 def test_same_run_has_the_same_judgement(runs: Path) -> None:
     first, again = (judge_run("first", period="test", n_trials=3) for _ in range(2))
 

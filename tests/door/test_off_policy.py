@@ -125,6 +125,7 @@ def test_the_update_ratio_does_not_depend_on_the_number_of_envs(here: Path) -> N
         assert np.mean(measured[-8:]) == pytest.approx(0.25, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_new_update_ratio_holds_for_the_steps_after_the_resume(here: Path) -> None:
     settings = [*DQN, "vec_env=serial"]
     run = train([*settings, "total_steps=96", "agent.updates_per_env_step=0.5"]).run_dir

@@ -169,6 +169,7 @@ def test_script_without_hydra_trains_cartpole(here: Path) -> None:
     assert list(here.iterdir()) == [here / "script.py"]
 
 
+@pytest.mark.slow
 def test_trained_policy_is_loaded_and_played_in_three_lines(finished_run: Path, here: Path) -> None:
     script = code_blocks("without_hydra.md")[1]
 
@@ -179,6 +180,7 @@ def test_trained_policy_is_loaded_and_played_in_three_lines(finished_run: Path, 
     assert output.startswith("CartPole-v1 ")
 
 
+@pytest.mark.slow
 def test_loss_of_the_page_trains_and_can_be_swept(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

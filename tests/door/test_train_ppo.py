@@ -251,6 +251,7 @@ def test_stop_signal_waits_for_a_checkpoint_that_is_being_saved(started: Start, 
         assert not list(here.glob("runs/*/*/checkpoints/.*"))
 
 
+@pytest.mark.slow
 def test_stop_signal_ends_the_whole_sweep(command: Command, here: Path) -> None:
     stop = "+callbacks.stop={_target_: stopped_runs.StopAfter, n_iterations: 0}"
 
@@ -275,6 +276,7 @@ def test_sweep_makes_one_run_per_value_and_passes_its_name_to_the_logger(
     ]
 
 
+@pytest.mark.slow
 def test_failed_job_does_not_stop_the_sweep_and_makes_it_exit_with_1(
     command: Command, here: Path, capsys: Capture
 ) -> None:

@@ -106,6 +106,7 @@ def test_the_policy_observes_four_grey_frames_and_signs_of_rewards() -> None:
     assert np.array_equal(first[1:], second[:-1])  # the stack advances by one frame
 
 
+@pytest.mark.slow
 def test_an_episode_is_a_life_and_its_return_that_of_the_whole_game() -> None:
     steps = played(factory("Breakout")(), 1500)
 

@@ -239,6 +239,7 @@ def test_the_clock_of_the_cartridge_stands_still(tmp_path: Path) -> None:
     assert rewards == [0.0] * 10
 
 
+@pytest.mark.slow
 def test_several_emulators_in_a_worker_play_as_in_this_process(tmp_path: Path) -> None:
     make = partial(GameBoy, **write_game(tmp_path, "timing"), episode_length=4)
     actions = np.random.default_rng(1).integers(2, size=(6, 4))

@@ -572,6 +572,7 @@ def test_texts_of_a_folder_are_shown_as_they_are(
     assert "runs/[red]a/b" in output
 
 
+@pytest.mark.slow
 def test_comparison_shows_values_of_a_config_as_they_are(
     run: RunFolder, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

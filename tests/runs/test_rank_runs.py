@@ -26,7 +26,7 @@ OPTIONS = [
     "agent.scale_reward=true",
     "callbacks.checkpoints.every_steps=512",
 ]
-SIZE = "total_steps=7680"  # 30 iterations
+SIZE = "total_steps=3840"  # 15 iterations
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -98,7 +98,7 @@ def test_stopped_ranks_resume_bit_for_bit(
 
     resumed = ended(torchrun(2, TRAIN, f"resume={run}"))
 
-    assert "finished at env step 7,680 of 7,680" in complete, complete
+    assert "finished at env step 3,840 of 3,840" in complete, complete
     assert "stopped by SIGTERM" in output, output
     assert "resume with: torchrun --nproc_per_node=2" in output
     assert "in the middle of its episodes" in resumed, resumed

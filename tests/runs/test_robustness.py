@@ -132,6 +132,7 @@ def test_a_damaged_file_of_a_run_is_named(
         train([f"resume={finished_run}", "total_steps=128"])
 
 
+@pytest.mark.slow
 def test_compare_skips_a_damaged_run(finished_run: Path, capsys: Capture) -> None:
     bad = shutil.copytree(finished_run, "bad")
     Path(bad, "metrics.csv").write_text("env_steps,a\n32,much\n")

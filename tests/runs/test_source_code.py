@@ -87,6 +87,7 @@ def test_without_git_nothing_is_recorded(
     assert user_code(here) is None
 
 
+@pytest.mark.slow
 def test_diff_that_hangs_is_stopped(
     commit: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,6 @@ def test_mistake_in_a_space_is_refused(here: Path, rule: str, words: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_default_space_fits_any_number_of_envs() -> None:
     space = read_space(default_space(checked_config(compose_config([]))))
 

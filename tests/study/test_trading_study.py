@@ -50,6 +50,7 @@ def test_selection_by_another_period_than_validation_is_refused(
 
 
 @pytest.mark.parametrize("env", [[], ["env=trading", "vec_env=serial"]], ids=["tensor", "single"])
+@pytest.mark.slow
 def test_a_run_without_an_edge_is_not_deployed(env: list[str], here: Path) -> None:
     known = [each for each in TRADING if "correlation" not in each]
     walk = ["env.kwargs.data.market=random_walk"]

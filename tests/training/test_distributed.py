@@ -20,6 +20,8 @@ from ml_pipeline.training.rank_epochs import RankEpochs
 from ml_pipeline.training.rank_loop import own_state
 from ml_pipeline.training.rollout_buffer import RolloutBuffer
 
+pytestmark = pytest.mark.xdist_group("ranks")  # tests share the runs of two ranks
+
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:

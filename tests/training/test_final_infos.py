@@ -34,6 +34,7 @@ def test_final_numbers_are_logged_in_every_mode(here: Path, mode: str) -> None:
     assert infos_of(rows[2]) == {"is_success": 0.5, "n_goals": 8.5, "speed": 0.5}
 
 
+@pytest.mark.slow
 def test_infos_are_the_same_after_a_resume(here: Path) -> None:
     settings = [*SCORING, "vec_env=serial"]
     whole = train(settings).run_dir

@@ -38,6 +38,9 @@ CPU = torch.device("cpu")
 Results = dict[str, list[dict[str, Any]]]
 
 
+pytestmark = pytest.mark.xdist_group("rank_replay")  # tests share the runs of two ranks
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The results of both ranks, by case; one launch trains all cases."""
