@@ -183,7 +183,7 @@ def launch(n_ranks: int, task: dict[str, Any], limit: float) -> dict[str, Any]:
     )
     try:
         output, _ = process.communicate(timeout=limit)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: the ranks must not outlive this program
         os.killpg(process.pid, signal.SIGKILL)
         raise
     for line in output.splitlines():

@@ -30,7 +30,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[s
     process = torchrun(2, rank_runs.__file__, str(folder), *CASES)
     output, _ = process.communicate(timeout=110)
     assert process.returncode == 0, output
-    return {case: [torch.load(folder / f"{case}_{rank}.pt") for rank in (0, 1)] for case in CASES}
+    return {
+        case: [torch.load(folder / f"{case}_{rank}.pt", weights_only=True) for rank in (0, 1)]
+        for case in CASES
+    }
 
 
 @pytest.mark.slow

@@ -49,7 +49,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     output, _ = process.communicate(timeout=110)
     assert process.returncode == 0, output
     files = {case: [folder / f"{case}_{rank}.pt" for rank in (0, 1)] for case in REPLAY_CASES}
-    return {case: [torch.load(path) for path in paths] for case, paths in files.items()}
+    return {
+        case: [torch.load(path, weights_only=True) for path in paths]
+        for case, paths in files.items()
+    }
 
 
 @pytest.mark.slow
