@@ -1,4 +1,4 @@
-"""Training runs for tests of several ranks: ``torchrun --nproc_per_node=2 rank_runs.py FOLDER``.
+"""Training runs for tests of several ranks: ``torchrun --nproc_per_node=2 rank_runs.py FOLDER DEVICE``.
 
 Each case trains and saves the weights of every rank, with a checksum after each gradient step.
 """
@@ -19,7 +19,7 @@ from ml_pipeline.protocols import Callback
 from ml_pipeline.training.loop import Loop
 
 # 8 envs in all; 3 iterations of 2 epochs of 2 minibatches: 12 gradient steps.
-COMMON = ["vec_env=serial", "device=cpu", "logger=[]", "~callbacks.evaluation", "num_episodes=3"]
+COMMON = ["vec_env=serial", "logger=[]", "~callbacks.evaluation", "num_episodes=3"]
 ROLLOUTS = ["agent.n_steps=16", "agent.n_epochs=2", "agent.n_minibatches=2"]
 # 15 rows, of which the buffer holds 12; 112 env steps before the last one make 18 updates due.
 REPLAY = [
@@ -80,7 +80,7 @@ class Rows(Callback):
         self.rows.append({name: each for name, each in metrics.items() if "time/" not in name})
 
 
-def trained(folder: Path, case: str, n_envs: int) -> dict[str, Any]:
+def trained(folder: Path, case: str, n_envs: int, device: str = "cpu") -> dict[str, Any]:
     """Train one case; returns weights, checksums after each gradient step, and metrics."""
     checksums: list[float] = []
     rows = Rows()
@@ -99,21 +99,32 @@ def trained(folder: Path, case: str, n_envs: int) -> dict[str, Any]:
         setattr(FlatAdam, name, recorded(name))
     try:
         own = [*ROLLOUTS, *CASES[case]] if case in CASES else [*REPLAY, *REPLAY_CASES[case]]
-        overrides = [*COMMON, *own, f"n_envs={n_envs}", f"run_root={folder}"]
-        result = train(overrides, callbacks={"rows": rows})
+        settings = [f"n_envs={n_envs}", f"device={device}", f"run_root={folder}"]
+        result = train([*COMMON, *own, *settings], callbacks={"rows": rows})
     finally:
         for name, step in steps.items():
             setattr(FlatAdam, name, step)
     state = result.agent.state_dict()
     return {
         "model": {
-            f"{part} {name}": each.clone()
+            f"{part} {name}": each.cpu().clone()
             for part in PARTS
             for name, each in state.get(part, {}).items()
         },
         "checksums": checksums,
         "env_steps": result.env_steps,
         "rows": rows.rows,
+    }
+
+
+def of_two_ranks(folder: Path, *cases: str, device: str = "cpu") -> dict[str, list[dict[str, Any]]]:
+    """The results of both ranks, by case; one launch trains all cases."""
+    process = torchrun(2, __file__, str(folder), device, *cases)
+    output, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, output
+    return {
+        case: [torch.load(folder / f"{case}_{rank}.pt", weights_only=True) for rank in (0, 1)]
+        for case in cases
     }
 
 
@@ -131,7 +142,8 @@ def torchrun(n_ranks: int, *words: str, **variables: str) -> subprocess.Popen[st
 
 
 if __name__ == "__main__":
-    target, *names = sys.argv[1:]
+    target, chosen, *names = sys.argv[1:]
     rank = int(os.environ["RANK"])
     for each in names:
-        torch.save(trained(Path(target), each, n_envs=4), Path(target) / f"{each}_{rank}.pt")
+        result = trained(Path(target), each, n_envs=4, device=chosen)
+        torch.save(result, Path(target) / f"{each}_{rank}.pt")

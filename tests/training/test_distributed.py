@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_runs
 import torch
 from conftest import REPOSITORY
-from rank_runs import CASES, torchrun, trained
+from rank_runs import CASES, of_two_ranks, trained
 
 from ml_pipeline.distributed import World, launched_rank
 from ml_pipeline.door.compose import ConfigError, checked_config, compose_config
@@ -25,15 +24,7 @@ pytestmark = pytest.mark.xdist_group("ranks")  # tests share the runs of two ran
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """The results of both ranks, by case; one launch trains all cases."""
-    folder = tmp_path_factory.mktemp("ranks")
-    process = torchrun(2, rank_runs.__file__, str(folder), *CASES)
-    output, _ = process.communicate(timeout=110)
-    assert process.returncode == 0, output
-    return {
-        case: [torch.load(folder / f"{case}_{rank}.pt", weights_only=True) for rank in (0, 1)]
-        for case in CASES
-    }
+    return of_two_ranks(tmp_path_factory.mktemp("ranks"), *CASES)
 
 
 @pytest.mark.slow

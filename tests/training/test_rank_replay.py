@@ -10,7 +10,7 @@ import pytest
 import rank_runs
 import torch
 from gymnasium import spaces
-from rank_runs import REPLAY_CASES, torchrun, trained
+from rank_runs import REPLAY_CASES, of_two_ranks, trained
 from torch import nn
 
 from ml_pipeline.agents.distributions import Categorical
@@ -43,16 +43,7 @@ pytestmark = pytest.mark.xdist_group("rank_replay")  # tests share the runs of t
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """The results of both ranks, by case; one launch trains all cases."""
-    folder = tmp_path_factory.mktemp("ranks")
-    process = torchrun(2, rank_runs.__file__, str(folder), *REPLAY_CASES)
-    output, _ = process.communicate(timeout=110)
-    assert process.returncode == 0, output
-    files = {case: [folder / f"{case}_{rank}.pt" for rank in (0, 1)] for case in REPLAY_CASES}
-    return {
-        case: [torch.load(path, weights_only=True) for path in paths]
-        for case, paths in files.items()
-    }
+    return of_two_ranks(tmp_path_factory.mktemp("ranks"), *REPLAY_CASES)
 
 
 @pytest.mark.slow

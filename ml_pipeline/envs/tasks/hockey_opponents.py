@@ -2,7 +2,7 @@
 
 They chase a puck that comes closer, fall back to their goal otherwise, and shoot soon after they
 catch it. Rules and gains follow the BasicOpponent of the hockey-env package. That one swings its
-racket at random. These swing it with their own position and the puck's, so they have no state.
+racket by a phase that it keeps. These have no state: they see which way their racket turns.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ STRENGTH = {"weak": 0.5, "strong": 10.0, "basic": 10.0}  # proportional gain of 
 EITHER = "either"  # weak or strong, drawn for each episode
 _DAMPING = 0.5
 _BRAKE_SECONDS = 0.1
+_SWING_ANGLE = 0.9 * MAX_ANGLE  # where a swinging racket turns back
+_SWING_AHEAD = 0.3  # how far ahead of its angle the controller aims, in radians
 _SHOOT_BELOW = 7.0  # steps left to keep the puck
 
 
 def scripted_action(m: Any, view: Any, strength: float) -> tuple[Any, Any, Any, Any]:
     """The action for the 18 numbers that a player observes: floats, arrays [n] or tensors [n].
 
-    ``m`` has where, clip, sin and sqrt for them: ``FLOATS``, numpy or torch.
+    ``m`` has where, clip and sqrt for them: ``FLOATS``, numpy or torch.
     """
     x, y, angle, vx, vy, omega = (view[i] for i in range(6))
     puck_x, puck_y, puck_vx, puck_vy, keep = (view[i] for i in range(12, 17))
@@ -35,7 +37,9 @@ def scripted_action(m: Any, view: Any, strength: float) -> tuple[Any, Any, Any, 
     chases = comes & (x < puck_x) & (abs(y - puck_y) < 0.5)
     aim_x = m.where(chases, puck_x + 0.2, -BACK_LIMIT)
     aim_y = m.where(chases, puck_y + puck_vy * distance * 0.1, m.where(comes, puck_y, 0.0))
-    aim_angle = MAX_ANGLE * m.sin(3.0 * y + 2.0 * puck_x + puck_y)
+    turn = m.where(omega != 0.0, omega, puck_y)  # a racket at rest starts towards the puck
+    turn = m.where(abs(angle) > _SWING_ANGLE, -angle, turn)
+    aim_angle = angle + m.where(turn > 0.0, _SWING_AHEAD, -_SWING_AHEAD)
     shoots = m.where((keep > 0.0) & (keep < _SHOOT_BELOW), 1.0, 0.0)
     return (
         _control(m, aim_x - x, vx, strength, _BRAKE_SECONDS),
