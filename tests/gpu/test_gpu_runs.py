@@ -85,7 +85,8 @@ def test_out_of_gpu_memory_is_a_one_line_error(here: Path, hidden_sizes: str, wo
     total = total_memory(torch.device("cuda")) or 0
     gc.collect()  # graphs of earlier tests hold memory
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(256e6 / total)
+    held = torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((held + 256e6) / total)
     try:
         with pytest.raises(DeviceMemoryError, match=words) as caught:
             train([*small_auto(device="cuda", **size), f"network.hidden_sizes={hidden_sizes}"])

@@ -2,11 +2,12 @@
 
 They chase a puck that comes closer, fall back to their goal otherwise, and shoot soon after they
 catch it. Rules and gains follow the BasicOpponent of the hockey-env package. That one swings its
-racket by a phase that it keeps. These have no state: they see which way their racket turns.
+racket by a phase that it keeps. These have no state: angle and speed of the racket tell its phase.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -20,8 +21,9 @@ STRENGTH = {"weak": 0.5, "strong": 10.0, "basic": 10.0}  # proportional gain of 
 EITHER = "either"  # weak or strong, drawn for each episode
 _DAMPING = 0.5
 _BRAKE_SECONDS = 0.1
-_SWING_ANGLE = 0.9 * MAX_ANGLE  # where a swinging racket turns back
-_SWING_AHEAD = 0.3  # how far ahead of its angle the controller aims, in radians
+# Radians per second of a swing, and how far ahead of its phase a strong and a weak controller aim.
+# With these, angles and rhythm are close to those of the package's player.
+_SWING_RATE, _STRONG_LEAD, _WEAK_LEAD = 2.5, 0.5, 1.5
 _SHOOT_BELOW = 7.0  # steps left to keep the puck
 
 
@@ -37,9 +39,7 @@ def scripted_action(m: Any, view: Any, strength: float) -> tuple[Any, Any, Any, 
     chases = comes & (x < puck_x) & (abs(y - puck_y) < 0.5)
     aim_x = m.where(chases, puck_x + 0.2, -BACK_LIMIT)
     aim_y = m.where(chases, puck_y + puck_vy * distance * 0.1, m.where(comes, puck_y, 0.0))
-    turn = m.where(omega != 0.0, omega, puck_y)  # a racket at rest starts towards the puck
-    turn = m.where(abs(angle) > _SWING_ANGLE, -angle, turn)
-    aim_angle = angle + m.where(turn > 0.0, _SWING_AHEAD, -_SWING_AHEAD)
+    aim_angle = _next_angle(m, angle, m.where(omega != 0.0, omega / _SWING_RATE, puck_y), strength)
     shoots = m.where((keep > 0.0) & (keep < _SHOOT_BELOW), 1.0, 0.0)
     return (
         _control(m, aim_x - x, vx, strength, _BRAKE_SECONDS),
@@ -47,6 +47,16 @@ def scripted_action(m: Any, view: Any, strength: float) -> tuple[Any, Any, Any, 
         _control(m, aim_angle - angle, omega, strength / 2, 10 * _BRAKE_SECONDS),
         shoots,
     )
+
+
+def _next_angle(m: Any, angle: Any, speed: Any, strength: float) -> Any:
+    """Where a racket that swings as MAX_ANGLE * sin(phase) will be after the lead.
+
+    ``speed`` is that of the angle per radian of phase.
+    """
+    lead = _STRONG_LEAD if strength > 1.0 else _WEAK_LEAD
+    radius = m.sqrt(angle * angle + speed * speed) + 1e-6
+    return MAX_ANGLE * (math.cos(lead) * angle + math.sin(lead) * speed) / radius
 
 
 def _control(m: Any, error: Any, speed: Any, gain: float, brake_seconds: float) -> Any:
