@@ -20,12 +20,15 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.errors import last_line, shorten
 from ml_pipeline.meeting import RankError, choose_interface, is_launched, launched_rank, meet
+from ml_pipeline.rank_memory import MOST_BYTES, RankMemory, is_usable, new_file
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -64,6 +67,7 @@ def join_world(device: torch.device, timeout_seconds: float) -> World:
     choose_interface()
     store, _ = meet("", timeout_seconds)
     hosts: list[Any] = [None] * size
+    memory = None
     try:
         dist.init_process_group(
             backend,
@@ -73,13 +77,34 @@ def join_world(device: torch.device, timeout_seconds: float) -> World:
             timeout=timedelta(seconds=timeout_seconds),
         )
         dist.all_gather_object(hosts, platform.node())
+        if is_usable(device.type):
+            memory = _join_memory(rank, size, timeout_seconds)
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"rank {rank} on {platform.node()}: cannot connect to the other ranks "
             f"({shorten(last_line(error))}); open all ports between the machines, and name their "
             "network interface by GLOO_SOCKET_IFNAME"
         ) from error
-    return World(rank, size, hosts=hosts, store=store, watchdog=_Watchdog(store, rank))
+    watchdog = _Watchdog(store, rank)
+    return World(rank, size, hosts=hosts, store=store, watchdog=watchdog, memory=memory)
+
+
+def _join_memory(rank: int, size: int, timeout_seconds: float) -> RankMemory | None:
+    """Shared memory of all ranks; None if one of them cannot open it, as in separate containers."""
+    file = None
+    with suppress(OSError):
+        file = new_file(size) if rank == 0 else None
+    places: list[Any] = [None] * size
+    dist.all_gather_object(places, (file, os.getpid()))
+    file, memory = places[0][0], None
+    with suppress(OSError):
+        pids = [pid for _, pid in places]
+        memory = None if file is None else RankMemory(file, rank, pids, timeout_seconds)
+    have_joined: list[Any] = [None] * size
+    dist.all_gather_object(have_joined, memory is not None)
+    if rank == 0 and file is not None:
+        file.unlink()
+    return memory if all(have_joined) else None
 
 
 class World:
@@ -96,12 +121,14 @@ class World:
         hosts: Sequence[str] = (),
         store: Store | None = None,
         watchdog: _Watchdog | None = None,
+        memory: RankMemory | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self._hosts = hosts
         self._store = store
         self._watchdog = watchdog
+        self._memory = memory
         self._is_over = False
 
     def envs(self, n_envs: int) -> slice:
@@ -112,17 +139,31 @@ class World:
         """The sum over all ranks; changes ``tensor`` in place."""
         if self.size > 1:
             with self._others_named():
-                dist.all_reduce(tensor)
+                if self._memory is not None and tensor.nbytes <= MOST_BYTES:
+                    self._memory.add(tensor.view(-1).numpy())
+                else:
+                    dist.all_reduce(tensor)
         return tensor
+
+    def sum_array(self, array: NDArray[Any]) -> None:
+        """``sum`` of a flat array."""
+        if self._memory is not None and array.nbytes <= MOST_BYTES:
+            with self._others_named():
+                self._memory.add(array)
+        else:
+            self.sum(torch.from_numpy(array))
 
     def max(self, numbers: Sequence[int]) -> list[int]:
         """The maxima over all ranks, element by element."""
         if self.size == 1:
             return list(numbers)
-        tensor = torch.tensor(numbers)
+        own = np.array(numbers, np.int64)
         with self._others_named():
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return [int(each) for each in tensor]
+            if self._memory is not None:
+                own = self._memory.parts(own).max(0)
+            else:
+                dist.all_reduce(torch.from_numpy(own), dist.ReduceOp.MAX)
+        return [int(each) for each in own]
 
     def agreed(self, value: Value) -> Value:
         """The value of rank 0."""
@@ -139,6 +180,8 @@ class World:
             return [value]
         values: list[Any] = [None] * self.size
         with self._others_named():
+            if self._memory is not None and (found := self._memory.objects(value)) is not None:
+                return found
             dist.all_gather_object(values, value)
         return values
 
@@ -146,18 +189,26 @@ class World:
         """The items of all ranks in one list."""
         return [item for part in self.gathered(items) for item in part]
 
-    def average(self, grad: Tensor, loss: Any, share: float) -> Any:
-        """Average ``grad`` in place, weighted by ``share``; returns the average ``loss``.
+    def average(self, grad_and_loss: Tensor, loss: Tensor, share: float) -> Tensor:
+        """Average a gradient in place, weighted by ``share``; returns the average ``loss``.
 
-        ``share`` is this rank's part of the minibatch; the shares of all ranks add up to 1. One
-        all-reduce carries both, so all ranks see the same non-finite values.
+        ``share`` is this rank's part of the minibatch; the shares of all ranks add up to 1. The
+        last element is for the loss: one sum carries both, so all ranks see the same non-finite
+        values.
         """
         if self.size == 1:
             return loss
-        flat = torch.cat([grad, torch.as_tensor(loss, dtype=grad.dtype).to(grad.device).view(1)])
-        self.sum(flat.mul_(share))
-        grad.copy_(flat[:-1])
-        return flat[-1] if isinstance(loss, Tensor) else float(flat[-1])
+        grad_and_loss[-1] = loss
+        return self.sum(grad_and_loss.mul_(share))[-1].clone()
+
+    def average_array(self, grad_and_loss: NDArray[np.float32], loss: float, share: float) -> float:
+        """``average`` of an array on the CPU."""
+        if self.size == 1:
+            return loss
+        grad_and_loss[-1] = loss
+        grad_and_loss *= share
+        self.sum_array(grad_and_loss)
+        return float(grad_and_loss[-1])
 
     def weighted(self, values: Tensor, share: float) -> Tensor:
         """The average of means over parts of a minibatch, each with the ``share`` of its rank."""
@@ -180,10 +231,12 @@ class World:
         """Raise unless ``values`` has the same bits on all ranks."""
         if self.size == 1:
             return
-        bits = values.detach().flatten().view(torch.int32).long()
-        place = torch.arange(1, len(bits) + 1, device=bits.device)
-        own = int((bits * place).sum())  # wraps around, which is harmless
-        others = [rank for rank, each in enumerate(self.gathered(own)) if each != own]
+        bits = values.detach().cpu().numpy().ravel().view(np.int32).astype(np.int64)
+        checksums = np.zeros(self.size, np.int64)
+        checksums[self.rank] = bits @ np.arange(1, len(bits) + 1)  # may wrap, which is harmless
+        own = checksums[self.rank]
+        self.sum_array(checksums)
+        others = [rank for rank, each in enumerate(checksums) if each != own]
         if others:
             raise RankError(
                 f"rank {self.rank}: {what} differ from those of ranks {others}; "
@@ -206,6 +259,8 @@ class World:
         if self._store is None or self._watchdog is None:
             return
         self._watchdog.ended.set()
+        if self._memory is not None:
+            self._memory.leave()
         cause = "it has finished"
         if error is not None:
             cause = f"{type(error).__name__}: {shorten(last_line(error), 300)}"

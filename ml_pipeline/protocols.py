@@ -135,15 +135,18 @@ class Rates(NamedTuple):
 
 
 class UpdateResult(NamedTuple):
-    """Metrics of one gradient step, 0-d tensors; ``epoch`` returns one row per step instead."""
+    """Metrics of one gradient step; ``epoch`` returns one row per step instead.
 
-    policy_loss: Tensor
-    value_loss: Tensor
-    entropy: Tensor
-    approx_kl: Tensor
-    clip_fraction: Tensor
-    grad_norm: Tensor
-    finite: Tensor  # 0 if loss or gradient was not finite; such a step changes nothing
+    0-d tensors, or plain numbers if the gradient step has waited for the result anyway.
+    """
+
+    policy_loss: Any
+    value_loss: Any
+    entropy: Any
+    approx_kl: Any
+    clip_fraction: Any
+    grad_norm: Any
+    finite: Any  # 0 if loss or gradient was not finite; such a step changes nothing
 
 
 class Spaces(NamedTuple):

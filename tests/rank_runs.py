@@ -1,4 +1,4 @@
-"""Training runs for tests of several ranks: ``torchrun --nproc_per_node=2 rank_runs.py FOLDER DEVICE``.
+"""Training runs for tests of several ranks: ``torchrun ... rank_runs.py FOLDER DEVICE CASE...``.
 
 Each case trains and saves the weights of every rank, with a checksum after each gradient step.
 """

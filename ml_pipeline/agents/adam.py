@@ -71,9 +71,12 @@ class FlatAdam:
                 f"network parameters must be float32, got {', '.join(others)}; call .float()"
             )
         self.values = torch.cat([each.detach().flatten() for each in parameters])
-        self.grad, self._mean, self._square = (torch.zeros_like(self.values) for _ in range(3))
+        self._mean, self._square = torch.zeros_like(self.values), torch.zeros_like(self.values)
+        self._grad_and_loss = self.values.new_zeros(len(self.values) + 1)  # summed over ranks
+        self.grad = self._grad_and_loss[:-1]
         self.n_steps = torch.zeros((), device=self.values.device)
         if self.values.device.type == "cpu":
+            self._grad_and_loss_array = self._grad_and_loss.numpy()
             self._grad_array, self._n_steps_array = self.grad.numpy(), self.n_steps.numpy()
             held = ([each] for each in (self.values, self.grad, self._mean, self._square))
             self._fused: tuple[Any, ...] = (*held, [], [self.n_steps])
@@ -91,13 +94,13 @@ class FlatAdam:
         Nothing changes if the loss or a gradient is not finite. Does not synchronise with the
         device.
         """
-        loss = self.world.average(self.grad, loss, self.share)
+        loss = self.world.average(self._grad_and_loss, loss, self.share)
         limits = {"eps": self.eps, "max_grad_norm": self.max_grad_norm}
         return adam_step(self.tensors, self.grad, learning_rate, loss, **limits)
 
     def step_on_cpu(self, learning_rate: float, loss: float) -> tuple[float, bool]:
         """``step`` by the kernel of ``torch.optim.Adam(fused=True)``; waits for the result."""
-        loss = self.world.average(self.grad, loss, self.share)
+        loss = self.world.average_array(self._grad_and_loss_array, loss, self.share)
         grad = self._grad_array
         norm = math.sqrt(float(grad.dot(grad)))
         if not (math.isfinite(norm) and math.isfinite(loss)):

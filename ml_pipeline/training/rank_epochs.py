@@ -7,9 +7,14 @@ all envs. A rank computes the gradient of its own transitions; ``FlatAdam`` aver
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.distributed import World
@@ -19,6 +24,14 @@ from ml_pipeline.training.gpu.epochs import Epochs
 from ml_pipeline.training.gpu.programs import Programs
 
 _N_LOCAL = UpdateResult._fields.index("grad_norm")  # the fields before it are means over a part
+
+
+class Parts(NamedTuple):
+    """This rank's transitions, or envs of a recurrent policy, of all minibatches of an epoch."""
+
+    places: Tensor  # [n], minibatch after minibatch
+    sizes: list[int]  # of each minibatch
+    shares: list[float]  # this rank's part of each minibatch
 
 
 def new_epochs(
@@ -53,52 +66,74 @@ class RankEpochs:
 
     def _epoch(self, rates: Rates, generator: torch.Generator) -> Tensor:
         rollout = self._buffer.finished()
-        parts, size = self._parts(generator, is_recurrent=rollout.inputs.memory is not None)
+        parts = self._parts(generator, is_recurrent=rollout.inputs.memory is not None)
         if self._agent.config.normalize_advantage:
             rollout = self._normalised(rollout, parts)
-        rows, shares = [], []
-        for part in parts:
-            shares.append(len(part) / size)
-            # An empty part takes part with any transition, whose weight is zero.
-            index = part if len(part) else part.new_zeros(1)
-            self._agent.adam.share = shares[-1]
-            rows.append(self._agent.epoch(rollout, index.unsqueeze(0), rates).double())
-            if self._stops and not rows[-1][0, -1]:
+        rows = []
+        for batch, share in zip(_batches(rollout, parts), parts.shares, strict=True):
+            self._agent.adam.share = share
+            rows.append(self._agent.update(batch, rates))
+            if self._stops and not rows[-1].finite:
                 break
-        return self._over_ranks(torch.cat(rows), torch.tensor(shares))
+        return self._over_ranks(_table(rows), parts.shares)
 
-    def _parts(self, generator: torch.Generator, *, is_recurrent: bool) -> tuple[list[Tensor], int]:
-        """This rank's transitions (or envs) of each minibatch, and the size of a minibatch."""
+    def _parts(self, generator: torch.Generator, *, is_recurrent: bool) -> Parts:
         n_own = self._buffer.n_envs
         n_envs, n_rows = n_own * self._world.size, 1 if is_recurrent else self._buffer.n_steps
-        order = self._buffer.new_order(n_rows * n_envs, generator).view(self._n_minibatches, -1)
-        row, env = order // n_envs, order % n_envs
-        is_own = env // n_own == self._world.rank
-        local = row * n_own + env % n_own
-        device = self._agent.device
-        parts = [each[own].to(device) for each, own in zip(local, is_own, strict=True)]
-        return parts, order.shape[1]
+        order = self._buffer.new_order(n_rows * n_envs, generator).cpu().numpy()
+        row, env = np.divmod(order.reshape(self._n_minibatches, -1), n_envs)
+        rank, own_env = np.divmod(env, n_own)
+        is_own = rank == self._world.rank
+        sizes = np.count_nonzero(is_own, axis=1)
+        index = torch.from_numpy((row * n_own + own_env)[is_own]).to(self._agent.device)
+        return Parts(index, sizes.tolist(), (sizes / env.shape[1]).tolist())
 
-    def _normalised(self, rollout: Minibatch, parts: list[Tensor]) -> Minibatch:
+    def _normalised(self, rollout: Minibatch, parts: Parts) -> Minibatch:
         """Advantages with zero mean and unit variance over each minibatch of all ranks."""
-        taken = [rollout.advantage[..., part].double() for part in parts]
-        sums = [torch.stack([each.sum(), each.square().sum()]) for each in taken]
-        counts = torch.tensor([float(each.numel()) for each in taken], dtype=torch.float64)
-        table = torch.cat([torch.stack(sums), counts.to(sums[0].device).unsqueeze(1)], dim=1)
-        total, square, count = self._world.sum(table).unbind(1)
-        mean = total / count
-        deviation = (square / count - mean.square()).clamp(min=0.0).sqrt() + 1e-8
         advantage = rollout.advantage.clone()
-        for number, part in enumerate(parts):
-            scaled = (taken[number] - mean[number]) / deviation[number]
-            advantage[..., part] = scaled.to(advantage.dtype)
+        taken = advantage[..., parts.places].double().cpu().numpy()
+        columns = taken.reshape(-1, len(parts.places))  # steps of a sequence, else one row
+        number = np.repeat(np.arange(len(parts.sizes)), parts.sizes)  # of the minibatch
+        sums = partial(np.bincount, number, minlength=len(parts.sizes))
+        table = np.concatenate(
+            [sums(columns.sum(0)), sums(np.square(columns).sum(0)), sums() * len(columns)]
+        )
+        self._world.sum_array(table)
+        total, square, count = table.reshape(3, -1)
+        mean = total / count
+        deviation = np.sqrt(np.maximum(square / count - np.square(mean), 0.0)) + 1e-8
+        scaled = (taken - mean[number]) / deviation[number]
+        advantage[..., parts.places] = torch.from_numpy(scaled).to(advantage)
         return rollout._replace(advantage=advantage)
 
-    def _over_ranks(self, table: Tensor, shares: Tensor) -> Tensor:
+    def _over_ranks(self, table: NDArray[np.float64], shares: list[float]) -> Tensor:
         """Means over whole minibatches; norm and finiteness of the gradient are equal already."""
-        weights = shares[: len(table)].to(table).unsqueeze(1)
-        means = torch.where(weights > 0, table[:, :_N_LOCAL] * weights, 0.0)
-        return torch.cat([self._world.sum(means), table[:, _N_LOCAL:]], dim=1)
+        weights = np.array(shares[: len(table)])[:, None]
+        means = np.where(weights > 0, table[:, :_N_LOCAL] * weights, 0.0).ravel()
+        self._world.sum_array(means)
+        table[:, :_N_LOCAL] = means.reshape(len(table), -1)
+        return torch.from_numpy(table)
+
+
+def _table(rows: list[UpdateResult]) -> NDArray[np.float64]:
+    """One row per gradient step."""
+    if not isinstance(rows[0].policy_loss, Tensor):
+        return np.array(rows, np.float64)
+    return torch.stack([torch.stack(row) for row in rows]).double().cpu().numpy()
+
+
+def _batches(rollout: Minibatch, parts: Parts) -> Iterator[Minibatch]:
+    """This rank's part of each minibatch."""
+    # An empty part takes part with any transition, whose weight is zero.
+    nothing = parts.places.new_zeros(1)
+    if rollout.inputs.memory is not None:
+        for index in torch.split(parts.places, parts.sizes):
+            yield rollout.take(index if len(index) else nothing)
+        return
+    shuffled = rollout.take(parts.places)  # one gather; the minibatches are slices without a copy
+    for end, size in zip(accumulate(parts.sizes), parts.sizes, strict=True):
+        part = slice(end - size, end)
+        yield shuffled.mapped(lambda field: field[part], None) if size else rollout.take(nothing)  # noqa: B023
 
 
 def join_ranks(agent: Any, world: World) -> None:

@@ -98,9 +98,9 @@ def test_parts_of_all_ranks_form_the_minibatches_of_one_process() -> None:
             n_epochs=1,
             n_minibatches=2,
         )
-        parts, size = epochs._parts(torch.Generator().manual_seed(7), is_recurrent=False)
-        assert size == 20
-        for minibatch, part in zip(found, parts, strict=True):
+        parts = epochs._parts(torch.Generator().manual_seed(7), is_recurrent=False)
+        assert parts.shares == [size / 20 for size in parts.sizes]
+        for minibatch, part in zip(found, parts.places.split(parts.sizes), strict=True):
             minibatch += [each // 4 * 8 + 4 * rank + each % 4 for each in part.tolist()]
 
     assert [sorted(each) for each in found] == [sorted(each) for each in expected.tolist()]

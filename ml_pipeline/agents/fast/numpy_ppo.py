@@ -110,8 +110,7 @@ class NumpyPPO:
         return torch.tensor(results, dtype=torch.float64)
 
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
-        step = self._step(batch, rates)
-        return UpdateResult._make(torch.tensor(step, dtype=torch.float64).unbind())
+        return UpdateResult._make(self._step(batch, rates))
 
     def _step(self, batch: Minibatch, rates: Rates) -> list[float]:
         """One gradient step; returns the fields of ``UpdateResult`` as plain numbers."""
