@@ -9,14 +9,18 @@ there are enough: the same number of cores for every number of ranks. The launch
 by round, so a slow phase of the machine affects all of them. Speed is that of the training loop,
 without imports and setup. The efficiency of n ranks is rate(n) / (n * rate(1)).
 
-The model: one all-reduce of b bytes among n ranks sends 2 (n - 1) messages in a row (Gloo's ring),
+The ranks of one machine add their gradients in shared memory, so the prediction for them is
+
+    efficiency(n) = t / (t + the measured time of all sums in one iteration)
+
+where t is the time of an iteration of one rank. It ignores that ranks wait for the slowest one, and
+the work of splitting minibatches. Several machines use Gloo. One all-reduce of b bytes sends
+2 (n - 1) messages in a row (Gloo's ring):
 
     T(n, b) = 2 (n - 1) * latency + 2 (n - 1) / n * b / bandwidth
-    efficiency(n) = t / (t + T(n, b) of every all-reduce in one iteration)
 
-where t is the time of an iteration of one rank. The model ignores that ranks wait for the slowest
-one and split each minibatch. For this machine, latency and bandwidth come from all-reduces between
-two ranks. Compare figures within one run only.
+Latency and bandwidth of this machine come from two ranks; with more ranks the table shows whether
+the formula holds. Compare figures within one run only.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,19 +89,20 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
 
     from ml_pipeline.build import train as train_run
     from ml_pipeline.protocols import Callback
+    from ml_pipeline.rank_memory import RankMemory
     from ml_pipeline.runs.loggers import read_metrics
 
     torch.set_num_threads(1)
     sizes: list[int] = []
-    all_reduce, gather = dist.all_reduce, dist.all_gather_object
+    all_reduce, parts = dist.all_reduce, RankMemory.parts
 
     def counted_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        sizes.append(tensor.numel() * tensor.element_size())
+        sizes.append(tensor.nbytes)
         return all_reduce(tensor, *args, **options)
 
-    def counted_gather(*args: Any, **options: Any) -> Any:
-        sizes.extend([SMALL, SMALL])  # their lengths, then the objects
-        return gather(*args, **options)
+    def counted_parts(memory: RankMemory, values: Any) -> Any:
+        sizes.append(values.nbytes)
+        return parts(memory, values)
 
     class Marks(Callback):
         """Notes how many calls were made before the end of each iteration."""
@@ -109,7 +114,8 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
             self.places.append(len(sizes))
 
     marks = Marks()
-    dist.all_reduce, dist.all_gather_object = counted_reduce, counted_gather
+    dist.all_reduce = counted_reduce
+    setattr(RankMemory, "parts", counted_parts)  # noqa: B010
     with tempfile.TemporaryDirectory() as folder:
         result = train_run(overrides_of(task, folder), callbacks={"marks": marks})
         if os.environ.get("RANK", "0") != "0":
@@ -125,24 +131,28 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def time_all_reduces(task: dict[str, Any]) -> dict[str, Any]:
-    """Median seconds of an all-reduce, by its bytes."""
+def time_sums(task: dict[str, Any]) -> dict[str, Any]:
+    """Median seconds of a sum by its bytes: in shared memory, and by Gloo."""
     import torch
     import torch.distributed as dist
 
+    from ml_pipeline.distributed import join_world
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    medians = {}
-    for n_bytes in task["sizes"]:
-        tensor = torch.zeros(n_bytes // 4)
-        durations = []
+
+    def median(add: Callable[[torch.Tensor], Any], n_bytes: int) -> float:
+        tensor, durations = torch.zeros(n_bytes // 4), []
         for _ in range(task["n_times"] if n_bytes < LARGE else 20):
             begin = time.perf_counter()
-            dist.all_reduce(tensor)
+            add(tensor)
             durations.append(time.perf_counter() - begin)
-        medians[str(n_bytes)] = statistics.median(durations)
-    dist.destroy_process_group()
-    return medians
+        return statistics.median(durations)
+
+    with join_world(torch.device("cpu"), timeout_seconds=60.0) as world:
+        return {
+            "memory": {str(each): median(world.sum, each) for each in task["sizes"]},
+            "gloo": {str(each): median(dist.all_reduce, each) for each in task["sizes"]},
+        }
 
 
 def sibling_cores() -> list[int]:
@@ -218,24 +228,35 @@ def show_ranks(results: dict[int, list[Any]], times: dict[int, Any], link: Link 
         print(f"\nplain Python: {plain:,.0f} env steps/s; one rank of torchrun: {ratio:.3f} of it")
     base = 1 if 1 in rates else 0
     alone = statistics.median(run["iteration_seconds"] for run in results[base])
-    print("\n| ranks | env steps/s | efficiency | model | gradient all-reduce | model |")
-    print("|---|---|---|---|---|---|")
+    print("\n| ranks | env steps/s | efficiency | predicted | sum | Gloo | Gloo by the formula |")
+    print("|---|---|---|---|---|---|---|")
     for n_ranks in (each for each in rates if each):
         pairs = zip(rates[n_ranks], rates[base], strict=True)
         shares = [rate / one / n_ranks for rate, one in pairs]
         spread = f"{statistics.median(shares):.0%} ({min(shares):.0%}-{max(shares):.0%})"
-        cells = ["", "", ""]
+        cells = [""] * 4
         if n_ranks > 1 and link is not None:
             sizes = results[n_ranks][0]["sizes"]
-            n_bytes = max(sizes)
-            measured = times[n_ranks][str(n_bytes // 4 * 4)]
+            largest, measured = rounded(max(sizes)), times[n_ranks]
             cells = [
-                f"{predicted(link, n_ranks, alone, sizes):.0%}",
-                f"{1e6 * measured:,.0f} us",
-                f"{1e6 * link.all_reduce_seconds(n_ranks, n_bytes):,.0f} us",
+                f"{alone / (alone + seconds_of_sums(sizes, measured['memory'])):.0%}",
+                f"{1e6 * measured['memory'][largest]:,.0f} us",
+                f"{1e6 * measured['gloo'][largest]:,.0f} us",
+                f"{1e6 * link.all_reduce_seconds(n_ranks, int(largest)):,.0f} us",
             ]
         rate = statistics.median(rates[n_ranks])
         print(f"| {n_ranks} | {rate:,.0f} | {spread} | {' | '.join(cells)} |")
+
+
+def rounded(n_bytes: int) -> str:
+    """The key of a measured size: whole floats."""
+    return str(n_bytes // 4 * 4)
+
+
+def seconds_of_sums(sizes: Sequence[int], measured: dict[str, float]) -> float:
+    """Of one iteration; every sum without a gradient counts as a small one."""
+    n_large = sum(each == max(sizes) for each in sizes)
+    return n_large * measured[rounded(max(sizes))] + (len(sizes) - n_large) * measured[str(SMALL)]
 
 
 def show_model(alone: float, sizes: Sequence[int], links: Sequence[str]) -> None:
@@ -283,7 +304,7 @@ def main() -> None:
     if options.worker:
         task = json.loads(options.worker)
         pin(task["n_cores"])
-        found = (train if task["kind"] == "train" else time_all_reduces)(task)
+        found = (train if task["kind"] == "train" else time_sums)(task)
         if os.environ.get("RANK", "0") == "0":
             print(RESULT + json.dumps(found), flush=True)
         return
@@ -306,8 +327,9 @@ def main() -> None:
         sizes = [SMALL, largest, LARGE]
         timing = {"kind": "time", "n_cores": n_cores, "sizes": sizes, "n_times": 500}
         times = {each: launch(each, timing, 120.0) for each in {2, *several}}
-        latency = times[2][str(SMALL)] / 2
-        link = Link(latency, LARGE / (times[2][str(LARGE)] - 2 * latency))
+        gloo = times[2]["gloo"]
+        latency = gloo[str(SMALL)] / 2
+        link = Link(latency, LARGE / (gloo[str(LARGE)] - 2 * latency))
         print(
             f"\nGloo on this machine: {1e6 * link.latency:,.0f} us per message, "
             f"{link.bandwidth / 1e9:.2f} GB/s"
