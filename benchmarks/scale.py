@@ -155,27 +155,30 @@ def time_sums(task: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def sibling_cores() -> list[int]:
-    """The cores of this process, hardware threads of one core next to each other."""
+def sibling_cores(n_cores: int = 2) -> list[int]:
+    """The cores of this process, hardware threads of one core next to each other.
+
+    If a rank has one thread only, those of one core are far apart.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return []
 
-    def physical(core: int) -> tuple[str, int]:
+    def place(core: int) -> tuple[int, int, int]:
         file = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
         try:
-            first = file.read_text().replace("-", ",").split(",")[0]
+            first = int(file.read_text().replace("-", ",").split(",")[0])
         except OSError:
-            first = str(core)
-        return first.strip().zfill(6), core
+            first = core
+        return (core != first if n_cores == 1 else 0), first, core
 
-    return sorted(os.sched_getaffinity(0), key=physical)
+    return sorted(os.sched_getaffinity(0), key=place)
 
 
 def pin(n_cores: int) -> None:
     """Give this rank its own cores; 0: none are reserved."""
     if n_cores:
         first = int(os.environ.get("LOCAL_RANK", "0")) * n_cores
-        os.sched_setaffinity(0, sibling_cores()[first : first + n_cores])
+        os.sched_setaffinity(0, sibling_cores(n_cores)[first : first + n_cores])
 
 
 def launch(n_ranks: int, task: dict[str, Any], limit: float) -> dict[str, Any]:
