@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -194,7 +195,7 @@ def test_an_update_is_an_epoch_of_one_minibatch(fast: bool) -> None:
     update = one.update(batch, RATES)
     epoch = other.epoch(batch, torch.arange(32).view(1, 32), RATES)
 
-    assert torch.equal(torch.stack([*update[:-1], update.finite.to(epoch.dtype)]), epoch[0])
+    assert torch.equal(torch.tensor([*map(float, update)], dtype=epoch.dtype), epoch[0])
     assert torch.equal(one.adam.values, other.adam.values)
 
 
@@ -284,7 +285,7 @@ def test_a_minibatch_of_one_stays_finite(fast: bool) -> None:
 
     result = agent.update(minibatch(agent, size=1), RATES)
 
-    assert all(torch.isfinite(field) for field in result)
+    assert all(math.isfinite(field) for field in result)
     assert result.finite
 
 

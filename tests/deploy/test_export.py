@@ -151,7 +151,7 @@ def test_actions_fit_the_action_space_for_every_batch_size(exported: Export) -> 
         assert (actions == live.agent.act_batch(images[:, ::-1], True)).all()
 
 
-@pytest.mark.parametrize("file_format", ["pt2", "onnx"])
+@pytest.mark.parametrize("file_format", [pytest.param("pt2", marks=pytest.mark.slow), "onnx"])
 def test_metadata_has_env_spaces_commit_inputs_and_outputs(
     exported: Export, file_format: str
 ) -> None:

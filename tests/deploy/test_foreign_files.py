@@ -94,7 +94,16 @@ def with_metadata(change: Callable[[dict[str, Any]], Any]) -> None:
     onnx.save(model, "policy.onnx")
 
 
-@pytest.mark.parametrize("name", ["policy.pt2", "policy.onnx", "own.pt2", "own.onnx"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "policy.onnx",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("policy.pt2", "own.pt2", "own.onnx")
+        ),
+    ],
+)
 def test_own_export_needs_no_trust(name: str, files: Path) -> None:
     assert main(["play", name, "--episodes", "1"]) == 0
 

@@ -95,9 +95,9 @@ def backtest(case: Trained, symbol: str) -> list[tuple[float, list[float], list[
     ("case", "accounts"),
     [
         ("each", ["SYN0", "SYN1"]),
-        ("one", ["SYN1"]),
+        pytest.param("one", ["SYN1"], marks=pytest.mark.slow),
         ("portfolio", ["portfolio"]),
-        ("stopped", ["SYN0", "SYN1"]),
+        pytest.param("stopped", ["SYN0", "SYN1"], marks=pytest.mark.slow),
     ],
     indirect=["case"],
 )

@@ -39,7 +39,9 @@ def step_and_restart(env: Any, number: int = 1) -> Any:
 
 
 @each_start
-@pytest.mark.parametrize("fault", ["kill", "stop", pytest.param("hang", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "fault", ["kill", *(pytest.param(each, marks=pytest.mark.slow) for each in ("stop", "hang"))]
+)
 def test_only_the_envs_of_a_lost_worker_are_truncated_and_reset(start: Make, fault: str) -> None:
     seconds = 60.0 if fault == "kill" else 1.5
     env = start(four_envs(fault), seed=7, on_worker_death="restart", step_timeout=seconds)

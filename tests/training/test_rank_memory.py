@@ -24,7 +24,7 @@ PROCESSES = multiprocessing.get_context("spawn")
 def take_part(file: Path, rank: int, task: str, pipe: Any) -> None:
     """One rank; sends its pid, receives those of all, and sends its result."""
     pipe.send(os.getpid())
-    memory = RankMemory(file, rank, pipe.recv(), timeout_seconds=2.0 if task == "silent" else 60.0)
+    memory = RankMemory(file, rank, pipe.recv(), timeout_seconds=0.9 if task == "silent" else 60.0)
     try:
         pipe.send(TASKS[task](memory, rank))
     except RuntimeError as error:
@@ -127,7 +127,7 @@ def test_ranks_exchange_objects_unless_one_is_too_large(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "reason"),
-    [("left", "a rank has left"), ("killed", "a rank was killed"), ("silent", "no answer for 2 s")],
+    [("left", "a rank has left"), ("killed", "a rank was killed"), ("silent", "no answer for 1 s")],
     indirect=["ranks"],
 )
 def test_ranks_notice_that_another_one_is_missing(ranks: Ranks, reason: str) -> None:
