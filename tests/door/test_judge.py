@@ -63,6 +63,7 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_two_seeds_are_judged_on_the_test_period(runs: Path, capsys: Capture) -> None:
     text = printed(capsys, "judge", "first", "second", "--trials", "40", "--out", "out")
 

@@ -140,7 +140,13 @@ def test_a_new_update_ratio_holds_for_the_steps_after_the_resume(here: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("settings", "where"), [(DQN, "info"), (DQN, "obs"), (DISCRETE, "info"), (DISCRETE, "obs")]
+    ("settings", "where"),
+    [
+        (DQN, "info"),
+        pytest.param(DQN, "obs", marks=pytest.mark.slow),
+        pytest.param(DISCRETE, "info", marks=pytest.mark.slow),
+        (DISCRETE, "obs"),
+    ],
 )
 def test_forbidden_actions_are_never_taken(here: Path, settings: list[str], where: str) -> None:
     env = ["env.target=tiny_envs.ForbiddingEnv", f"+env.kwargs.where={where}"]  # raises at one

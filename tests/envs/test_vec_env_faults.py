@@ -273,11 +273,11 @@ def test_a_death_is_noticed_even_if_a_child_of_the_env_keeps_the_connection_open
     ("fault", "where"),
     [
         ("hang", "factory"),
-        ("hang", "reset"),
+        pytest.param("hang", "reset", marks=pytest.mark.slow),
         ("hang", "step"),
-        ("hang in C", "step"),
+        pytest.param("hang in C", "step", marks=pytest.mark.slow),
         ("stop", "step"),
-        ("hang", "call"),
+        pytest.param("hang", "call", marks=pytest.mark.slow),
     ],
 )
 def test_a_stuck_worker_is_an_error_after_the_deadline(make: Make, fault: str, where: str) -> None:

@@ -348,7 +348,10 @@ WRAPPERS = [
 ]
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+@pytest.mark.parametrize(
+    "mode",
+    [AutoresetMode.SAME_STEP, pytest.param(AutoresetMode.NEXT_STEP, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_vector_wrappers_behave_as_on_async_vector_env(wrapper: Any, mode: AutoresetMode) -> None:
     def play(make: Make) -> list[Any] | str:

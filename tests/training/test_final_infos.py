@@ -22,7 +22,9 @@ def infos_of(row: dict[str, str]) -> dict[str, float]:
     return {name.removeprefix(prefix): float(row[name]) for name in row if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize("mode", ["serial", "parallel", "shared"])
+@pytest.mark.parametrize(
+    "mode", ["serial", pytest.param("parallel", marks=pytest.mark.slow), "shared"]
+)
 def test_final_numbers_are_logged_in_every_mode(here: Path, mode: str) -> None:
     way = [f"vec_env={mode}", "vec_env.start_method=fork"]
 
