@@ -47,11 +47,14 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def _no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_wandb_account(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Hide the developer's W&B login: tests must not upload anything."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    # tmp_path would make a folder for every test.
+    monkeypatch.setenv("NETRC", str(tmp_path_factory.getbasetemp() / "no-netrc"))
 
 
 @pytest.fixture(autouse=True, scope="session")
