@@ -44,8 +44,14 @@ def is_usable(device_type: str) -> bool:
 def new_file(n_ranks: int) -> Path:
     """The file of ``n_ranks``, with zeros; delete it after all of them have opened it."""
     descriptor, name = tempfile.mkstemp(prefix="ml_pipeline_", dir=_FOLDER)
-    os.ftruncate(descriptor, _WORD_BYTES + _N_SLOTS * n_ranks * MOST_BYTES)
-    os.close(descriptor)
+    try:
+        # Reserves the memory: a write to a full /dev/shm would kill the process.
+        os.posix_fallocate(descriptor, 0, _WORD_BYTES + _N_SLOTS * n_ranks * MOST_BYTES)
+    except OSError:
+        os.unlink(name)
+        raise
+    finally:
+        os.close(descriptor)
     return Path(name)
 
 
