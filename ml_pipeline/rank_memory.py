@@ -14,7 +14,6 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from numpy.typing import NDArray
 MOST_BYTES = 1 << 20  # of one part; larger sums take their time anyway
 _WORD_BYTES = 4096
 _N_SLOTS = 2  # a rank may write its next part while others still read this one
-_LEFT = -1
 _FOLDER = "/dev/shm"
 
 # A wait yields the core, then sleeps, and asks at times whether the others are alive. In seconds:
@@ -64,7 +62,9 @@ class RankMemory:
         self._rank = rank
         self._pids = pids
         self._timeout = timeout_seconds
-        self._words = np.frombuffer(memory, np.int64, len(pids))  # the number of each rank's part
+        # The number of each rank's last part, and whether it has left.
+        words = np.frombuffer(memory, np.int64, 2 * len(pids))
+        self._words, self._has_left = words.reshape(2, len(pids))
         parts = np.frombuffer(memory, np.uint8, offset=_WORD_BYTES)
         self._parts = parts.reshape(_N_SLOTS, len(pids), MOST_BYTES)
         self._number = 0
@@ -97,11 +97,12 @@ class RankMemory:
         row = np.zeros(max(sizes), np.uint8)
         row[: len(data)] = data
         parts = self.parts(row)
+        # The file was private to this user and is deleted; the bytes are those of our own ranks.
         return [pickle.loads(each[:size].data) for each, size in zip(parts, sizes, strict=True)]
 
     def leave(self) -> None:
         """Tell ranks that wait for this one that it will not come."""
-        self._words[self._rank] = _LEFT
+        self._has_left[self._rank] = 1
 
     def _has_come(self) -> bool:
         return bool(min(self._words.tolist()) >= self._number)
@@ -120,15 +121,19 @@ class RankMemory:
                 self._check(now - begin)
 
     def _check(self, seconds: float) -> None:
-        if _LEFT in self._words.tolist():
+        # A rank that has come may have finished the run already.
+        late = np.flatnonzero(self._words < self._number).tolist()
+        if any(self._has_left[rank] for rank in late):
             raise RuntimeError("a rank has left")
-        if not all(map(_is_alive, self._pids)):
+        if not all(_is_alive(self._pids[rank]) for rank in late):
             raise RuntimeError("a rank was killed")
-        if seconds > self._timeout:
+        if late and seconds > self._timeout:
             raise RuntimeError(f"no answer for {seconds:.0f} s")
 
 
-_order_memory: Callable[[], object] = (lambda: None) if _IS_X86 else os.sched_yield
+def _order_memory() -> None:
+    if not _IS_X86:
+        os.sched_yield()
 
 
 def _is_alive(pid: int) -> bool:

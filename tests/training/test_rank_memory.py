@@ -60,9 +60,20 @@ def missing(memory: RankMemory, rank: int, leave: Any) -> str:
     return "no error"
 
 
+def finish(memory: RankMemory, rank: int) -> list[float]:
+    """Rank 0 waits for the others, which end as soon as they have the sum."""
+    if rank:
+        time.sleep(1.0)
+    values = np.ones(2)
+    memory.add(values)
+    memory.leave()
+    return values.tolist()
+
+
 TASKS: dict[str, Any] = {
     "add": add_many,
     "exchange": exchange,
+    "finish": finish,
     "left": lambda memory, rank: missing(memory, rank, memory.leave),
     "killed": lambda memory, rank: missing(
         memory, rank, lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -135,3 +146,17 @@ def test_ranks_notice_that_another_one_is_missing(ranks: Ranks, reason: str) -> 
         ranks.processes[1].join(20)  # as torchrun does
 
     assert [ranks.result(rank) for rank in (0, 2)] == [reason] * 2
+
+
+@pytest.mark.parametrize("ranks", ["finish"], indirect=True)
+def test_ranks_that_have_finished_are_not_missed(ranks: Ranks) -> None:
+    waiting, *others = ranks.processes
+    time.sleep(0.5)
+    os.kill(waiting.pid or 0, signal.SIGSTOP)
+
+    found = [ranks.result(rank) for rank in (1, 2)]
+    for each in others:
+        each.join(20)
+    os.kill(waiting.pid or 0, signal.SIGCONT)
+
+    assert [*found, ranks.result(0)] == [[N_RANKS, N_RANKS]] * N_RANKS
