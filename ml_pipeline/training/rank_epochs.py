@@ -57,6 +57,7 @@ class RankEpochs:
         self._agent = agent
         self._buffer = buffer
         self._stops = agent.config.on_nonfinite == "stop"
+        self._own_places: NDArray[np.int32] | None = None
 
     def run(self, rates: Rates, generator: torch.Generator) -> Tensor:
         """One row per gradient step, with the fields of ``UpdateResult``, equal on all ranks."""
@@ -78,15 +79,17 @@ class RankEpochs:
         return self._over_ranks(_table(rows), parts.shares)
 
     def _parts(self, generator: torch.Generator, *, is_recurrent: bool) -> Parts:
-        n_own = self._buffer.n_envs
-        n_envs, n_rows = n_own * self._world.size, 1 if is_recurrent else self._buffer.n_steps
-        order = self._buffer.new_order(n_rows * n_envs, generator).cpu().numpy()
-        row, env = np.divmod(order.reshape(self._n_minibatches, -1), n_envs)
-        rank, own_env = np.divmod(env, n_own)
-        is_own = rank == self._world.rank
-        sizes = np.count_nonzero(is_own, axis=1)
-        index = torch.from_numpy((row * n_own + own_env)[is_own]).to(self._agent.device)
-        return Parts(index, sizes.tolist(), (sizes / env.shape[1]).tolist())
+        n_rows = 1 if is_recurrent else self._buffer.n_steps
+        if self._own_places is None:
+            self._own_places = _own_places(n_rows, self._buffer.n_envs, self._world)
+        n_all = len(self._own_places)
+        order = self._buffer.new_order(n_all, generator).cpu().numpy()
+        places = self._own_places[order]
+        own = np.flatnonzero(places >= 0)
+        size = n_all // self._n_minibatches
+        sizes = np.diff(np.searchsorted(own, np.arange(0, n_all + 1, size)))
+        index = torch.from_numpy(places[own].astype(np.int64)).to(self._agent.device)
+        return Parts(index, sizes.tolist(), (sizes / size).tolist())
 
     def _normalised(self, rollout: Minibatch, parts: Parts) -> Minibatch:
         """Advantages with zero mean and unit variance over each minibatch of all ranks."""
@@ -113,6 +116,16 @@ class RankEpochs:
         self._world.sum_array(means)
         table[:, :_N_LOCAL] = means.reshape(len(table), -1)
         return torch.from_numpy(table)
+
+
+def _own_places(n_rows: int, n_envs: int, world: World) -> NDArray[np.int32]:
+    """The place of each transition of all ranks in this rank's rollout; -1: not its own.
+
+    Looked up for every epoch: the work grows with the number of ranks, and divisions take long.
+    """
+    places = np.full((n_rows, world.size * n_envs), -1, np.int32)
+    places[:, world.envs(n_envs)] = np.arange(n_rows * n_envs).reshape(n_rows, n_envs)
+    return places.ravel()
 
 
 def _table(rows: list[UpdateResult]) -> NDArray[np.float64]:
