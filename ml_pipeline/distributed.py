@@ -60,24 +60,24 @@ def join_world(device: torch.device, timeout_seconds: float) -> World:
     rank, size = launched_rank(), int(os.environ["WORLD_SIZE"])
     if dist.is_initialized():
         dist.destroy_process_group()  # an earlier run of this process
-    # Two ranks cannot share a GPU with NCCL; Gloo copies through the host.
+    # Two ranks cannot share a GPU with NCCL.
     n_local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    has_nccl = device.type == "cuda" and n_local <= torch.cuda.device_count()
-    backend = "cpu:gloo,cuda:nccl" if has_nccl and dist.is_nccl_available() else "gloo"
+    has_own_gpu = device.type == "cuda" and n_local <= torch.cuda.device_count()
+    has_nccl = has_own_gpu and dist.is_nccl_available()
     choose_interface()
     store, _ = meet("", timeout_seconds)
     hosts: list[Any] = [None] * size
     memory = None
     try:
         dist.init_process_group(
-            backend,
+            "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
             store=PrefixStore("group", store),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_seconds),
         )
         dist.all_gather_object(hosts, platform.node())
-        if is_usable(device.type):
+        if is_usable():
             memory = _join_memory(rank, size, timeout_seconds)
     except (RuntimeError, ValueError) as error:
         raise RankError(
@@ -86,7 +86,15 @@ def join_world(device: torch.device, timeout_seconds: float) -> World:
             "network interface by GLOO_SOCKET_IFNAME"
         ) from error
     watchdog = _Watchdog(store, rank)
-    return World(rank, size, hosts=hosts, store=store, watchdog=watchdog, memory=memory)
+    return World(
+        rank,
+        size,
+        hosts=hosts,
+        has_nccl=has_nccl,
+        store=store,
+        watchdog=watchdog,
+        memory=memory,
+    )
 
 
 def _join_memory(rank: int, size: int, timeout_seconds: float) -> RankMemory | None:
@@ -119,6 +127,7 @@ class World:
         size: int = 1,
         *,
         hosts: Sequence[str] = (),
+        has_nccl: bool = False,
         store: Store | None = None,
         watchdog: _Watchdog | None = None,
         memory: RankMemory | None = None,
@@ -126,6 +135,7 @@ class World:
         self.rank = rank
         self.size = size
         self._hosts = hosts
+        self._has_nccl = has_nccl
         self._store = store
         self._watchdog = watchdog
         self._memory = memory
@@ -137,13 +147,16 @@ class World:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks; changes ``tensor`` in place."""
-        if self.size > 1:
-            with self._others_named():
-                if self._memory is not None and tensor.nbytes <= MOST_BYTES:
-                    self._memory.add(tensor.view(-1).numpy())
-                else:
-                    dist.all_reduce(tensor)
-        return tensor
+        if self.size == 1:
+            return tensor
+        is_summed_on_gpu = self._has_nccl and tensor.is_cuda
+        own = tensor if is_summed_on_gpu else tensor.cpu()  # the same tensor on a CPU
+        with self._others_named():
+            if self._memory is None or is_summed_on_gpu or tensor.nbytes > MOST_BYTES:
+                dist.all_reduce(own)
+            else:
+                self._memory.add(own.view(-1).numpy())
+        return tensor if own is tensor else tensor.copy_(own)
 
     def sum_array(self, array: NDArray[Any]) -> None:
         """``sum`` of a flat array."""

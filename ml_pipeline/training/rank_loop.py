@@ -8,7 +8,7 @@ write their own transitions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ml_pipeline.distributed import RankError, World
@@ -43,6 +43,10 @@ class RankLoop(Loop):
         # One rank must not stop between two agreements: the others would wait for it.
         with self._plain_signals.shielded():
             super().train(total_steps)
+            if self._world.rank == 0:
+                self._world.expect_end()
+                with suppress(RankError):  # the run is complete, whatever the others do
+                    self._world.max([_STOP, 0])
 
     def _iterate(self, hold: Any) -> Metrics:
         self._is_iterating = True
@@ -70,12 +74,12 @@ class RankLoop(Loop):
         return number
 
     def wait_for_end(self) -> None:
-        """On ranks other than 0, after the last iteration: rank 0 may still save."""
+        """On ranks other than 0, after the last iteration, until rank 0 has saved."""
         self._world.expect_end()
         try:
             self._agree()
         except RankError:
-            return  # rank 0 has finished and left
+            return  # rank 0 was stopped by a signal and has left
 
     def _own_part(self) -> tuple[list[bytes] | Exception | None, StateDict]:
         """The envs of this rank, or the error of saving them, and the state that is its own."""

@@ -12,6 +12,7 @@ from rank_runs import of_two_ranks, trained
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU"),
+    pytest.mark.timeout(600),  # both ranks compile
     pytest.mark.xdist_group("gpu ranks"),  # tests share the runs of two ranks
 ]
 

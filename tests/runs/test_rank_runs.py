@@ -171,3 +171,31 @@ def test_hanging_rank_is_named_after_the_deadline_and_ends(tmp_path: Path) -> No
 
     assert f"rank 1 on {platform.node()}: killed, cut off or hanging" in output
     assert re.search(r"rank 1 on .*: hanging in .*faulty_envs.py:\d+", output), output
+
+
+TWO_RUNS = """
+import sys
+import torch.distributed as dist
+import ml_pipeline.distributed
+from ml_pipeline import train
+
+groups, init = [], dist.init_process_group
+
+def init_and_keep(*args, **options):
+    init(*args, **options)
+    groups.append(dist.group.WORLD)
+
+dist.init_process_group = init_and_keep
+ml_pipeline.distributed.is_usable = lambda: False  # as on several machines
+for seed in (1, 2):
+    train(sys.argv[1:], seed=seed, num_episodes=2)
+"""
+
+
+@pytest.mark.slow
+def test_runs_of_one_process_end_although_torch_keeps_their_connections(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TWO_RUNS)
+    output = ended(torchrun(2, str(script), *OPTIONS, f"run_root={tmp_path / 'runs'}"))
+
+    assert output.count("finished at env step") == 2, output
