@@ -4,10 +4,20 @@
     python benchmarks/scale.py --ranks 1 2 4 8 --agent ppo --env cartpole --n-envs 8 --rounds 3
     python benchmarks/scale.py --ranks 1 2 --link 25:30   # a network of 25 Gb/s, 30 us per message
 
-Each training is a launch of its own, with one torch thread per rank. A rank has its own cores if
-there are enough: the same number of cores for every number of ranks. The launches take turns, round
-by round, so a slow phase of the machine affects all of them. Speed is that of the training loop,
-without imports and setup. The efficiency of n ranks is rate(n) / (n * rate(1)).
+Each number of ranks is a launch of its own, with one torch thread per rank. A rank has its own
+cores if there are enough: the same number of cores for every number of ranks. The launches take
+turns, round by round, so a slow phase of the machine affects all of them. Speed is that of the
+training loop, without imports and setup.
+
+A launch trains twice on the same cores: all ranks together, and each rank by itself at the same
+time as the others ("apart"). Three efficiencies follow:
+
+    of the slowest:   together(n) / (n * min(apart))   what sums and splitting minibatches cost
+    of n apart:       together(n) / sum(apart)         and waiting for the slowest core
+    of one rank:      together(n) / (n * rate(1))      and what the cores of the machine share
+
+Cores that work at once share caches, memory and clock rates, and on a virtual machine some are busy
+with other programs.
 
 The ranks of one machine add their gradients in shared memory, so the prediction for them is
 
@@ -82,12 +92,39 @@ def overrides_of(task: dict[str, Any], folder: str) -> list[str]:
     ]
 
 
+def train_both(task: dict[str, Any]) -> dict[str, Any]:
+    """One training of all ranks together, and one of each rank apart."""
+    import torch
+
+    from ml_pipeline.distributed import join_world
+
+    def meet(value: float = 0.0) -> list[float]:
+        """Wait for the other ranks; returns the values of all."""
+        with join_world(torch.device("cpu"), timeout_seconds=300.0) as world:
+            return world.gathered(value)
+
+    together: dict[str, Any] = {}
+    apart: list[float] = []
+    for is_apart in (task["apart_first"], not task["apart_first"]):
+        meet()
+        if not is_apart:
+            together = train(task)
+            continue
+        size = os.environ.get("WORLD_SIZE", "1")
+        os.environ["WORLD_SIZE"] = "1"  # this rank is a process of its own
+        alone = train({**task, "steps": task["steps"] // int(size)})
+        os.environ["WORLD_SIZE"] = size
+        apart = meet(alone["rate"])
+    return {**together, "apart": apart}
+
+
 def train(task: dict[str, Any]) -> dict[str, Any]:
     """One training; returns its speed and the bytes of the all-reduces of an iteration."""
     import torch
     import torch.distributed as dist
 
     from ml_pipeline.build import train as train_run
+    from ml_pipeline.meeting import launched_rank
     from ml_pipeline.protocols import Callback
     from ml_pipeline.rank_memory import RankMemory
     from ml_pipeline.runs.loggers import read_metrics
@@ -116,11 +153,15 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     marks = Marks()
     dist.all_reduce = counted_reduce
     setattr(RankMemory, "parts", counted_parts)  # noqa: B010
-    with tempfile.TemporaryDirectory() as folder:
-        result = train_run(overrides_of(task, folder), callbacks={"marks": marks})
-        if os.environ.get("RANK", "0") != "0":
-            return {}
-        rows = read_metrics(result.run_dir / "metrics.csv")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            result = train_run(overrides_of(task, folder), callbacks={"marks": marks})
+            if launched_rank() != 0:
+                return {}
+            rows = read_metrics(result.run_dir / "metrics.csv")
+    finally:
+        dist.all_reduce = all_reduce
+        setattr(RankMemory, "parts", parts)  # noqa: B010
     seconds = [float(row["time/iteration_seconds"]) for row in rows][N_SKIPPED:]
     if not seconds:
         raise SystemExit(f"--seconds: at least {N_SKIPPED + 1} iterations are needed; raise it")
@@ -214,11 +255,15 @@ def rounds_of(options: argparse.Namespace, task: dict[str, Any]) -> dict[int, li
     results: dict[int, list[Any]] = {each: [] for each in (0, *options.ranks)}
     for number in range(options.rounds):
         for n_ranks, found in results.items():
-            sized = {**task, "steps": steps * max(n_ranks, 1)}
+            sized = {**task, "steps": steps * max(n_ranks, 1), "apart_first": number % 2 == 1}
+            if n_ranks > 1:
+                sized["kind"] = "train both"
             found.append(launch(n_ranks, sized, limit))
             label = f"{n_ranks} ranks" if n_ranks else "plain Python"
-            rate = found[-1]["rate"]
-            print(f"round {number + 1}: {label}: {rate:,.0f} env steps/s", file=sys.stderr)
+            text = f"round {number + 1}: {label}: {found[-1]['rate']:,.0f} env steps/s"
+            if n_ranks > 1:
+                text += ", apart " + " ".join(f"{each:,.0f}" for each in found[-1]["apart"])
+            print(text, file=sys.stderr)
     return results
 
 
@@ -231,13 +276,20 @@ def show_ranks(results: dict[int, list[Any]], times: dict[int, Any], link: Link 
         print(f"\nplain Python: {plain:,.0f} env steps/s; one rank of torchrun: {ratio:.3f} of it")
     base = 1 if 1 in rates else 0
     alone = statistics.median(run["iteration_seconds"] for run in results[base])
-    print("\n| ranks | env steps/s | efficiency | predicted | sum | Gloo | Gloo by the formula |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "\n| ranks | env steps/s | of the slowest | of n apart | of one rank | predicted | sum "
+        "| Gloo | Gloo by the formula |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for n_ranks in (each for each in rates if each):
         pairs = zip(rates[n_ranks], rates[base], strict=True)
-        shares = [rate / one / n_ranks for rate, one in pairs]
-        spread = f"{statistics.median(shares):.0%} ({min(shares):.0%}-{max(shares):.0%})"
+        of_one = spread([rate / one / n_ranks for rate, one in pairs])
+        of_slowest = of_apart = ""
         cells = [""] * 4
+        if n_ranks > 1:
+            runs = results[n_ranks]
+            of_slowest = spread([run["rate"] / n_ranks / min(run["apart"]) for run in runs])
+            of_apart = spread([run["rate"] / sum(run["apart"]) for run in runs])
         if n_ranks > 1 and link is not None:
             sizes = results[n_ranks][0]["sizes"]
             largest, measured = rounded(max(sizes)), times[n_ranks]
@@ -248,7 +300,12 @@ def show_ranks(results: dict[int, list[Any]], times: dict[int, Any], link: Link 
                 f"{1e6 * link.all_reduce_seconds(n_ranks, int(largest)):,.0f} us",
             ]
         rate = statistics.median(rates[n_ranks])
-        print(f"| {n_ranks} | {rate:,.0f} | {spread} | {' | '.join(cells)} |")
+        cells = [of_slowest, of_apart, of_one, *cells]
+        print(f"| {n_ranks} | {rate:,.0f} | {' | '.join(cells)} |")
+
+
+def spread(shares: Sequence[float]) -> str:
+    return f"{statistics.median(shares):.0%} ({min(shares):.0%}-{max(shares):.0%})"
 
 
 def rounded(n_bytes: int) -> str:
@@ -307,7 +364,8 @@ def main() -> None:
     if options.worker:
         task = json.loads(options.worker)
         pin(task["n_cores"])
-        found = (train if task["kind"] == "train" else time_sums)(task)
+        kinds = {"train": train, "train both": train_both, "time": time_sums}
+        found = kinds[task["kind"]](task)
         if os.environ.get("RANK", "0") == "0":
             print(RESULT + json.dumps(found), flush=True)
         return
