@@ -108,6 +108,9 @@ class FlatAdam:
         if norm > self.max_grad_norm:
             grad *= self.max_grad_norm / (norm + 1e-6)
         self._n_steps_array += 1.0
+        # The moments of a unit without gradients shrink until they are denormal numbers, which
+        # take many times as long. As zeros they change no weight.
+        torch.set_flush_denormal(True)
         torch._fused_adam_(
             *self._fused,
             lr=learning_rate,
@@ -118,6 +121,7 @@ class FlatAdam:
             amsgrad=False,
             maximize=False,
         )
+        torch.set_flush_denormal(False)
         return norm, True
 
     def quick_step(self, learning_rate: float, loss: Any) -> tuple[Any, Any]:

@@ -79,3 +79,12 @@ def test_state_of_another_size_is_refused() -> None:
 
     with pytest.raises(ValueError, match="has 6 values, the network 26"):
         adam.load_state_dict(other.state_dict())
+
+
+def test_moments_too_small_to_matter_become_zero() -> None:
+    adam = FlatAdam(module(), eps=1e-5, max_grad_norm=0.5)
+    adam.grad.fill_(1e-38)
+    adam.step_on_cpu(0.01, 1.0)  # the mean is 0.1 times the gradient, a denormal number
+
+    assert all(not each.any() for name, each in adam.state_dict().items() if "step" not in name)
+    assert torch.tensor(1e-39) * 0.5 > 0  # elsewhere such numbers stay as they are
