@@ -109,7 +109,8 @@ class FlatAdam:
             grad *= self.max_grad_norm / (norm + 1e-6)
         self._n_steps_array += 1.0
         # The moments of a unit without gradients shrink until they are denormal numbers, which
-        # take many times as long. As zeros they change no weight.
+        # take many times as long. As zeros they change no weight. This holds for one thread only;
+        # a run on a CPU has one.
         torch.set_flush_denormal(True)
         torch._fused_adam_(
             *self._fused,

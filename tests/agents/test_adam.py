@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,15 @@ def stepped(adam: FlatAdam, how: str, loss: float) -> tuple[float, bool]:
         norm, finite = adam.step(0.01, torch.tensor(loss))
         return float(norm), bool(finite)
     return adam.step_on_cpu(0.01, loss)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in a run on a CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("how", ["plain", "on cpu"])
@@ -81,7 +92,7 @@ def test_state_of_another_size_is_refused() -> None:
         adam.load_state_dict(other.state_dict())
 
 
-def test_moments_too_small_to_matter_become_zero() -> None:
+def test_moments_too_small_to_matter_become_zero(one_thread: None) -> None:
     adam = FlatAdam(module(), eps=1e-5, max_grad_norm=0.5)
     adam.grad.fill_(1e-38)
     adam.step_on_cpu(0.01, 1.0)  # the mean is 0.1 times the gradient, a denormal number
