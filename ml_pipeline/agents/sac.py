@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ml_pipeline.agents.acting_noise import ActingNoise
 from ml_pipeline.agents.adam import FlatAdam, flat_parameters
-from ml_pipeline.agents.fast.mlp_sac import MlpSAC
+from ml_pipeline.agents.fast.mlp_sac import MlpBatch, MlpSAC
 from ml_pipeline.agents.fast.sac_check import why_not_sac
 from ml_pipeline.agents.masks import Mask
 from ml_pipeline.agents.networks import out_features
@@ -135,10 +135,12 @@ class SACAgent:
             "actor": list(self.actor.parameters()),
             "critics": list(self.critics.parameters()),
         }
+        self.last_actor = torch.zeros(2, device=self.device)  # loss and entropy
         self.fast: MlpSAC | None = None
         if config.fast == "auto" and MlpSAC.covers(self.actor, self.critics, self.preprocess):
-            parts = self.actor, self.critics, self.adams, self.target_values
-            self.fast = MlpSAC(*parts, config, place.programs)
+            parts = self.actor, self.critics, self.adams, self.target_values, self.last_actor
+            target = cast("float", self.target_entropy(None))
+            self.fast = MlpSAC(*parts, config, place.programs, target_entropy=target)
         self.n_updates = 0
         self._noise = ActingNoise(
             self.distribution, n_steps=config.iteration_length, seed=stream_seed(place.seed, "act")
@@ -147,7 +149,6 @@ class SACAgent:
             stream_seed(place.seed, "update noise")
         )
         self._update_noise = UpdateNoise(self.update_generator, self.device)
-        self.last_actor = torch.zeros(2, device=self.device)  # loss and entropy
 
     def rates(self, progress: float, learning_rate: float) -> SACRates:
         return SACRates(learning_rate)
@@ -236,22 +237,10 @@ class SACAgent:
         fast = cast("MlpSAC", self.fast)
         inputs = [self.preprocess(each.obs) for each in (batch.inputs, batch.next_inputs)]
         obs, next_obs = (cast("Tensor", each).flatten(1) for each in inputs)
-
-        def noise() -> Tensor:
-            return self._update_noise.draw(*batch.action.shape)
-
-        rate, returns = rates.learning_rate, (batch.reward, batch.discount, batch.weight)
-        loss, q, finite = fast.critics_step(obs, batch.action, next_obs, returns, noise(), rate)
-        if trains_actor:
-            actor, entropy, is_finite = fast.actor_step(obs, noise(), rate)
-            finite = finite & is_finite
-            if self.config.temperature is None:
-                target = self.target_entropy(None)
-                finite = fast.temperature_step(entropy, target, rate) & finite
-            self._keep_report(actor, entropy)
-        self.target_values.lerp_(self.adams["critics"].values, self.config.tau)
-        actor, entropy = self.last_actor.clone()
-        return SACResult(loss, actor, q, entropy, self.temperature(), finite)
+        read = (obs, batch.action, next_obs, batch.reward, batch.discount, batch.weight)
+        noise = self._update_noise.draw(*batch.action.shape)
+        actor_noise = self._update_noise.draw(*batch.action.shape) if trains_actor else None
+        return SACResult(*fast.step(MlpBatch(*read, noise, actor_noise), rates.learning_rate))
 
     def check_fast(self) -> str:
         """Use plain torch from now on if the fast backend computes something else; returns why."""

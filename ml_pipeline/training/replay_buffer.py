@@ -110,13 +110,13 @@ class ReplayBuffer:
             gamma=gamma,
         )
         self._is_reset = True  # the next ``begin`` starts episodes
-        self._compiled_batch: Callable[[Any, Any], ReplayBatch] = self.batch
+        self._sample: Callable[..., tuple[ReplayBatch, Any]] = self._plain_sample
         if device.type == "cuda" and programs is not None:
 
-            def batch(index: Tensor, weight: Tensor) -> ReplayBatch:
-                return self.batch(index, weight)
+            def sample(uniform: Tensor, beta: Any) -> tuple[ReplayBatch, Any]:
+                return self._plain_sample(uniform, beta)
 
-            self._compiled_batch = programs.compiled(batch, "the batches of replay")
+            self._sample = programs.compiled(sample, "the batches of replay")
 
     def __len__(self) -> int:
         """Transitions that can be drawn, of all ranks."""
@@ -289,8 +289,11 @@ class ReplayBuffer:
 
         All are tensors, or arrays if ``uniform`` is an array, which is faster on the CPU.
         """
+        return self._sample(uniform, beta)
+
+    def _plain_sample(self, uniform: Any, beta: Any) -> tuple[ReplayBatch, Any]:
         index, weight = self.draw(uniform, beta=beta)
-        return self._compiled_batch(index, weight), index
+        return self.batch(index, weight), index
 
     def draw(self, uniform: Any, *, beta: Any = 1.0) -> tuple[Any, Any]:
         """Indices [B] into the envs of all ranks, row by row, and the importance weights."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ml_pipeline.protocols import Metrics
 from ml_pipeline.seeding import set_generator_state
@@ -22,6 +23,8 @@ _NOT_FINITE = (
     "a loss or a gradient is not finite, and that step changed nothing. Try a smaller "
     "agent.learning_rate, and look for huge observations or rewards (agent.normalize_obs)"
 )
+
+_IN_A_GRAPH = 8  # updates, if as many are due; each launch of a graph leaves a short gap
 
 
 class ReplayLearning:
@@ -49,7 +52,8 @@ class ReplayLearning:
         self._n_results = 0
         self._sums = [0.0] * (len(self._names) + 1)  # the last one: steps that were finite
         self._device_sums = torch.zeros(len(self._sums), device=replay.device)
-        self._captured: dict[tuple[bool, int], Callable[[], None]] = {}
+        self._add_to = programs.compiled(_add_to, "the metrics of an update")
+        self._captured: dict[tuple[tuple[bool, ...], int], Callable[[], None]] = {}
 
     def begin(self, rates: Any, n_updates: int) -> Any:
         """Prepare for up to ``n_updates``; returns the rates as the agent must read them."""
@@ -66,29 +70,34 @@ class ReplayLearning:
         return self._rates
 
     def run(self, n_updates: int) -> None:
-        for _ in range(n_updates):
-            is_turn = self._agent.begin_update()
-            if self._on_host:
+        if self._on_host:
+            for _ in range(n_updates):
+                is_turn = self._agent.begin_update()
                 self._add(self._update(is_turn, self._uniform[self._n_results]))
-            else:
-                self._program(is_turn)()
-            self._n_results += 1
+                self._n_results += 1
+        else:
+            n_graphs, n_single = divmod(n_updates, _IN_A_GRAPH)
+            for size in [_IN_A_GRAPH] * n_graphs + [1] * n_single:
+                self._program(tuple(self._agent.begin_update() for _ in range(size)))()
+            self._n_results += n_updates
         self.n_updates += n_updates
 
-    def _program(self, is_turn: bool) -> Callable[[], None]:
-        key = is_turn, self._replay.n_tables_moved
+    def _program(self, turns: tuple[bool, ...]) -> Callable[[], None]:
+        """Consecutive updates as one graph; ``turns``: whether an actor trains in each."""
+        key = turns, self._replay.n_tables_moved
         if key not in self._captured:
             self._captured = {each: p for each, p in self._captured.items() if each[1] == key[1]}
 
-            def update() -> None:
+            def updates() -> None:
                 shape, device = (self._batch_size,), self._replay.device
-                uniform = torch.rand(shape, generator=self._generator, device=device)
-                result = self._update(is_turn, uniform)
-                report = [*(getattr(result, name) for name in self._names), result.finite]
-                self._device_sums += torch.stack([each.float() for each in report])
+                for is_turn in turns:
+                    uniform = torch.rand(shape, generator=self._generator, device=device)
+                    result = self._update(is_turn, uniform)
+                    report = [*(getattr(result, name) for name in self._names), result.finite]
+                    self._add_to(self._device_sums, report)
 
             generators = self._generator, self._agent.update_generator
-            self._captured[key] = self._programs.captured(update, "the update", generators)
+            self._captured[key] = self._programs.captured(updates, "the update", generators)
         return self._captured[key]
 
     def _update(self, is_turn: bool, uniform: Any) -> Any:
@@ -122,3 +131,7 @@ class ReplayLearning:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.n_updates = state["n_updates"]
         set_generator_state(self._generator, state["draw_generator"])
+
+
+def _add_to(sums: Tensor, report: list[Tensor]) -> None:
+    sums += torch.stack([each.float() for each in report])

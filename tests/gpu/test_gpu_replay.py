@@ -32,7 +32,8 @@ KINDS = [
     [*DQN, "env=cartpole", *PRIORITISED],
     [*DQN, "env=torch_cartpole", *PRIORITISED],
     [*SAC, "env=pendulum"],
-    [*SAC, "env=torch_pendulum", "agent.normalize_obs=true"],
+    # 12 updates per step: 8 of them are one graph.
+    [*SAC, "env=torch_pendulum", "agent.normalize_obs=true", "agent.updates_per_env_step=3"],
 ]
 
 

@@ -7,11 +7,11 @@ autograd, a GPU can fuse everything between two products, and a CPU saves the bo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ml_pipeline.agents.adam import FlatAdam, adam_step
 from ml_pipeline.agents.networks import MLP
@@ -21,13 +21,31 @@ from ml_pipeline.config.sac import SACConfig
 if TYPE_CHECKING:
     from ml_pipeline.training.gpu.programs import Programs
 
+_TRAINED = ("actor", "critics", "temperature")
+
+
+class MlpBatch(NamedTuple):
+    """What a gradient step reads, [B, ...] each; ``actor_noise`` is None if it is not its turn."""
+
+    obs: Tensor
+    action: Tensor
+    next_obs: Tensor
+    reward: Tensor
+    discount: Tensor
+    weight: Tensor
+    noise: Tensor  # of the next action
+    actor_noise: Tensor | None
+
 
 class MlpResult(NamedTuple):
-    """Gradients as one flat tensor, and what the log shows."""
+    """The fields of ``SACResult``."""
 
-    grad: Tensor
-    loss: Tensor
-    report: Tensor  # mean value of the critics, or mean entropy of the actor
+    critic_loss: Tensor
+    actor_loss: Tensor
+    q: Tensor
+    entropy: Tensor
+    temperature: Tensor
+    finite: Any
 
 
 class Layers:
@@ -40,8 +58,11 @@ class Layers:
         self._shapes = [tuple(each.shape) for each in network.parameters()]  # weight, bias, ...
 
     def __call__(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Weights [n_networks, out, in] and biases [n_networks, 1, out], as views."""
+        """Weights [n_networks, out, in] and biases [n_networks, 1, out]."""
         rows, end, parts = flat.view(self._n_networks, -1), 0, []
+        if self._n_networks > 1 and flat.device.type != "cpu":
+            # Fast products need every matrix at a multiple of 16 bytes.
+            rows = functional.pad(rows, (0, -rows.shape[1] % 4))
         for shape in self._shapes:
             start, end = end, end + math.prod(shape)
             shape = shape if len(shape) > 1 else (1, *shape)
@@ -52,7 +73,7 @@ class Layers:
         """The input of each layer, and the output of the last; ``x`` is [n_networks, B, in]."""
         passed = [x]
         for depth, (weight, bias) in enumerate(layers):
-            z = torch.baddbmm(bias, passed[-1], weight.mT)
+            z = _affine(passed[-1], weight, bias)
             passed.append(z if depth == len(layers) - 1 else self._activation(z))
         return passed
 
@@ -96,127 +117,160 @@ class MlpSAC:
         critics: Any,
         adams: dict[str, FlatAdam],
         target_values: Tensor,
+        last_actor: Tensor,
         config: SACConfig,
         programs: Programs,
+        *,
+        target_entropy: float,
     ) -> None:
         self._adams = adams
         self._targets = target_values
+        self._last_actor = last_actor
+        self._config = config
+        self._target_entropy = target_entropy
         self._actor_layers = Layers(actor, actor.trunk, 1)
         self._critic_layers = Layers(critics[0], critics[0].trunk, 2)
+        self._all_critic_layers = Layers(critics[0], critics[0].trunk, 4)
         self._policy: SquashedPolicy = actor.distribution
         self._on_cpu = target_values.device.type == "cpu"
 
-        def critics_of(*tensors: Tensor) -> MlpResult:
-            return self._plain_critic_gradient(*tensors)
+        def step(*inputs: Any) -> MlpResult:
+            return self._plain_step(*inputs)
 
-        def actor_of(*tensors: Tensor) -> MlpResult:
-            return self._plain_actor_gradient(*tensors)
+        # On a CPU, Adam takes its steps outside of torch.
+        self._run = step if self._on_cpu else programs.compiled(step, "SAC's gradient step")
 
-        self._critic_gradient = programs.compiled(critics_of, "SAC's critics")
-        self._actor_gradient = programs.compiled(actor_of, "SAC's actor")
-        eps, clip = config.adam_eps, adams["critics"].max_grad_norm
+    def step(self, batch: MlpBatch, learning_rate: Any) -> MlpResult:
+        """One step of critics, targets, and of actor and temperature if it is their turn."""
+        states = {name: adam.tensors for name, adam in self._adams.items()}
+        return self._run(batch, learning_rate, states, self._targets, self._last_actor)
 
-        def step(state: list[Tensor], grad: Tensor, learning_rate: Tensor, loss: Tensor) -> Any:
-            return adam_step(state, grad, learning_rate, loss, eps=eps, max_grad_norm=clip)
-
-        self._adam_step: Callable[..., Any] = programs.compiled(step, "Adam")
-
-    def critics_step(
+    def _plain_step(
         self,
-        obs: Tensor,
-        action: Tensor,
-        next_obs: Tensor,
-        returns: tuple[Tensor, Tensor, Tensor],
-        noise: Tensor,
+        batch: MlpBatch,
         learning_rate: Any,
-    ) -> tuple[Tensor, Tensor, Any]:
-        """One step of the critics; ``returns``: reward, discount and weight.
+        states: dict[str, list[Tensor]],
+        targets: Tensor,
+        last_actor: Tensor,
+    ) -> MlpResult:
+        def stepped(name: str, grad: Tensor, loss: Tensor) -> Any:
+            return self._adam_step(name, states[name], grad, loss, learning_rate)
 
-        Returns the loss, the mean value, and whether all was finite.
+        actor, critics, temperature = (states[each][0] for each in _TRAINED)
+        actor_layers = self._actor_layers(actor)
+        next_outputs, passed = self._actor_passes(actor_layers, batch)
+        grad, loss, q = self._critic_gradient(batch, next_outputs, critics, targets, temperature)
+        finite = stepped("critics", grad, loss)
+        if batch.actor_noise is not None:
+            passed = passed or self._actor_layers.forward(actor_layers, batch.obs[None])
+            grad, actor_loss, entropy = self._actor_gradient(
+                batch.obs, batch.actor_noise, actor_layers, passed, critics, temperature
+            )
+            finite = stepped("actor", grad, actor_loss) & finite
+            if self._config.temperature is None:
+                gap = entropy - self._target_entropy
+                finite = stepped("temperature", gap[None], gap * temperature[0]) & finite
+            self._keep_report(last_actor, actor_loss, entropy)
+        targets.lerp_(critics, self._config.tau)
+        told = last_actor.clone()
+        return MlpResult(loss, told[0], q, told[1], temperature.exp()[0], finite)
+
+    def _actor_passes(
+        self, layers: list[tuple[Tensor, Tensor]], batch: MlpBatch
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Outputs for ``next_obs``; on a GPU also what passes the layers for ``obs``.
+
+        The critics' step does not change the actor, so a GPU computes both at once.
         """
-        flat = self._flat("actor", "critics", "temperature")
-        result = self._critic_gradient(obs, action, next_obs, *returns, noise, self._targets, *flat)
-        return result.loss, result.report, self._step("critics", result, learning_rate)
+        obs, next_obs = batch.obs, batch.next_obs
+        if self._on_cpu or batch.actor_noise is None:
+            return self._actor_layers.forward(layers, next_obs[None])[-1][0], []
+        passed = self._actor_layers.forward(layers, torch.cat([next_obs, obs])[None])
+        return passed[-1][0, : len(obs)], [each[:, len(obs) :] for each in passed]
 
-    def actor_step(
-        self, obs: Tensor, noise: Tensor, learning_rate: Any
-    ) -> tuple[Tensor, Tensor, Any]:
-        """One step of the actor; returns its loss, the entropy, and whether all was finite."""
-        result = self._actor_gradient(obs, noise, *self._flat("actor", "critics", "temperature"))
-        return result.loss, result.report, self._step("actor", result, learning_rate)
+    def _critic_gradient(
+        self,
+        batch: MlpBatch,
+        next_outputs: Tensor,
+        critics: Tensor,
+        targets: Tensor,
+        log_temperature: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of all weights, the loss and the mean value."""
+        next_action, log_prob = self._policy.sample_and_log_prob(next_outputs, batch.noise)
+        layers, passed, following = self._all_values(critics, targets, batch, next_action)
+        soft = following.amin(dim=0)[:, 0] - log_temperature.exp() * log_prob
+        error = passed[-1][:, :, 0] - (batch.reward + batch.discount * soft)
+        loss = 0.5 * (batch.weight * error.square()).mean(dim=1).sum()
+        by_value = (batch.weight * error / len(batch.obs))[:, :, None]
+        grad = self._critic_layers.weight_gradients(layers, passed, by_value)
+        return grad, loss, passed[-1].mean()
 
-    def temperature_step(self, entropy: Tensor, target: Any, learning_rate: Any) -> Any:
-        gap = entropy - target
-        loss = gap * self._adams["temperature"].values[0]
-        return self._step("temperature", MlpResult(gap[None], loss, entropy), learning_rate)
-
-    def _flat(self, *names: str) -> list[Tensor]:
-        return [self._adams[name].values for name in names]
-
-    def _step(self, name: str, result: MlpResult, learning_rate: Any) -> Any:
-        adam = self._adams[name]
+    def _all_values(
+        self, critics: Tensor, targets: Tensor, batch: MlpBatch, next_action: Tensor
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor], Tensor]:
+        """Layers of the critics, their inputs and output, and the next values of the targets."""
+        joint = torch.cat([batch.obs, batch.action], dim=-1).expand(2, -1, -1)
+        following = torch.cat([batch.next_obs, next_action], dim=-1).expand(2, -1, -1)
         if self._on_cpu:
-            adam.grad.copy_(result.grad)
-            return adam.step_on_cpu(learning_rate, float(result.loss))[1]
-        return self._adam_step(adam.tensors, result.grad, learning_rate, result.loss)[1]
+            layers, of_targets = self._critic_layers(critics), self._critic_layers(targets)
+            passed = self._critic_layers.forward(layers, joint)
+            return layers, passed, self._critic_layers.forward(of_targets, following)[-1]
+        # A GPU multiplies four small matrices in the time of two.
+        layers = self._all_critic_layers(torch.cat([critics, targets]))
+        passed = self._all_critic_layers.forward(layers, torch.cat([joint, following]))
+        own = [(weight[:2], bias[:2]) for weight, bias in layers]
+        return own, [each[:2] for each in passed], passed[-1][2:]
 
-    def _plain_critic_gradient(
+    def _actor_gradient(
         self,
         obs: Tensor,
-        action: Tensor,
-        next_obs: Tensor,
-        reward: Tensor,
-        discount: Tensor,
-        weight: Tensor,
         noise: Tensor,
-        targets: Tensor,
-        actor: Tensor,
+        actor_layers: list[tuple[Tensor, Tensor]],
+        actor_passed: list[Tensor],
         critics: Tensor,
         log_temperature: Tensor,
-    ) -> MlpResult:
-        layers = self._critic_layers(critics)
-        outputs = self._actor_layers.forward(self._actor_layers(actor), next_obs[None])[-1][0]
-        next_action, log_prob = self._policy.sample_and_log_prob(outputs, noise)
-        following = self._values(self._critic_layers(targets), next_obs, next_action)
-        soft = following[-1].amin(dim=0)[:, 0] - log_temperature.exp() * log_prob
-        target = reward + discount * soft
-        passed = self._values(layers, obs, action)
-        error = passed[-1][:, :, 0] - target
-        loss = 0.5 * (weight * error.square()).mean(dim=1).sum()
-        grad = (weight * error / len(obs))[:, :, None]
-        flat = self._critic_layers.weight_gradients(layers, passed, grad)
-        return MlpResult(flat, loss, passed[-1].mean())
-
-    def _plain_actor_gradient(
-        self, obs: Tensor, noise: Tensor, actor: Tensor, critics: Tensor, log_temperature: Tensor
-    ) -> MlpResult:
-        actor_layers, critic_layers = self._actor_layers(actor), self._critic_layers(critics)
-        actor_passed = self._actor_layers.forward(actor_layers, obs[None])
-        outputs, temperature = actor_passed[-1][0], log_temperature.exp()
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of all weights, the loss and the entropy."""
+        outputs = actor_passed[-1][0]
+        layers, temperature = self._critic_layers(critics), log_temperature.exp()
         action, log_prob = self._policy.sample_and_log_prob(outputs, noise)
-        passed = self._values(critic_layers, obs, action)
+        joint = torch.cat([obs, action], dim=-1).expand(2, -1, -1)
+        passed = self._critic_layers.forward(layers, joint)
         lower = passed[-1].amin(dim=0)
         loss = (temperature * log_prob - lower[:, 0]).mean()
         # The gradient of the lower value; equal values share it.
         is_lower = (passed[-1] == lower).float()
         share = -is_lower / (is_lower.sum(dim=0) * len(obs))
         n_obs = obs.shape[1]
-        by_action = self._critic_layers.input_gradient(critic_layers, passed, share, n_obs).sum(0)
+        by_action = self._critic_layers.input_gradient(layers, passed, share, n_obs).sum(0)
         # log_prob rises by 2 * action with the argument of tanh, and falls with log_std.
         scale = temperature / len(obs)
         by_raw = 2.0 * scale * action + by_action * (1.0 - action.square())
         _, log_std = self._policy.split(outputs)
         in_bounds = (log_std > LOG_STD_MIN) & (log_std < LOG_STD_MAX)
         by_log_std = (by_raw * log_std.exp() * noise - scale) * in_bounds
-        grad = torch.cat([by_raw, by_log_std], dim=-1)[None]
-        flat = self._actor_layers.weight_gradients(actor_layers, actor_passed, grad)
-        return MlpResult(flat, loss, -log_prob.mean())
+        by_outputs = torch.cat([by_raw, by_log_std], dim=-1)[None]
+        grad = self._actor_layers.weight_gradients(actor_layers, actor_passed, by_outputs)
+        return grad, loss, -log_prob.mean()
 
-    def _values(
-        self, layers: list[tuple[Tensor, Tensor]], obs: Tensor, action: Tensor
-    ) -> list[Tensor]:
-        joint = torch.cat([obs, action], dim=-1)
-        return self._critic_layers.forward(layers, joint.expand(2, -1, -1))
+    def _adam_step(
+        self, name: str, state: list[Tensor], grad: Tensor, loss: Tensor, learning_rate: Any
+    ) -> Any:
+        """Whether all was finite."""
+        adam = self._adams[name]
+        if self._on_cpu:
+            adam.grad.copy_(grad)
+            return adam.step_on_cpu(learning_rate, float(loss))[1]
+        limits = {"eps": adam.eps, "max_grad_norm": adam.max_grad_norm}
+        return adam_step(state, grad, learning_rate, loss, **limits)[1]
+
+    def _keep_report(self, last_actor: Tensor, loss: Tensor, entropy: Tensor) -> None:
+        report = torch.stack([loss, entropy])
+        if self._on_cpu:  # there may be several ranks
+            adam = self._adams["actor"]
+            report = adam.world.weighted(report, adam.share)
+        last_actor.copy_(report)
 
 
 def _is_plain(trunk: nn.Module) -> bool:
@@ -225,6 +279,12 @@ def _is_plain(trunk: nn.Module) -> bool:
         return False
     linear = [each for each in trunk.layers if isinstance(each, nn.Linear)]
     return len(list(trunk.parameters())) == 2 * len(linear)
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if x.device.type == "cpu":
+        return torch.baddbmm(bias, x, weight.mT)
+    return torch.bmm(x, weight.mT) + bias  # compiled, the sum is a part of the activation's kernel
 
 
 def _through_relu(grad: Tensor, activated: Tensor) -> Tensor:

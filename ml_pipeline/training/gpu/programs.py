@@ -8,6 +8,7 @@ for the device. A function that cannot be compiled or captured runs eagerly; the
 from __future__ import annotations
 
 import gc
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -83,7 +84,7 @@ class _Compiled:
     ) -> None:
         self._function = function
         self._fast: Callable[..., Any] | None = torch.compile(
-            _copy(function), dynamic=False, fullgraph=True
+            _copy(function), dynamic=False, fullgraph=True, options=_options()
         )
         self._name = name
         self._tell = tell
@@ -101,6 +102,12 @@ class _Compiled:
             reason = type_and_line(error)
             self._tell(f"{self._name} is not compiled and runs slower: {reason}")
             return self._function(*tensors)
+
+
+def _options() -> dict[str, Any] | None:
+    """Without this, torch times several ways to add up, and a resumed run may choose another."""
+    inductor = importlib.import_module("torch._inductor.config")  # slow, so not for every run
+    return {"deterministic": True} if hasattr(inductor, "deterministic") else None
 
 
 def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
