@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from ml_pipeline.errors import UserError
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 class DeviceError(UserError):
@@ -22,6 +26,17 @@ def program_mode(wanted: str, device: torch.device) -> str:
             f"compile=graph: device={device.type} has no CUDA graphs; use compile=auto"
         )
     return "graph" if wanted != "off" and device.type == "cuda" else "eager"
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep up to 256 MiB of freed memory for the next tensors of a CPU run.
+
+    Otherwise the tensors of each gradient step are new pages, which the kernel fills with zeros.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:  # musl has none
+        mallopt(_TRIM_THRESHOLD, 256 * 2**20)
+        mallopt(_MMAP_THRESHOLD, 32 * 2**20)  # larger tensors are mapped, and returned at once
 
 
 @contextmanager

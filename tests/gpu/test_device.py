@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -189,3 +192,29 @@ def test_a_low_precision_changes_no_run_on_the_cpu(here: Path) -> None:
     )
 
     assert exact == coarse
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the setting belongs to glibc")
+def test_a_cpu_run_uses_freed_memory_again_without_new_pages() -> None:
+    code = """
+import resource, sys, torch
+from ml_pipeline.device import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def step():
+    held = [torch.ones(2**18) for _ in range(8)]  # 1 MiB each
+for n_steps in (3, 20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(n_steps):
+        step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    # glibc's own setting changes with the tensors freed before, so fix it.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+
+    def faults(word: str) -> int:
+        words = [sys.executable, "-c", code, word]
+        return int(subprocess.run(words, env=environment, capture_output=True, check=True).stdout)
+
+    assert faults("do not") > 20 * 8 * 200  # a tensor has 256 pages
+    assert faults("keep") < 1_000
