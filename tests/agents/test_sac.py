@@ -149,8 +149,9 @@ def test_images_and_dicts_are_supported() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize("is_joined", [False, True])
 def test_gradients_by_hand_train_as_autograd_does(
-    settings: dict[str, Any], activation: str
+    settings: dict[str, Any], activation: str, is_joined: bool
 ) -> None:
     def network(space: Any) -> MLP:
         return MLP(space, (16, 16), activation)
@@ -161,6 +162,8 @@ def test_gradients_by_hand_train_as_autograd_does(
         for fast in ("auto", "off")
     ]
     assert [agent.fast is None for agent in agents] == [False, True]
+    if is_joined and agents[0].fast is not None:
+        agents[0].fast._on_cpu = False  # a GPU joins products; the numbers must be the same
     for step in range(20):
         batch = batch_of(16)._replace(reward=torch.full((16,), float(step)))
         results = [agent.update(batch, agent.rates(0.0, 1e-2)) for agent in agents]
