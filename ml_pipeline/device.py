@@ -32,6 +32,7 @@ def keep_freed_memory() -> None:
     """Let glibc keep up to 256 MiB of freed memory for the next tensors of a CPU run.
 
     Otherwise the tensors of each gradient step are new pages, which the kernel fills with zeros.
+    This holds until the process ends, also for other code in it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:  # musl has none

@@ -1,7 +1,7 @@
 """ReplayLearning: gradient steps on transitions from a replay buffer.
 
-On a device, sampling, the gradient step and new priorities are captured as one graph; the metrics
-of an iteration are added up there and read once.
+On a device, sampling, the gradient step and new priorities are captured as one graph, eight times
+in a row if as many updates are due. The metrics of an iteration are added up there and read once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOT_FINITE = (
     "agent.learning_rate, and look for huge observations or rewards (agent.normalize_obs)"
 )
 
-_IN_A_GRAPH = 8  # updates, if as many are due; each launch of a graph leaves a short gap
+_IN_A_GRAPH = 8  # updates: a launch leaves a short gap, so several at once are faster
 
 
 class ReplayLearning:
@@ -53,7 +53,7 @@ class ReplayLearning:
         self._sums = [0.0] * (len(self._names) + 1)  # the last one: steps that were finite
         self._device_sums = torch.zeros(len(self._sums), device=replay.device)
         self._add_to = programs.compiled(_add_to, "the metrics of an update")
-        self._captured: dict[tuple[tuple[bool, ...], int], Callable[[], None]] = {}
+        self._captured: dict[tuple[bool, int, int], Callable[[], None]] = {}
 
     def begin(self, rates: Any, n_updates: int) -> Any:
         """Prepare for up to ``n_updates``; returns the rates as the agent must read them."""
@@ -76,21 +76,28 @@ class ReplayLearning:
                 self._add(self._update(is_turn, self._uniform[self._n_results]))
                 self._n_results += 1
         else:
-            n_graphs, n_single = divmod(n_updates, _IN_A_GRAPH)
-            for size in [_IN_A_GRAPH] * n_graphs + [1] * n_single:
-                self._program(tuple(self._agent.begin_update() for _ in range(size)))()
+            for done in range(0, n_updates, _IN_A_GRAPH):
+                size = min(n_updates - done, _IN_A_GRAPH)
+                self._run_block([self._agent.begin_update() for _ in range(size)])
             self._n_results += n_updates
         self.n_updates += n_updates
 
-    def _program(self, turns: tuple[bool, ...]) -> Callable[[], None]:
-        """Consecutive updates as one graph; ``turns``: whether an actor trains in each."""
-        key = turns, self._replay.n_tables_moved
+    def _run_block(self, turns: list[bool]) -> None:
+        """One graph if the block is full and all ``turns`` are equal: other blocks are too many."""
+        if len(turns) == _IN_A_GRAPH and len(set(turns)) == 1:
+            self._program(turns[0], _IN_A_GRAPH)()
+        else:
+            for is_turn in turns:
+                self._program(is_turn, 1)()
+
+    def _program(self, is_turn: bool, n_updates: int) -> Callable[[], None]:
+        key = is_turn, n_updates, self._replay.n_tables_moved
         if key not in self._captured:
-            self._captured = {each: p for each, p in self._captured.items() if each[1] == key[1]}
+            self._captured = {each: p for each, p in self._captured.items() if each[2] == key[2]}
 
             def updates() -> None:
                 shape, device = (self._batch_size,), self._replay.device
-                for is_turn in turns:
+                for _ in range(n_updates):
                     uniform = torch.rand(shape, generator=self._generator, device=device)
                     result = self._update(is_turn, uniform)
                     report = [*(getattr(result, name) for name in self._names), result.finite]

@@ -27,13 +27,13 @@ SMALL = [
 ]
 DQN, SAC = ["agent=dqn", "agent.target_every=4"], ["agent=sac", "agent.policy_delay=2"]
 PRIORITISED = ["agent.priority_exponent=0.6", "agent.n_step=3", "agent.n_quantiles=5"]
+EIGHT = ["agent.updates_per_env_step=3"]  # 12 per step of all envs: 8 of them can be one graph
 KINDS = [
     [*DQN, "env=cartpole"],
     [*DQN, "env=cartpole", *PRIORITISED],
-    [*DQN, "env=torch_cartpole", *PRIORITISED],
+    [*DQN, "env=torch_cartpole", *PRIORITISED, *EIGHT, "agent.target_every=20"],
     [*SAC, "env=pendulum"],
-    # 12 updates per step: 8 of them are one graph.
-    [*SAC, "env=torch_pendulum", "agent.normalize_obs=true", "agent.updates_per_env_step=3"],
+    [*SAC, "env=torch_pendulum", "agent.normalize_obs=true", *EIGHT, "agent.policy_delay=1"],
 ]
 
 

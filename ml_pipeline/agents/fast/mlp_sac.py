@@ -49,7 +49,7 @@ class MlpResult(NamedTuple):
 
 
 class Layers:
-    """Where the layers of one or two equal MLPs are in a flat tensor of all their parameters."""
+    """Where the layers of one, two or four equal MLPs are in a flat tensor of parameters."""
 
     def __init__(self, network: nn.Module, trunk: MLP, n_networks: int) -> None:
         self._n_networks = n_networks
@@ -172,8 +172,8 @@ class MlpSAC:
                 finite = stepped("temperature", gap[None], gap * temperature[0]) & finite
             self._keep_report(last_actor, actor_loss, entropy)
         targets.lerp_(critics, self._config.tau)
-        told = last_actor.clone()
-        return MlpResult(loss, told[0], q, told[1], temperature.exp()[0], finite)
+        actor_loss, entropy = last_actor.clone()
+        return MlpResult(loss, actor_loss, q, entropy, temperature.exp()[0], finite)
 
     def _actor_passes(
         self, layers: list[tuple[Tensor, Tensor]], batch: MlpBatch

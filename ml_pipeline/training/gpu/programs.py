@@ -86,6 +86,7 @@ class _Compiled:
         self._fast: Callable[..., Any] | None = torch.compile(
             _copy(function), dynamic=False, fullgraph=True, options=_options()
         )
+        self._has_run = False
         self._name = name
         self._tell = tell
 
@@ -93,19 +94,31 @@ class _Compiled:
         if self._fast is None:
             return self._function(*tensors)
         try:
-            return self._fast(*tensors)
+            result = self._fast(*tensors)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # no C compiler, an unknown operation, or a bug in torch
+            if self._has_run and not _is_of_compiler(error):
+                raise  # a part of it may have run, so it must not run again
             # Compilation failed, so nothing ran. An error of the function itself is raised below.
             self._fast = None
             reason = type_and_line(error)
             self._tell(f"{self._name} is not compiled and runs slower: {reason}")
             return self._function(*tensors)
+        self._has_run = True
+        return result
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    errors = importlib.import_module("torch._dynamo.exc")
+    return isinstance(error, errors.TorchDynamoException)
 
 
 def _options() -> dict[str, Any] | None:
-    """Without this, torch times several ways to add up, and a resumed run may choose another."""
+    """Options of torch.compile that make its result depend on nothing but the function.
+
+    By default torch times several ways to add up, and a resumed run may choose another one.
+    """
     inductor = importlib.import_module("torch._inductor.config")  # slow, so not for every run
     return {"deterministic": True} if hasattr(inductor, "deterministic") else None
 
