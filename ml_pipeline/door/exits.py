@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable
 
 from ml_pipeline.errors import UserError
+from ml_pipeline.meeting import RankError, launched_rank
 
 _CLOSED_PIPE = 141  # as shells show a program that SIGPIPE ended
+_RANK_SECONDS = 2.0  # torchrun ends the other ranks sooner than this after the first has failed
 _THREAD_SECONDS = 5.0  # how long a program that has ended waits for its threads
 
 
@@ -40,6 +42,8 @@ def _code_of(command: Callable[[], object]) -> int:
         finally:
             sys.stdout.flush()  # not at exit, where the interpreter would report a closed pipe
     except UserError as error:
+        if launched_rank() > 0 and not isinstance(error, RankError):
+            time.sleep(_RANK_SECONDS)  # rank 0 probably reports the same mistake
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:

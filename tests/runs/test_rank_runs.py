@@ -148,6 +148,13 @@ def output_of_fault(folder: Path, env: str, *overrides: str) -> str:
 
 
 @pytest.mark.slow
+def test_mistake_in_the_config_is_reported_by_one_rank(tmp_path: Path) -> None:
+    output = ended(start(tmp_path, "agent.gama=0.9"))
+
+    assert output.count("did you mean agent.gamma?") == 1, output
+
+
+@pytest.mark.slow
 def test_error_of_an_env_reaches_the_other_rank_with_its_cause(tmp_path: Path) -> None:
     output = output_of_fault(tmp_path, "BreaksOnRankOne")
 
