@@ -8,4 +8,4 @@ if sys.version_info < (3, 10):
 from ml_pipeline.door.entry import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(agent="ppo"))

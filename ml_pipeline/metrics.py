@@ -1,6 +1,7 @@
-"""Names of the metrics that several modules read; every name is ``group/name``.
+"""Names of the metrics that several modules read, and how tables show a return.
 
-A config names other metrics: ``best_metric`` picks ``best.pt``, ``objective`` is maximised.
+Every name is ``group/name``. A config names other metrics: ``best_metric`` picks ``best.pt``,
+``objective`` is maximised.
 """
 
 from __future__ import annotations
@@ -8,3 +9,8 @@ from __future__ import annotations
 EVAL_RETURN = "eval/episode_return"  # mean over the episodes of one evaluation
 MEAN_RETURN = "rollout/episode_return_mean_100"  # mean over the last 100 training episodes
 PHASE = "curriculum/phase"  # number of the phase of a curriculum, from 1
+
+
+def shown_return(value: float) -> str:
+    """A return as text; those of trading are far below 1."""
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"

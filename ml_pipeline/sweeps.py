@@ -30,6 +30,7 @@ from rich.table import Table
 
 from ml_pipeline.errors import UserError, one_line
 from ml_pipeline.extras import missing_extra
+from ml_pipeline.metrics import shown_return
 from ml_pipeline.runs.console import user_command, wide_console
 from ml_pipeline.runs.run_folder import write_text
 from ml_pipeline.signals import Interrupted, signals_to_handle
@@ -156,7 +157,7 @@ def jobs_table(jobs: Sequence[Job], *, running: str = "died") -> Table:
             str(job.number),
             " ".join(each for each in job.overrides if each not in common),
             running if job.status == "running" else job.status,
-            "-" if job.objective is None else f"{job.objective:.1f}",
+            "-" if job.objective is None else shown_return(job.objective),
             job.error or job.run_dir or "-",
         )
     return table

@@ -372,4 +372,7 @@ def _discrete(space: Any) -> Distribution:
         return Categorical(space)
     if isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary)):
         return MultiCategorical(space)
-    raise ActionSpaceError(f"agent=dqn: action space {space} is not discrete; use agent=sac")
+    raise ActionSpaceError(
+        f"agent=dqn: action space {space} is not discrete; use agent=sac (train_sac.py), or an "
+        "option of the env that makes its actions discrete"
+    )

@@ -307,7 +307,7 @@ class SACAgent:
         return [*trained, self.target_values, self.last_actor, *self.preprocess.buffers()]
 
     def state_dict(self) -> StateDict:
-        parts = {name: getattr(self, name).state_dict() for name in _PARTS}
+        parts = {name: getattr(self, name).state_dict() for name in PARTS}
         return {
             "spaces": {name: space_to_data(space) for name, space in self.spaces.items()},
             **parts,
@@ -320,7 +320,7 @@ class SACAgent:
 
     def load_state_dict(self, state: StateDict) -> None:
         check_spaces(self.spaces, state["spaces"])
-        for name in _PARTS:
+        for name in PARTS:
             getattr(self, name).load_state_dict(state[name])
         for name, adam in self.adams.items():
             adam.load_state_dict(state["adams"][name])
@@ -330,4 +330,4 @@ class SACAgent:
         self._noise.load_state_dict(state)
 
 
-_PARTS = ("actor", "critics", "targets", "temperature", "preprocess")
+PARTS = ("actor", "critics", "targets", "temperature", "preprocess")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ml_pipeline.agents.dqn import DQNAgent
+from ml_pipeline.algorithms.old_weights import load_parts
 from ml_pipeline.config.dqn import DQNConfig
-from ml_pipeline.protocols import Algorithm, Envs, Place
+from ml_pipeline.protocols import Algorithm, Envs, Place, StateDict
 from ml_pipeline.training.off_policy_trainer import OffPolicyTrainer, check_envs
 
 
@@ -16,4 +17,9 @@ def make_trainer(agent: DQNAgent, envs: Envs, config: DQNConfig, place: Place) -
     return OffPolicyTrainer(agent, envs, config, place, priority_exponent=exponent)
 
 
-DQN = Algorithm(DQNConfig, DQNAgent, make_trainer, trains_on_ranks=True)
+def start_from(agent: DQNAgent, state: StateDict) -> None:
+    """Load networks and normaliser of another agent; Adam, noise and replay stay new."""
+    load_parts(agent, state, ("spaces", "model", "target", "preprocess"))
+
+
+DQN = Algorithm(DQNConfig, DQNAgent, make_trainer, start_from=start_from, trains_on_ranks=True)

@@ -7,10 +7,10 @@ from contextlib import suppress
 from ml_pipeline.agents.observations import batched
 from ml_pipeline.agents.ppo import PPOAgent
 from ml_pipeline.agents.ppo_loss_check import check_loss
+from ml_pipeline.algorithms.old_weights import load_parts
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.protocols import Algorithm, Envs, NetworkBuilder, Place, Spaces, StateDict
-from ml_pipeline.runs.checkpoint import first_difference
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.collector import Collector
 from ml_pipeline.training.contracts import RolloutCollector
@@ -90,12 +90,7 @@ def explain_memory(agent: PPOAgent, config: PPOConfig, n_envs: int, tensor_envs:
 
 def start_from(agent: PPOAgent, state: StateDict) -> None:
     """Load network and observation normaliser of another agent; Adam and noise stay new."""
-    own = agent.state_dict()
-    learnt = {name: state.get(name) for name in ("spaces", "model")}
-    difference = first_difference({name: own[name] for name in learnt}, learnt)
-    if difference is not None:
-        raise ValueError(difference)
-    agent.load_state_dict({**own, **learnt})
+    load_parts(agent, state, ("spaces", "model"))
 
 
 PPO = Algorithm(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ml_pipeline.agents.sac import SACAgent
+from ml_pipeline.agents.sac import PARTS, SACAgent
+from ml_pipeline.algorithms.old_weights import load_parts
 from ml_pipeline.config.sac import SACConfig
-from ml_pipeline.protocols import Algorithm, Envs, Place
+from ml_pipeline.protocols import Algorithm, Envs, Place, StateDict
 from ml_pipeline.training.off_policy_trainer import OffPolicyTrainer, check_envs
 
 
@@ -18,4 +19,9 @@ def make_trainer(agent: SACAgent, envs: Envs, config: SACConfig, place: Place) -
     return OffPolicyTrainer(agent, envs, config, place)
 
 
-SAC = Algorithm(SACConfig, SACAgent, make_trainer, trains_on_ranks=True)
+def start_from(agent: SACAgent, state: StateDict) -> None:
+    """Load all that another agent has learned; Adam, noise and replay stay new."""
+    load_parts(agent, state, ("spaces", *PARTS))
+
+
+SAC = Algorithm(SACConfig, SACAgent, make_trainer, start_from=start_from, trains_on_ranks=True)

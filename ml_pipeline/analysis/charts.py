@@ -17,7 +17,7 @@ from ml_pipeline.analysis.statistics import (
     probability_of_improvement,
     with_interval,
 )
-from ml_pipeline.metrics import PHASE
+from ml_pipeline.metrics import PHASE, shown_return
 
 MOST_GROUPS = 10  # in a chart: as many as there are colours
 
@@ -225,7 +225,8 @@ def _efficiency(groups: Sequence[Group], metric: str) -> Chart:
             bars.append(_bar(label, rank, reached))
         elif len(reached):  # a mean over the successful seeds alone would be too optimistic
             bars.append(Bar(label, rank, np.nan, np.nan, np.nan, reached))
-    note = f"Env steps until {metric} reaches {target:.1f}. In brackets: the seeds that reach it."
+    goal = shown_return(target)
+    note = f"Env steps until {metric} reaches {goal}. In brackets: the seeds that reach it."
     note = _noted(note, groups, _ranks(bars), "no run reaches the value")
     return Chart("efficiency", "Sample efficiency", "env steps", "", note, bars=bars)
 

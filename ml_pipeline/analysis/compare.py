@@ -18,7 +18,7 @@ from ml_pipeline.analysis.settings import (
     shown_value,
 )
 from ml_pipeline.analysis.statistics import FEW_SEEDS, Array, iqm, verdict, with_interval
-from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
+from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, shown_return
 
 FIGURES = ("seeds", "IQM", "95 % interval", "env steps/s")  # of a group
 _MOST_VERDICTS = 5
@@ -207,7 +207,9 @@ def figures(group: Group, metric: str) -> list[str]:
     """The texts of ``FIGURES``."""
     finals = group.finals(metric)
     value, low, high = with_interval(finals) if len(finals) else [np.array(np.nan)] * 3
-    interval = f"{low:.1f} to {high:.1f}" if np.isfinite(low) else "-"
+    interval = (
+        f"{shown_return(float(low))} to {shown_return(float(high))}" if np.isfinite(low) else "-"
+    )
     speeds = group.per_seed(lambda run: run.steps_per_second())
     speeds = speeds[np.isfinite(speeds)]
     speed = float(iqm(speeds)) if len(speeds) else np.nan
@@ -217,4 +219,4 @@ def figures(group: Group, metric: str) -> list[str]:
 
 
 def _shown(value: float) -> str:
-    return f"{value:.1f}" if np.isfinite(value) else "-"
+    return shown_return(value) if np.isfinite(value) else "-"

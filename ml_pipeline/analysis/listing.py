@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
 from ml_pipeline.errors import UserError, shorten
+from ml_pipeline.metrics import shown_return
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml
 
 # The fast loader needs libyaml; a list of many runs takes seconds without it.
@@ -102,7 +103,7 @@ def runs_table(runs: Sequence[RunInfo], width: int) -> tuple[Table, list[str]]:
     }
     figures = {
         "env steps": [f"{each:,}" if isinstance(each, int) else "-" for each in steps],
-        "return": [f"{each:.1f}" if isinstance(each, float) else "-" for each in means],
+        "return": [shown_return(each) if isinstance(each, float) else "-" for each in means],
     }
     labels = {
         key: [_shown_label(config.get(key)) for config in configs]

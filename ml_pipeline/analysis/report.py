@@ -27,6 +27,7 @@ from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.analysis.settings import differing_keys
 from ml_pipeline.analysis.statistics import Array
 from ml_pipeline.extras import import_extra
+from ml_pipeline.metrics import shown_return
 from ml_pipeline.runs.run_folder import RunFolderError, write_text
 
 _COLOURS = (
@@ -242,7 +243,7 @@ def _runs_html(folder: Path, groups: Sequence[Group], metric: str) -> str:
             link = os.path.relpath(run.run.path, folder)
             name = f"{group.name}, repeat" if run in group.repeats else group.name
             facts = [name, run.config.get("seed", "-"), run.summary.get("status", "-")]
-            figures = [f"{run.env_steps:,}", f"{run.final(metric):.1f}"]
+            figures = [f"{run.env_steps:,}", shown_return(run.final(metric))]
             commit = str(run.summary.get("git_commit") or "-")[:9]
             rows.append([(link, run.run.name), *facts, *figures, commit])
     return html_table(["run", "group", "seed", "status", "env steps", metric, "commit"], rows)

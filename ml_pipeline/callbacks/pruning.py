@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ml_pipeline.config.checks import integer_steps
-from ml_pipeline.metrics import EVAL_RETURN
+from ml_pipeline.metrics import EVAL_RETURN, shown_return
 from ml_pipeline.protocols import Callback, Metrics
 from ml_pipeline.training.loop import Loop
 
@@ -54,4 +54,4 @@ class Pruning(Callback):
         if self._trial.should_prune():
             # Before the run ends, so that a process that continues a killed trial knows.
             self._trial.set_user_attr("pruned", True)
-            loop.request_stop(f"pruned with {self._metric} {value:.1f}")
+            loop.request_stop(f"pruned with {self._metric} {shown_return(value)}")

@@ -18,6 +18,7 @@ from ml_pipeline.commands._arguments import (
     integer,
 )
 from ml_pipeline.errors import UserError
+from ml_pipeline.metrics import shown_return
 
 if TYPE_CHECKING:
     from ml_pipeline.analysis.games import Games
@@ -128,10 +129,9 @@ def _play_episodes(options: Namespace) -> None:
         f"{trained.env_name}, checkpoint {trained.checkpoint} of env step {trained.env_steps:,}, "
         f"{n_episodes} episodes from seed {seed}, {actions} actions"
     )
-    print(
-        f"return: mean {result.mean:.1f}  std {result.std:.1f}  "
-        f"min {result.min:.1f}  max {result.max:.1f}   mean length {result.mean_length:.1f}"
-    )
+    names = ("mean", "std", "min", "max")
+    figures = "  ".join(f"{name} {shown_return(getattr(result, name))}" for name in names)
+    print(f"return: {figures}   mean length {result.mean_length:.1f}")
     if result.n_cut:
         print(f"{result.n_cut} episodes did not end and were cut at {MAX_EPISODE_STEPS:,} steps")
     if isinstance(trained.env.unwrapped, Trading):

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from ml_pipeline.commands._arguments import RUN_HELP, add_root, add_trust, chosen_run, integer
+from ml_pipeline.metrics import shown_return
 
 if TYPE_CHECKING:
     import gymnasium as gym
@@ -67,11 +68,12 @@ def run(options: Namespace) -> None:
                 if options.opponent is not None:
                     winners.append(winner_of(episode))
                     outcome = f"{_OUTCOMES[winners[-1]]}, "
-                line = f"seed {seed}: {outcome}return {returns[-1]:.1f}, length {episode.length}"
+                gained = shown_return(returns[-1])
+                line = f"seed {seed}: {outcome}return {gained}, length {episode.length}"
                 print(f"{line}{cut}", flush=True)
     finally:
         close_env(env)
-    print(f"mean return of {len(returns)}: {sum(returns) / len(returns):.1f}")
+    print(f"mean return of {len(returns)}: {shown_return(sum(returns) / len(returns))}")
     if winners:
         counts = (f"{word} {winners.count(each)}" for each, word in _OUTCOMES.items())
         print(", ".join(counts))

@@ -11,7 +11,7 @@ from ml_pipeline.config.checks import check
 
 @dataclass
 class AgentConfig:
-    """Override the two methods if an iteration is more than one step of each env."""
+    """Override the first two methods if an iteration is more than one step of each env."""
 
     algorithm: str = ""  # dotted path of an Algorithm; it chooses the class of these settings
     action_mask: str = "none"  # or info, or the key of a Dict observation
@@ -22,6 +22,10 @@ class AgentConfig:
 
     def why_not(self, n_envs: int, *, recurrent: bool = False) -> str | None:
         """Why these sizes do not fit together, or None if they do."""
+        return None
+
+    def remark(self, env_steps: int) -> str | None:
+        """What a user should know about a run of this length, or None."""
         return None
 
     def fitting_n_envs(self, n_envs: int, *, recurrent: bool = False) -> int:

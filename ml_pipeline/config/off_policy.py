@@ -51,6 +51,8 @@ class OffPolicyConfig(AgentConfig):
             self._check(getattr(self, name) >= 0, name, "at least 0")
         self._check(0 <= self.gamma <= 1, "gamma", "between 0 and 1")
         self._check_choice("learning_rate_schedule", SCHEDULES)
+        most = f"at most agent.buffer_size={self.buffer_size:g}"
+        self._check(self.batch_size <= self.buffer_size, "batch_size", most)
         clip = self.max_grad_norm
         self._check(clip is None or clip > 0, "max_grad_norm", "positive, or null")
         for name in ("buffer_size", "learning_starts"):
@@ -62,9 +64,18 @@ class OffPolicyConfig(AgentConfig):
         return self.iteration_length * n_envs
 
     def why_not(self, n_envs: int, *, recurrent: bool = False) -> str | None:
-        if self.buffer_size < 2 * n_envs:
+        least = (self.n_step + 1) * n_envs
+        if self.buffer_size < least:
             return (
-                f"agent.buffer_size={self.buffer_size}: holds less than two steps of "
-                f"n_envs={n_envs}; use at least {2 * n_envs}"
+                f"agent.buffer_size={self.buffer_size}: too small; n_envs={n_envs} and "
+                f"agent.n_step={self.n_step} need at least {least}"
             )
         return None
+
+    def remark(self, env_steps: int) -> str | None:
+        if env_steps > self.learning_starts or not self.updates_per_env_step:
+            return None
+        return (
+            f"agent.learning_starts={self.learning_starts}: this run of {env_steps:,} env steps "
+            "ends before its first update; use more total_steps, or a smaller agent.learning_starts"
+        )

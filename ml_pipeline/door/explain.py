@@ -42,6 +42,9 @@ def explained(error: Exception) -> str:
     if ambiguous:
         key, values = ambiguous.groups()
         return f"{key}={values}: several values; add -m for a sweep, or write '{key}=[{values}]'"
+    present = re.match(r"Could not append to config. An item is already at '(.+)'", str(error))
+    if present:
+        return f"+{present[1]}: the key exists; write {present[1]}=... without the +"
     return first_line(cause or error)
 
 

@@ -154,6 +154,8 @@ def make_plan(
     reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
     if reason is not None:
         raise ConfigError(reason)
+    if unexpected := config.agent.remark(config.wanted_steps_of(place.world.size)):
+        say(unexpected)
     check_ranks(config, place, agent)
     check_saved_envs(config, place.world, state)
     pool = None

@@ -30,27 +30,27 @@ from rich.table import Table
 from rich.text import Text
 
 from ml_pipeline.errors import printable
-from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
+from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, shown_return
 
 _SECONDS_BETWEEN_LINES = 2.0
 _SECONDS_BETWEEN_LINES_OF_A_JOB = 10.0  # several jobs share the output
 _TRAIN = " train"  # commands/train.py adds it to the program's name in sys.argv
 
-# Title, metric, format; a missing metric is shown as a dash.
+# Title, metric, how to show it; a missing metric is shown as a dash.
 _FIGURES = (
-    ("iteration", "iteration", "{:.0f}"),
-    ("return", "rollout/episode_return", "{:.1f}"),
-    ("length", "rollout/episode_length", "{:.1f}"),
-    ("mean(100)", MEAN_RETURN, "{:.1f}"),
-    ("episodes", "rollout/total_episodes", "{:.0f}"),
-    ("eval", EVAL_RETURN, "{:.1f}"),
-    ("steps/s", "time/env_steps_per_second", "{:,.0f}"),
+    ("iteration", "iteration", "{:.0f}".format),
+    ("return", "rollout/episode_return", shown_return),
+    ("length", "rollout/episode_length", "{:.1f}".format),
+    ("mean(100)", MEAN_RETURN, shown_return),
+    ("episodes", "rollout/total_episodes", "{:.0f}".format),
+    ("eval", EVAL_RETURN, shown_return),
+    ("steps/s", "time/env_steps_per_second", "{:,.0f}".format),
 )
 # Shown if the terminal is wide enough.
 _MORE_FIGURES = (
-    ("KL", "policy/approx_kl", "{:.4f}"),
-    ("entropy", "policy/entropy", "{:.3f}"),
-    ("explained", "value/explained_variance", "{:.2f}"),
+    ("KL", "policy/approx_kl", "{:.4f}".format),
+    ("entropy", "policy/entropy", "{:.3f}".format),
+    ("explained", "value/explained_variance", "{:.2f}".format),
 )
 _WIDTH_OF_ALL = 120
 
@@ -251,7 +251,7 @@ class ConsoleLogger:
         parts = [f"env steps {env_steps:,}/{self._total_steps:,}", f"ETA {self._eta(env_steps)}"]
         for title, name, form in _FIGURES:
             if name in metrics:
-                parts.append(f"{title} {form.format(metrics[name])}")
+                parts.append(f"{title} {form(metrics[name])}")
         return "  ".join(parts)
 
     def _eta(self, env_steps: int) -> str:
@@ -269,7 +269,7 @@ class ConsoleLogger:
         for title, _, _ in figures:
             table.add_column(title, justify="right")
         shown = self._shown
-        table.add_row(*(form.format(shown[n]) if n in shown else "-" for _, n, form in figures))
+        table.add_row(*(form(shown[n]) if n in shown else "-" for _, n, form in figures))
         return Group(table, self._progress)
 
 

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ml_pipeline.metrics import MEAN_RETURN
+from ml_pipeline.metrics import MEAN_RETURN, shown_return
 from ml_pipeline.protocols import Logger
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
 from ml_pipeline.runs.console import ConsoleLogger, is_job, say, typed_training, user_command
@@ -134,7 +134,11 @@ class Record:
             say(str(error))
             with suppress(RunFolderError):  # it was just reported
                 self.run.end_in_place(status)
-        mean = "" if math.isnan(self.mean_reward) else f", mean return {self.mean_reward:.1f}"
+        mean = (
+            ""
+            if math.isnan(self.mean_reward)
+            else f", mean return {shown_return(self.mean_reward)}"
+        )
         result = f"{line} at env step {env_steps:,} of {self._total_steps:,}{mean}"
         is_complete = status == "finished" and env_steps >= self._total_steps
         commands = self._commands(complete=is_complete)

@@ -11,6 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import RenderableType
 from rich.table import Table
 
+from ml_pipeline.metrics import shown_return
 from ml_pipeline.runs.console import wide_console
 from ml_pipeline.study.folder import (
     StudyFolder,
@@ -91,7 +92,7 @@ def figure(value: Any) -> str:
     """A value of an objective or a parameter, as text."""
     if not isinstance(value, float):
         return "-" if value is None else str(value)
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
+    return shown_return(value)
 
 
 def _state(trial: FrozenTrial) -> str:

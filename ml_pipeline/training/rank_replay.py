@@ -20,11 +20,15 @@ from ml_pipeline.protocols import StateDict
 def own_replay(state: StateDict, parts: Sequence[StateDict], world: World) -> StateDict:
     """What this rank loads of the replay; ``parts`` are the states of the ranks that saved it.
 
-    With another number of ranks, ``rank_segments`` lists the files of each that saved it, and
-    ``n_saved_envs`` is the number of envs of all, or None if it is not known.
+    ``n_saved_envs`` is the number of envs of all ranks, or None if it is not known. With another
+    number of ranks, ``rank_segments`` lists the files of each that saved it.
     """
     if len(parts) == world.size:
-        return {"replay": {**state["replay"], **parts[world.rank].get("replay", {})}}
+        counts = [_n_envs({**state, **part}["positions"]) for part in parts]
+        return {
+            "replay": {**state["replay"], **parts[world.rank].get("replay", {})},
+            "n_saved_envs": None if None in counts else sum(filter(None, counts)),
+        }
     if state["replay"]["n_saved"] < state["replay"]["n_written"]:
         raise UserError(
             "the checkpoint was saved without its newest transitions; resume from latest"
@@ -39,6 +43,13 @@ def own_replay(state: StateDict, parts: Sequence[StateDict], world: World) -> St
         "rank_segments": [part["replay"]["segments"] for part in parts],
         "n_saved_envs": n_envs,
     }
+
+
+def _n_envs(positions: Any) -> int | None:
+    """The number of envs of one rank; None if the checkpoint has no positions."""
+    if isinstance(positions, list):
+        return sum(len(each["episode_start"]) for each in positions)
+    return None if positions is None else len(positions["obs"])  # of a tensor env
 
 
 def _joined(positions: Sequence[Any]) -> StateDict | None:

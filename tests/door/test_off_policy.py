@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, Capture, call, read_rows, summary_of
+from conftest import REPOSITORY, Capture, call, contents, read_rows, summary_of
 from gymnasium import spaces
 from tiny_envs import ForbiddingEnv
 
@@ -172,7 +172,14 @@ def test_evaluate_and_export_work_for_all(here: Path, capsys: Capture) -> None:
     [
         (["agent=dqn", "env=pendulum"], "agent=dqn: action space .* is not discrete"),
         (["agent=dqn", "network=lstm"], "network Recurrent is recurrent, which replay does not"),
-        (["agent=dqn", "agent.buffer_size=3"], "holds less than two steps of n_envs=8"),
+        (
+            ["agent=dqn", "agent.batch_size=8", "agent.buffer_size=15"],
+            "agent.buffer_size=15: too small; n_envs=8 and agent.n_step=1 need at least 16",
+        ),
+        (
+            ["agent=dqn", "agent.batch_size=9", "agent.buffer_size=8"],
+            "agent.batch_size=9: must be at most agent.buffer_size=8",
+        ),
         (["agent=sac", "env=pendulum", "agent.tau=0"], "agent.tau=0.0: must be above 0"),
     ],
 )
@@ -219,6 +226,37 @@ def test_train_dqn_never_trains_another_agent(here: Path) -> None:
     shown = call(sys.executable, REPOSITORY / "train_dqn.py", *OPTIONS, cwd=here)
 
     assert "algorithm: ml_pipeline.algorithms.dqn.DQN" in shown.stdout, shown.stderr
-    _, *other = with_agent(["train_dqn.py", "experiment=lunar_lander"], "dqn")
-    with pytest.raises(ConfigError, match=r"agent\.gae_lambda: unknown key"):
-        train(other)
+
+
+@pytest.mark.parametrize(
+    ("door", "preset", "agent"),
+    [
+        ("dqn", "lunar_lander", "ppo"),
+        ("sac", "dqn_cartpole", "dqn"),
+        ("ppo", "sac_hopper", "sac"),  # extends another preset
+        ("ppo", "cartpole,hockey_dqn", "dqn"),
+    ],
+)
+def test_preset_of_another_agent_is_refused_with_its_door(
+    door: str, preset: str, agent: str
+) -> None:
+    name = preset.split(",")[-1]
+
+    with pytest.raises(ConfigError, match=rf"^experiment={name}: trains agent={agent}; use train_"):
+        with_agent([f"train_{door}.py", f"experiment={preset}"], door)
+
+
+def test_run_that_ends_before_its_first_update_says_so(here: Path, capsys: Capture) -> None:
+    train([*DQN, "total_steps=32", "~callbacks.evaluation"])
+
+    assert "this run of 32 env steps ends before its first update" in capsys.readouterr().out
+
+
+def test_resume_with_another_number_of_envs_is_refused_and_changes_nothing(here: Path) -> None:
+    run = train([*DQN, "total_steps=64", "~callbacks.evaluation"]).run_dir
+    before = contents(run)
+
+    with pytest.raises(ConfigError, match=r"^n_envs=4: .* its replay has 2; use n_envs=2"):
+        train([f"resume={run}", "n_envs=4", "total_steps=128"])
+
+    assert contents(run) == before

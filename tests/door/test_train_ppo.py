@@ -138,6 +138,7 @@ def test_own_yaml_files_are_found_in_the_config_dir(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (["+total_steps=3"], "+total_steps: the key exists; write total_steps=... without the +"),
         (["env.kwargs.size=3"], "env.kwargs.size=3: unknown key; to add a key, write +env.kwar"),
         (["agent.n_steps=1.5"], "agent.n_steps=1.5: must be an integer"),
         (["agent.learning_rate=fast"], "agent.learning_rate=fast: must be a number"),

@@ -12,6 +12,7 @@ import pytest
 from conftest import Capture
 from rich.console import Console
 
+from ml_pipeline.metrics import shown_return
 from ml_pipeline.runs import console
 from ml_pipeline.runs.console import ConsoleLogger, say_if_slow, user_command
 
@@ -101,3 +102,11 @@ def test_wide_terminal_also_shows_the_kl_entropy_and_explained_variance(
     assert "return" in text
     assert "12.5" in text
     assert [word in text for word in ("0.0100", "0.500", "0.90")] == [shows_kl] * 3
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(500.0, "500.0"), (-1234.56, "-1234.6"), (9.1, "9.1"), (-0.0412, "-0.0412"), (0.0, "0")],
+)
+def test_return_is_shown_with_the_digits_that_tell_something(value: float, text: str) -> None:
+    assert shown_return(value) == text

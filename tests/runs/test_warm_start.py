@@ -61,6 +61,29 @@ def test_new_run_has_the_weights_of_the_best_or_latest_checkpoint(
     assert contents(finished_run) == before
 
 
+@pytest.mark.parametrize(
+    ("agent", "env", "parts"),
+    [
+        ("dqn", "cartpole", ("model", "target")),
+        ("sac", "pendulum", ("actor", "critics", "targets", "temperature")),
+    ],
+)
+def test_agents_with_replay_start_from_old_networks(
+    here: Path, agent: str, env: str, parts: tuple[str, ...]
+) -> None:
+    settings = [f"agent={agent}", f"env={env}", "n_envs=2", "device=cpu", "logger=none"]
+    settings += ["agent.learning_starts=16", "agent.batch_size=8", "agent.normalize_obs=true"]
+    settings += ["agent.iteration_length=16", "~callbacks.evaluation", "total_steps=64"]
+    source = train(settings).run_dir
+    peek = Peek()
+
+    train([*settings, f"init_from={source}", "seed=7"], callbacks={"peek": peek})
+
+    saved = load_checkpoint(RunFolder.open(source), "latest")["agent"]
+    assert all(equal(peek.agent[part], saved[part]) for part in (*parts, "preprocess"))
+    assert saved["n_updates"] > peek.agent["n_updates"] == peek.env_steps == 0
+
+
 @pytest.mark.slow
 def test_observation_normaliser_comes_along(here: Path) -> None:
     _, source = started("agent.normalize_obs=true")

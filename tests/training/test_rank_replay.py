@@ -272,7 +272,7 @@ def test_sizes_and_layers_that_do_not_fit_several_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="network, which has BatchNorm layers: does not train on"):
         check_ranks(config, place, agent)  # type: ignore[arg-type]
     config.agent.buffer_size = 15  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"2 ranks: agent.buffer_size=15: .* use at least 16"):
+    with pytest.raises(ConfigError, match=r"2 ranks: agent.buffer_size=15: .* need at least 16"):
         check_ranks(config, place, plan.agent)
 
 

@@ -141,7 +141,8 @@ def strength_of(opponent: str | None) -> float | None:
         return None
     if opponent not in STRENGTH:
         raise ValueError(
-            f"opponent={opponent!r}: unknown; choose from {', '.join(STRENGTH)}, or None"
+            f"opponent={opponent!r}: unknown; choose from {', '.join(STRENGTH)}, {EITHER}, or "
+            "null for two players"
         )
     return STRENGTH[opponent]
 

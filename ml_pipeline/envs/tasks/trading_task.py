@@ -80,7 +80,7 @@ class TradingTask:
             raise ValueError(
                 f"episode_bars={settings.episode_bars}: the period {settings.period} has "
                 f"{n_rows} bars, of which a window of {self.window} leaves {max(n_bars, 0)}; "
-                "use fewer, or a longer period"
+                "use fewer, a longer period, or random_start=false for one episode over all of it"
             )
         self.n_starts = n_bars - self.n_steps + 1 if settings.random_start else 1
         self.symbol_number(self.symbol, seed=0)  # refuses an unknown name
