@@ -36,7 +36,7 @@ from ml_pipeline.door.compose import (
 )
 from ml_pipeline.door.exits import exit_code
 from ml_pipeline.door.explain import explained
-from ml_pipeline.door.presets import DEFAULT_AGENT, check_presets
+from ml_pipeline.door.presets import check_presets, default_agent
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.console import numbered_output, say, user_command
 from ml_pipeline.runs.run_folder import stamped_name
@@ -56,7 +56,7 @@ def with_agent(words: Sequence[str], agent: str) -> list[str]:
     if any(word.startswith(("agent=", "resume=")) for word in words):
         return list(words)
     check_presets(words, agent)
-    return list(words) if agent == DEFAULT_AGENT else with_overrides(words, [f"agent={agent}"])
+    return list(words) if agent == default_agent() else with_overrides(words, [f"agent={agent}"])
 
 
 def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:

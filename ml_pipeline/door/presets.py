@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
 from ml_pipeline.door.compose import CONF, ConfigError
 
-DEFAULT_AGENT = "ppo"  # of conf/train.yaml
+
+def default_agent() -> str:
+    """The option of agent= in conf/train.yaml."""
+    groups = (each for each in _defaults(CONF / "train.yaml") if isinstance(each, dict))
+    return next(str(each["agent"]) for each in groups if "agent" in each)
 
 
 def check_presets(words: Sequence[str], agent: str) -> None:
@@ -29,11 +34,14 @@ def _agent_of(name: str) -> str | None:
     path = CONF / "experiment" / f"{name}.yaml"
     if not path.is_file():
         return None
-    content: Any = OmegaConf.to_container(OmegaConf.load(path))
-    agent = DEFAULT_AGENT
-    for entry in content.get("defaults", []):
+    agent = default_agent()
+    for entry in _defaults(path):
         if isinstance(entry, str):
             agent = _agent_of(entry) or agent
         else:
             agent = entry.get("override /agent", agent)
     return agent
+
+
+def _defaults(path: Path) -> list[Any]:
+    return list(yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", []))

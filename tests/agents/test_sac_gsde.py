@@ -140,6 +140,7 @@ def test_act_batch_holds_its_noise_also_after_loading() -> None:
 @pytest.mark.parametrize(("learning_starts", "every"), [(0, 3), (10_000, 3), (0, 0)])
 def test_training_holds_its_noise(learning_starts: int, every: int) -> None:
     settings: Any = {"iteration_length": 6, "updates_per_env_step": 0.0, "buffer_size": 100}
+    settings["batch_size"] = 8
     agent = made(gsde_every_steps=every, learning_starts=learning_starts, **settings)
     env = SerialEnv([StillEnv] * 2, seed=1)
     trainer = OffPolicyTrainer(agent, Envs([env], 1, False), agent.config, place())

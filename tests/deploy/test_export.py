@@ -28,6 +28,7 @@ from ml_pipeline.analysis.evaluate import evaluate
 from ml_pipeline.build import train
 from ml_pipeline.deploy.exported import ExportedPolicy, PolicyFileError
 from ml_pipeline.door.load import load_agent
+from ml_pipeline.metrics import shown_return
 
 pytestmark = pytest.mark.xdist_group("export")  # a case is trained and exported once
 
@@ -338,6 +339,7 @@ def test_play_prints_the_same_episodes_for_a_file_and_its_run(
     exported: Export, capsys: Capture
 ) -> None:
     run, file, *_ = exported()
+    capsys.readouterr()  # of the training
     outputs = []
     for policy in (file, run):
         assert main(["play", str(policy), "--episodes", "3", "--seed", "7"]) == 0
@@ -348,7 +350,7 @@ def test_play_prints_the_same_episodes_for_a_file_and_its_run(
     assert title == "CartPole-v1, greedy actions"
     assert [line.split(":")[0] for line in episodes] == ["seed 7", "seed 8", "seed 9"]
     returns = [float(line.split("return ")[1].split(",")[0]) for line in episodes]
-    assert mean == f"mean return of 3: {sum(returns) / 3:.1f}"
+    assert mean == f"mean return of 3: {shown_return(sum(returns) / 3)}"
 
 
 def test_play_renders_a_file_and_a_run(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:

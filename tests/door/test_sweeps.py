@@ -167,7 +167,7 @@ def test_table_shows_only_differing_overrides_and_calls_an_unfinished_job_died()
     console.print(jobs_table(jobs))
 
     lines = console.export_text().splitlines()
-    assert lines[1].split() == ["0", "b=2", "finished", "3.1", "runs/x"]
+    assert lines[1].split() == ["0", "b=2", "finished", "3.14", "runs/x"]
     assert lines[2].split() == ["1", "b=3", "died", "-", "-"]
     assert lines[3].split()[:4] == ["2", "b=4", "failed", "-"]
     assert lines[3].rstrip().endswith("no such env")

@@ -363,7 +363,11 @@ def test_settings_apply_at_the_next_reset() -> None:
     ("name", "value", "error"),
     [
         ("mode", "defense", "mode='defense': unknown; choose from normal, shooting, defence"),
-        ("opponent", "best", "opponent='best': unknown; choose from weak, strong, basic, either"),
+        (
+            "opponent",
+            "best",
+            "opponent='best': unknown; choose from weak, strong, basic, either, or",
+        ),
         ("opponent", None, "opponent=None: the number of players is fixed; make another env"),
     ],
 )

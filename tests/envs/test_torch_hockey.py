@@ -217,7 +217,7 @@ def test_a_transition_compiles_as_one_graph(opponent: str | None) -> None:
     ("kwargs", "error"),
     [
         ({"mode": "attack"}, "mode='attack': unknown; choose from normal, shooting, defence"),
-        ({"opponent": "me"}, "opponent='me': unknown; choose from weak, strong, basic, or None"),
+        ({"opponent": "me"}, "opponent='me': unknown; choose from weak, strong, basic, or null"),
     ],
 )
 def test_unknown_settings_are_refused(kwargs: Any, error: str) -> None:

@@ -219,5 +219,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         return int(subprocess.run(words, env=environment, capture_output=True, check=True).stdout)
 
     n_pages = 20 * 8 * 2**20 // mmap.PAGESIZE
-    assert faults("do not") > 0.8 * n_pages
+    if platform.machine() == "x86_64":  # elsewhere torch may bring an allocator of its own
+        assert faults("do not") > 0.8 * n_pages
     assert faults("keep") < 0.1 * n_pages

@@ -106,7 +106,14 @@ def test_wide_terminal_also_shows_the_kl_entropy_and_explained_variance(
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(500.0, "500.0"), (-1234.56, "-1234.6"), (9.1, "9.1"), (-0.0412, "-0.0412"), (0.0, "0")],
+    [
+        (500.0, "500.0"),
+        (-1234.56, "-1234.6"),
+        (9.1, "9.1"),
+        (-0.0412, "-0.0412"),
+        (0.0, "0.0"),
+        (-1.0, "-1.0"),
+    ],
 )
 def test_return_is_shown_with_the_digits_that_tell_something(value: float, text: str) -> None:
     assert shown_return(value) == text

@@ -125,7 +125,7 @@ class Hockey(gym.Env[Any, Any]):
                 f"opponent={self.opponent!r}: the number of players is fixed; make another env"
             )
         self._max_steps = steps_of(self.mode)
-        self._strength = strength_of("weak" if self.opponent == EITHER else self.opponent)
+        self._strength = strength_of("weak" if self.opponent == EITHER else self.opponent, EITHER)
 
 
 def steps_of(mode: str) -> int:
@@ -135,14 +135,17 @@ def steps_of(mode: str) -> int:
     return MAX_STEPS[mode]
 
 
-def strength_of(opponent: str | None) -> float | None:
-    """The strength of a scripted opponent; None for a second player."""
+def strength_of(opponent: str | None, *more_choices: str) -> float | None:
+    """The strength of a scripted opponent; None for a second player.
+
+    ``more_choices``: other names that the caller accepts, for the error message.
+    """
     if opponent is None:
         return None
     if opponent not in STRENGTH:
+        names = ", ".join((*STRENGTH, *more_choices))
         raise ValueError(
-            f"opponent={opponent!r}: unknown; choose from {', '.join(STRENGTH)}, {EITHER}, or "
-            "null for two players"
+            f"opponent={opponent!r}: unknown; choose from {names}, or null for two players"
         )
     return STRENGTH[opponent]
 
