@@ -213,8 +213,10 @@ class BoxDistribution(Distribution):
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
         shaped = action.reshape(len(action), *self.space.shape)
-        clipped: NDArray[Any] = np.clip(shaped, self.space.low, self.space.high)
-        return (np.rint(clipped) if self._is_integer else clipped).astype(self.space.dtype)
+        # np.clip takes three times as long for a few numbers.
+        clipped: NDArray[Any] = np.minimum(np.maximum(shaped, self.space.low), self.space.high)
+        rounded = np.rint(clipped) if self._is_integer else clipped
+        return rounded.astype(self.space.dtype, copy=False)
 
     def to_env_tensor(self, action: Tensor) -> Tensor:
         # NumPy clips in the wider of the two dtypes, so do the same here.

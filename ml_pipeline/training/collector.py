@@ -83,12 +83,12 @@ class Collector:
         self._begin(agent, buffer)
         n_envs, own = self._world.size * self.n_envs, self._world.envs(self.n_envs)
         noise = agent.draw_noise(buffer.n_steps, n_envs, self._generator)[:, own]
+        noises = [noise[:, each.place].unbind() for each in self._columns]
         for t in range(buffer.n_steps):
-            for columns in self._columns:
+            for columns, rows in zip(self._columns, noises, strict=True):
                 if t > 0:
                     episodes += self._receive(columns, t - 1, agent, buffer)
-                row = agent.distribution.noise_row(t)
-                self._act(columns, t, agent, buffer, noise[row, columns.place])
+                self._act(columns, t, agent, buffer, rows[agent.distribution.noise_row(t)])
         for columns in self._columns:
             episodes += self._receive(columns, buffer.n_steps - 1, agent, buffer)
         return RolloutStats(episodes, time.perf_counter() - start)

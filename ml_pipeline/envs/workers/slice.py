@@ -177,7 +177,7 @@ class EnvSlice:
                     self._start_next_episode(offset, infos)
                     continue
                 obs, reward, terminated, truncated, info = self.envs[offset].step(action)
-                reward_of[row] = reward if type(reward) is float else _number(reward)
+                reward_of[row] = reward if isinstance(reward, float) else _number(reward)
                 if terminated is False and truncated is False:
                     terminated_of[row] = truncated_of[row] = False
                     if info and self._all_infos:
