@@ -5,7 +5,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 
 # Each variable that is set becomes an override of train_ppo.py, which checks its value.
-TRAIN_ENV ?=
+TRAIN_ENV ?= $(if $(TRAIN_ROM),game_boy)
 TRAIN_ENVS ?=
 TRAIN_STEPS ?=
 TRAIN_EPISODE_LENGTH ?=
@@ -41,7 +41,7 @@ help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 	@echo
 	@echo 'Variables of train, train-parallel and train-20k:'
-	@echo '  TRAIN_ENV=game_boy         a preset of conf/env; default cartpole'
+	@echo '  TRAIN_ENV=game_boy         a preset of conf/env; default cartpole, with TRAIN_ROM game_boy'
 	@echo '  TRAIN_ENVS=4               number of envs'
 	@echo '  TRAIN_STEPS=50000          env steps over all envs'
 	@echo '  TRAIN_EPISODE_LENGTH=1000  steps after which an episode is truncated'

@@ -387,7 +387,7 @@ class LostLifeEnds(gym.Wrapper[Any, Any, Any, Any]):
 class FramesEnv(gym.Env[Any, Any]):
     """Observes a small random image; about one step in ten ends an episode, in either way."""
 
-    def __init__(self, *, with_vector: bool = False, shape: tuple[int, int] = (2, 3)) -> None:
+    def __init__(self, *, with_vector: bool = False, shape: tuple[int, ...] = (2, 3)) -> None:
         image = spaces.Box(0, 255, tuple(shape), np.uint8)
         both = spaces.Dict({"image": image, "vector": spaces.Box(-10, 10, (3,), np.float32)})
         self.observation_space = both if with_vector else image

@@ -15,6 +15,7 @@ _NOT_COMPARED = (
     *("name", "notes", "tags", "run_root"),
 )
 _TARGET = "._target_"
+_ALGORITHM = "agent.algorithm"  # a dotted path, too
 _MOST_CHARACTERS = 30  # of a value
 _GAP = 2  # between columns
 
@@ -56,7 +57,7 @@ def shown_value(config: Mapping[str, Any], key: str) -> str:
     if key not in config:
         return "-"
     value = config[key]
-    if key.endswith(_TARGET):
+    if key.endswith(_TARGET) or key == _ALGORITHM:
         return str(value).rpartition(".")[2]
     text = _text(value)
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"

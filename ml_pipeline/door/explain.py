@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -30,7 +31,8 @@ def explained(error: Exception) -> str:
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         return _unknown_key(str(error), cause)
     if isinstance(cause, ValidationError):
-        return f"{cause.full_key}={cause.value}: {_wrong_type(str(cause))}"
+        or_null = ", or null" if _accepts_null(cause) else ""
+        return f"{cause.full_key}={cause.value}: {_wrong_type(str(cause))}{or_null}"
     if isinstance(cause, InterpolationKeyError):
         return f"{cause.full_key}: {first_line(cause)}"
     if str(error).startswith("Only one of --run"):
@@ -65,6 +67,12 @@ def _choice(word: str, known: Sequence[str], prefix: str = "") -> str:
     if close:
         return f"; did you mean {prefix}{close[0]}?"
     return f"; choose from {', '.join(known)}" if known else ""
+
+
+def _accepts_null(cause: ValidationError) -> bool:
+    node = cause.parent_node
+    child = node._get_node(cause.key) if isinstance(node, DictConfig) else None
+    return child is not None and not isinstance(child, list) and child._is_optional()
 
 
 def _wrong_type(message: str) -> str:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from gymnasium import spaces
 
@@ -142,6 +143,7 @@ def make_plan(
     with memory_explained(place.device, lambda: NETWORK_ADVICE):
         agent = build_agent(config, trial, place)
         _try_agent(agent, trial)
+    _advise_on_images(config, trial)
     if state is not None:
         with misfit_explained(run_folder):
             check_fits(agent.state_dict(), state["agent"], "agent")
@@ -352,6 +354,14 @@ def _try_agent(agent: Agent, trial: EnvTrial) -> None:
         raise ConfigError(
             f"network cannot process an observation of shape {shape}: {reason}"
         ) from error
+
+
+def _advise_on_images(config: TrainConfig, trial: EnvTrial) -> None:
+    """Say that an MLP reads an image pixel by pixel."""
+    space, network = trial.observation_space, str(config.network.get("_target_"))
+    is_image = isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
+    if is_image and network.endswith(".MLP"):
+        say(f"network=mlp: the observation is an image of shape {space.shape}; try network=cnn")
 
 
 def _check_out_features(agent: Agent) -> None:

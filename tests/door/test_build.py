@@ -60,6 +60,18 @@ def test_run_writes_its_record_and_no_other_files(here: Path) -> None:
     assert (summary["git_commit"] or "").rstrip("+") == head.stdout.strip()
 
 
+@pytest.mark.parametrize(("shape", "is_told"), [((8, 8, 1), True), ((8, 8), False)])
+def test_an_mlp_that_reads_images_is_told_once(
+    here: Path, capsys: Capture, shape: tuple[int, ...], is_told: bool
+) -> None:
+    env = ["env.id=null", "env.target=tiny_envs.FramesEnv", f"+env.kwargs.shape={list(shape)}"]
+
+    train([*small(), *env, "~callbacks.evaluation"])
+
+    line = "network=mlp: the observation is an image of shape (8, 8, 1); try network=cnn"
+    assert capsys.readouterr().out.count(line) == is_told
+
+
 def test_one_env_starts_no_process(here: Path, capsys: Capture) -> None:
     count = "+callbacks.count={_target_: own_parts.CountChildren}"
 

@@ -86,6 +86,12 @@ def test_variables_become_overrides(venv: Path) -> None:
     ]
 
 
+def test_a_rom_chooses_the_env(venv: Path) -> None:
+    result = make("-n", "train", f"VENV={venv}", "TRAIN_ROM=game.gb")
+
+    assert 'train_ppo.py "env=game_boy" "env.kwargs.rom=game.gb"' in result.stdout
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [

@@ -143,6 +143,7 @@ def test_own_yaml_files_are_found_in_the_config_dir(
         (["agent.n_steps=1.5"], "agent.n_steps=1.5: must be an integer"),
         (["agent.learning_rate=fast"], "agent.learning_rate=fast: must be a number"),
         (["total_steps=long"], "total_steps=long: must be a number"),
+        (["vec_env.n_workers=auto"], "vec_env.n_workers=auto: must be an integer, or null"),
         (["trust=maybe"], "trust=maybe: must be true or false"),
         (["callbacks.evaluation.every=1"], "callbacks.evaluation.every=1: unknown key; choose f"),
         (["env.wrappers=3"], "env.wrappers=3: Cannot assign int to Dict"),
