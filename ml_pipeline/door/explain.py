@@ -70,8 +70,10 @@ def _choice(word: str, known: Sequence[str], prefix: str = "") -> str:
 
 
 def _accepts_null(cause: ValidationError) -> bool:
-    node = cause.parent_node
-    child = node._get_node(cause.key) if isinstance(node, DictConfig) else None
+    parent = cause.parent_node
+    if not isinstance(parent, DictConfig) or cause.key is None:
+        return False
+    child = parent._get_node(cause.key)
     return child is not None and not isinstance(child, list) and child._is_optional()
 
 

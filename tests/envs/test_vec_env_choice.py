@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from functools import partial
 from multiprocessing import spawn
@@ -106,7 +107,9 @@ def test_the_envs_run_in_this_process_if_workers_die_as_they_start(
     assert train([*small(), *slow, "vec_env=auto", "vec_env.n_workers=2"]).env_steps == 64
 
     printed = capsys.readouterr().out
-    assert "2 envs in this process (the worker of env 0 ended with exit code 1" in printed
+    # Both workers end at once, and either may be seen first.
+    line = r"2 envs in this process \(the worker of env [01] ended with exit code 1"
+    assert re.search(line, printed), printed
 
 
 def test_a_slow_policy_gets_more_envs(clock: Any) -> None:
