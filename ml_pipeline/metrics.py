@@ -13,6 +13,4 @@ PHASE = "curriculum/phase"  # number of the phase of a curriculum, from 1
 
 def shown_return(value: float) -> str:
     """A return as text; those of trading are far below 1."""
-    if value == 0 or abs(value) >= 10:
-        return f"{value:.1f}"
-    return f"{value:.3g}" if value % 1 else f"{value:.1f}"
+    return f"{value:.1f}" if abs(value) >= 10 or value % 1 == 0 else f"{value:.3g}"

@@ -213,7 +213,7 @@ class BoxDistribution(Distribution):
 
     def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
         shaped = action.reshape(len(action), *self.space.shape)
-        # np.clip takes three times as long for a few numbers.
+        # Faster than np.clip for a few numbers.
         clipped: NDArray[Any] = np.minimum(np.maximum(shaped, self.space.low), self.space.high)
         rounded = np.rint(clipped) if self._is_integer else clipped
         return rounded.astype(self.space.dtype, copy=False)

@@ -134,11 +134,8 @@ class Record:
             say(str(error))
             with suppress(RunFolderError):  # it was just reported
                 self.run.end_in_place(status)
-        mean = (
-            ""
-            if math.isnan(self.mean_reward)
-            else f", mean return {shown_return(self.mean_reward)}"
-        )
+        gained = self.mean_reward
+        mean = "" if math.isnan(gained) else f", mean return {shown_return(gained)}"
         result = f"{line} at env step {env_steps:,} of {self._total_steps:,}{mean}"
         is_complete = status == "finished" and env_steps >= self._total_steps
         commands = self._commands(complete=is_complete)
