@@ -24,7 +24,6 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -34,6 +33,7 @@ from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, shown_return
 
 _SECONDS_BETWEEN_LINES = 2.0
 _SECONDS_BETWEEN_LINES_OF_A_JOB = 10.0  # several jobs share the output
+_UNKNOWN = "-"  # the ETA of DQN and SAC until an iteration with updates has ended
 _TRAIN = " train"  # commands/train.py adds it to the program's name in sys.argv
 
 # Title, metric, how to show it; a missing metric is shown as a dash.
@@ -188,7 +188,7 @@ class ConsoleLogger:
         self._console = console
         self._total_steps = total_steps
         self._counted_from = time.monotonic(), env_steps  # for the ETA
-        self._is_first = True
+        self._is_first = True  # until an iteration has ended; for DQN and SAC one with updates
         self._last_line = 0.0
         self._shown: dict[str, float] = {}
         self._unprinted: str | None = None
@@ -197,11 +197,12 @@ class ConsoleLogger:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
+            TextColumn("ETA {task.fields[eta]}"),
             console=self._console,
         )
-        self._task = self._progress.add_task("train", total=total_steps, completed=env_steps)
+        self._task = self._progress.add_task(
+            "train", total=total_steps, completed=env_steps, eta=_UNKNOWN
+        )
         self._live: Live | None = None
 
     def start(self) -> None:
@@ -217,15 +218,14 @@ class ConsoleLogger:
         # Evaluations are rare; the display keeps the last result.
         kept = {name: self._shown[name] for name in self._shown if name.startswith("eval/")}
         self._shown = {**kept, **metrics}
+        now = time.monotonic()
+        eta = self._next_eta(metrics, env_steps, now)
         if self._live is not None:
-            self._progress.update(self._task, completed=min(env_steps, self._total_steps))
+            completed = min(env_steps, self._total_steps)
+            self._progress.update(self._task, completed=completed, eta=eta)
             self._live.update(self._display())
             return
-        self._unprinted = self._line(metrics, env_steps)
-        now = time.monotonic()
-        if self._is_first:  # the iteration that compiles would distort the ETA
-            self._is_first = False
-            self._counted_from = now, env_steps
+        self._unprinted = self._line(metrics, env_steps, eta)
         if is_job():
             due = now - self._last_line >= _SECONDS_BETWEEN_LINES_OF_A_JOB
         else:
@@ -247,18 +247,30 @@ class ConsoleLogger:
             say(self._unprinted)
             self._unprinted = None
 
-    def _line(self, metrics: Mapping[str, float], env_steps: int) -> str:
-        parts = [f"env steps {env_steps:,}/{self._total_steps:,}", f"ETA {self._eta(env_steps)}"]
+    def _line(self, metrics: Mapping[str, float], env_steps: int, eta: str) -> str:
+        parts = [f"env steps {env_steps:,}/{self._total_steps:,}", f"ETA {eta}"]
         for title, name, form in _FIGURES:
             if name in metrics:
                 parts.append(f"{title} {form(metrics[name])}")
         return "  ".join(parts)
 
-    def _eta(self, env_steps: int) -> str:
+    def _next_eta(self, metrics: Mapping[str, float], env_steps: int, now: float) -> str:
+        """The ETA by the speed since the first iteration; call it once per iteration.
+
+        DQN and SAC step much faster before their first update. Others do not have the metric.
+        """
+        updates = metrics.get("time/updates_per_second")
+        eta = _UNKNOWN if self._is_first and updates is not None else self._eta(env_steps, now)
+        if self._is_first:  # the iteration that compiles would distort the ETA
+            self._is_first = updates == 0
+            self._counted_from = now, env_steps
+        return eta
+
+    def _eta(self, env_steps: int, now: float) -> str:
         start, first_steps = self._counted_from
         left = max(self._total_steps - env_steps, 0)
         done = max(env_steps - first_steps, 1)
-        seconds = round((time.monotonic() - start) * left / done)
+        seconds = round((now - start) * left / done)
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
     def _display(self) -> Group:

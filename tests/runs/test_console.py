@@ -86,6 +86,45 @@ def test_eta_counts_this_process_only_and_not_the_iteration_that_compiles(
     ]
 
 
+def test_eta_of_dqn_and_sac_counts_only_the_time_since_the_first_updates(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    logger = ConsoleLogger(1000)
+    logger.start()
+
+    # Random actions until step 250; the iteration that ends at 300 has few updates.
+    for seconds, env_steps, updates in [
+        (3.0, 100, 0.0),
+        (3.0, 200, 0.0),
+        (4.0, 300, 5.0),
+        (10.0, 400, 5.0),
+        (10.0, 500, 0.0),  # few updates per env step: an iteration without one is slow, too
+    ]:
+        now += seconds
+        logger.log({"time/updates_per_second": updates}, env_steps=env_steps)
+    logger.close()
+
+    etas = [line.split("  ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert etas == ["ETA -", "ETA -", "ETA -", "ETA 0:01:00", "ETA 0:00:50"]
+
+
+def test_terminal_shows_the_same_eta_as_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    screen = Console(file=io.StringIO(), force_terminal=True, width=119, color_system=None)
+    logger = ConsoleLogger(1000, console=screen)
+
+    logger.start()
+    now += 60.0
+    logger.log({"iteration": 1.0}, env_steps=100)
+    logger.close()
+
+    # The display is drawn at intervals, and once at its end.
+    assert "ETA 0:09:00" in screen.file.getvalue()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("width", "shows_kl"), [(119, False), (120, True)])
 def test_wide_terminal_also_shows_the_kl_entropy_and_explained_variance(
     width: int, shows_kl: bool
