@@ -140,6 +140,8 @@ def make_plan(
             env=tensor_env or make_env,
             opponents=None if self_play is None else self_play.player_names,
         )
+    if state is None:  # an old run may have the setting
+        _check_box_policy(config, trial)
     with memory_explained(place.device, lambda: NETWORK_ADVICE):
         agent = build_agent(config, trial, place)
         _try_agent(agent, trial)
@@ -262,6 +264,16 @@ def _try_env(config: TrainConfig, env: EnvConfig, make_env: EnvFactory, **option
         say(f"env {env.name}: {remark}")
         warnings.filterwarnings("ignore", re.escape(remark))  # a vector env would repeat it
     return trial
+
+
+def _check_box_policy(config: TrainConfig, trial: EnvTrial) -> None:
+    """Refuse gSDE if it would have no effect."""
+    is_gsde = getattr(config.agent, "box_policy", None) == "gsde"
+    if is_gsde and not isinstance(trial.action_space, spaces.Box):
+        raise ConfigError(
+            f"agent.box_policy=gsde: needs Box actions, but env {config.env.name} has "
+            f"{trial.action_space}; leave agent.box_policy out"
+        )
 
 
 def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> None:

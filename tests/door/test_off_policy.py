@@ -188,6 +188,16 @@ def test_settings_that_do_not_fit_are_refused(here: Path, settings: list[str], w
         train([*settings, "logger=none", "device=cpu"])
 
 
+@pytest.mark.parametrize("agent", ["sac", "ppo"])
+def test_gsde_for_discrete_actions_is_refused_before_a_folder_exists(
+    here: Path, agent: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"=gsde: needs Box actions, but env CartPole-v1 has D"):
+        train([f"agent={agent}", "env=cartpole", "agent.box_policy=gsde", "device=cpu"])
+
+    assert not list(here.iterdir())
+
+
 def test_two_halves_of_the_envs_are_refused_before_a_folder_exists(here: Path) -> None:
     with pytest.raises(ConfigError, match="collector=double: replay learns while envs step"):
         train(["agent=dqn", "collector=double"])
