@@ -36,7 +36,7 @@ from ml_pipeline.door.compose import (
 )
 from ml_pipeline.door.exits import exit_code
 from ml_pipeline.door.explain import explained
-from ml_pipeline.door.presets import check_presets, default_agent
+from ml_pipeline.door.presets import check_presets, check_resumed, default_agent
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.console import numbered_output, say, user_command
 from ml_pipeline.runs.run_folder import stamped_name
@@ -52,8 +52,11 @@ def main(agent: str | None = None) -> int:
 
 
 def with_agent(words: Sequence[str], agent: str) -> list[str]:
-    """The command line with agent=``agent``; a resumed run and an agent= of its own stay."""
-    if any(word.startswith(("agent=", "resume=")) for word in words):
+    """The command line with agent=``agent``; one with its own agent= and a resume stay."""
+    if any(word.startswith("agent=") for word in words):
+        return list(words)
+    if any(word.startswith("resume=") for word in words):
+        check_resumed(words, agent)
         return list(words)
     check_presets(words, agent)
     return list(words) if agent == default_agent() else with_overrides(words, [f"agent={agent}"])

@@ -313,14 +313,17 @@ def say_stopping() -> None:
         os.write(1, f"{'' if _job is None else _prefix(_job)}{line}".encode())
 
 
-def user_command(name: str, *, python: str | None = None) -> str:
+def user_command(name: str, *, python: str | None = None, agent: str | None = None) -> str:
     """The command ``name`` (train, evaluate, ...) as the user of this process types it.
 
     ``python`` is how the interpreter is called; None: a path that works from this folder.
+    ``agent``: which agent to train, if it has a script of its own.
     """
     python = python or python_command()
     program = Path(sys.argv[0].removesuffix(_TRAIN))
     if name == "train" and _is_train_script(program):
+        own = program.with_name(f"train_{agent}.py")
+        program = own if own.is_file() else program
         shortest = min(os.path.relpath(program), os.path.abspath(program), key=len)
         return f"{_launcher() or python} {shlex.quote(shortest)}"
     if program.stem != "ml-pipeline":

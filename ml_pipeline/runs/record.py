@@ -58,7 +58,8 @@ class Record:
         self.run = run
         # Found now: an env may call os.chdir.
         self._started_in = Path.cwd()
-        self._programs = {name: user_command(name) for name in ("evaluate", "train", "compare")}
+        self._programs = {name: user_command(name) for name in ("evaluate", "compare")}
+        self._programs["train"] = user_command("train", agent=facts["agent"])
         self._facts = dict(facts)
         self._total_steps = total_steps
         self._started = time.monotonic()

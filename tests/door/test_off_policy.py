@@ -256,6 +256,50 @@ def test_preset_of_another_agent_is_refused_with_its_door(
         with_agent([f"train_{door}.py", f"experiment={preset}"], door)
 
 
+def test_run_of_another_agent_is_resumed_only_by_its_own_script_and_the_command(
+    here: Path,
+) -> None:
+    run = train([*SAC, "total_steps=32", "~callbacks.evaluation"]).run_dir
+    words = [f"resume={run}", "total_steps=48"]
+
+    for door in ("dqn", "ppo"):
+        refused = call(sys.executable, REPOSITORY / f"train_{door}.py", *words, cwd=here)
+        assert refused.stderr == f"resume={run}: trains agent=sac; use train_sac.py\n"
+    resumed = call(sys.executable, REPOSITORY / "train_sac.py", *words, cwd=here)
+    assert "resumed at env step 32" in resumed.stdout, resumed.stderr
+    assert main(["train", f"resume={run}", "total_steps=64"]) == 0
+
+
+@pytest.mark.parametrize(
+    "value", ["RUN", "'RUN'", "RUN/checkpoints/latest.pt", "no_such_folder,RUN"]
+)
+def test_every_spelling_of_the_resumed_run_is_checked(here: Path, value: str) -> None:
+    (here / "RUN" / "checkpoints").mkdir(parents=True)
+    (here / "RUN" / "checkpoints" / "latest.pt").touch()
+    config = here / "RUN" / "config.yaml"
+
+    config.write_text("agent: {algorithm: ml_pipeline.algorithms.dqn.DQN}\n")
+    assert with_agent(["train_dqn.py", f"resume={value}"], "dqn")
+    with pytest.raises(ConfigError, match=r"^resume=RUN.*: trains agent=dqn; use train_dqn\.py$"):
+        with_agent(["train_ppo.py", f"resume={value}"], "ppo")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "agent: {algorithm: my_reinforce.REINFORCE}",
+        "agent: {learning_rate: 1e-3}",  # older than the key
+        "[]",
+        "{",
+    ],
+)
+def test_train_ppo_resumes_old_runs_and_own_algorithms(here: Path, text: str) -> None:
+    (here / "RUN").mkdir()
+    (here / "RUN" / "config.yaml").write_text(text)
+
+    assert with_agent(["train_ppo.py", "resume=RUN"], "ppo") == ["train_ppo.py", "resume=RUN"]
+
+
 def test_run_that_ends_before_its_first_update_says_so(here: Path, capsys: Capture) -> None:
     train([*DQN, "total_steps=32", "~callbacks.evaluation"])
 

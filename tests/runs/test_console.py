@@ -34,6 +34,16 @@ def test_command_names_the_script_by_its_shorter_path(
         assert user_command("train", python="python") == f"python {script}"
 
 
+def test_command_names_the_script_of_the_agent_if_there_is_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "train_sac.py").touch()
+    monkeypatch.setattr(sys, "argv", ["train_ppo.py"])
+
+    assert user_command("train", python="python", agent="sac") == "python train_sac.py"
+    assert user_command("train", python="python", agent="mine") == "python train_ppo.py"
+
+
 @pytest.mark.parametrize(
     ("program", "shown"),
     [
