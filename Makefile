@@ -17,18 +17,19 @@ TRAIN_GAME ?=
 TRAIN_STATE ?=
 ROLLOUT := 128
 LIMIT = $(if $(filter game_boy,$(TRAIN_ENV)),env.kwargs.episode_length,+env.kwargs.max_episode_steps)
-# PPO counts minibatches instead of their transitions; train_ppo.py refuses a fraction.
+# PPO counts minibatches instead of their transitions.
 MINIBATCHES = $$($(BIN)/python -c 'import sys; n, size = sys.argv[1:]; \
-	fits = n.isdigit() and size.strip("0").isdigit(); \
-	print(f"{$(ROLLOUT) * int(n) / int(size):g}" if fits else size)' \
+	fits = n.isdecimal() and size.isdecimal() and int(size) and $(ROLLOUT) * int(n) % int(size) == 0; \
+	print($(ROLLOUT) * int(n) // int(size)) if fits else sys.exit(f"TRAIN_BATCH_SIZE={size}: must \
+	divide a rollout of $(ROLLOUT) x TRAIN_ENVS={n} transitions; use a power of two up to $(ROLLOUT)")' \
 	'$(or $(TRAIN_ENVS),8)' '$(TRAIN_BATCH_SIZE)')
-TRAIN = $(BIN)/python train_ppo.py \
+TRAIN = $(if $(TRAIN_BATCH_SIZE),minibatches=$(MINIBATCHES) &&) $(BIN)/python train_ppo.py \
 	$(if $(TRAIN_ENV),"env=$(TRAIN_ENV)") \
 	$(if $(TRAIN_ENVS),"n_envs=$(TRAIN_ENVS)") \
 	$(if $(TRAIN_STEPS),"total_steps=$(TRAIN_STEPS)") \
 	$(if $(TRAIN_EPISODE_LENGTH),"$(LIMIT)=$(TRAIN_EPISODE_LENGTH)") \
 	$(if $(TRAIN_UPDATE_EPOCHS),"agent.n_epochs=$(TRAIN_UPDATE_EPOCHS)") \
-	$(if $(TRAIN_BATCH_SIZE),"agent.n_steps=$(ROLLOUT)" "agent.n_minibatches=$(MINIBATCHES)") \
+	$(if $(TRAIN_BATCH_SIZE),"agent.n_steps=$(ROLLOUT)" "agent.n_minibatches=$$minibatches") \
 	$(if $(TRAIN_OUTPUT_DIR),"run_root=$(TRAIN_OUTPUT_DIR)") \
 	$(if $(TRAIN_ROM),"env.kwargs.rom=$(TRAIN_ROM)") \
 	$(if $(TRAIN_GAME),"env.kwargs.game=$(TRAIN_GAME)") \

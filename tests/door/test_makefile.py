@@ -111,8 +111,6 @@ def test_targets_without_variables(venv: Path, target: str, words: str) -> None:
     [
         ("TRAIN_ENVS=zero", "n_envs"),
         ("TRAIN_STEPS=0", "must be an integer of at least 1"),
-        ("TRAIN_BATCH_SIZE=300", "agent.n_minibatches"),
-        ("TRAIN_BATCH_SIZE=many", "agent.n_minibatches"),
         ("TRAIN_ENV=nothing", "env=nothing"),
     ],
 )
@@ -124,6 +122,18 @@ def test_a_wrong_value_is_refused_by_the_door(venv: Path, variable: str, message
     assert result.returncode != 0
     assert len(lines) == 1
     assert message in lines[0]
+
+
+@pytest.mark.parametrize("size", ["300", "many", "0", "-64", "2048"])
+def test_wrong_batch_size_is_refused_by_the_name_of_its_variable(venv: Path, size: str) -> None:
+    result = make("train", f"VENV={venv}", "TRAIN_ENVS=4", f"TRAIN_BATCH_SIZE={size}")
+
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("make")]
+    assert result.returncode != 0
+    assert lines == [
+        f"TRAIN_BATCH_SIZE={size}: must divide a rollout of 128 x TRAIN_ENVS=4 transitions; "
+        "use a power of two up to 128"
+    ]
 
 
 def test_help_names_every_target_and_variable() -> None:
