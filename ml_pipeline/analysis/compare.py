@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ml_pipeline.analysis.run_data import ComparisonError, RunData, did_you_mean
 from ml_pipeline.analysis.settings import (
+    ALGORITHM,
     differing_keys,
     fitted,
     is_compared,
@@ -115,8 +116,12 @@ def _letters(index: int) -> str:
 
 
 def remarks(groups: Sequence[Group]) -> list[str]:
-    """One line on the runs that do not count, and one on those that count together."""
+    """Lines on the settings and runs that are left out, and on runs that count together."""
     lines = []
+    configs = [run.config for group in groups for run in group.runs]
+    algorithms = sorted({shown_value(config, ALGORITHM) for config in configs})
+    if len(algorithms) > 1:
+        lines.append(f"left out: agent. keys that not all of {', '.join(algorithms)} have")
     repeats = [str(run.run.path) for group in groups for run in group.repeats]
     if repeats:
         lines.append(

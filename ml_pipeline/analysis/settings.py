@@ -15,7 +15,7 @@ _NOT_COMPARED = (
     *("name", "notes", "tags", "run_root"),
 )
 _TARGET = "._target_"
-_ALGORITHM = "agent.algorithm"  # a dotted path, too
+ALGORITHM = "agent.algorithm"  # a dotted path, too
 _MOST_CHARACTERS = 30  # of a value
 _GAP = 2  # between columns
 
@@ -39,10 +39,31 @@ def is_compared(key: str) -> bool:
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys whose values differ between flat configs: the seed, then those that affect learning."""
+    """Keys whose values differ between flat configs: the seed, then those that affect learning.
+
+    Without the settings that only some algorithms have, if runs of one algorithm agree on them.
+    """
     keys = dict.fromkeys(key for config in configs for key in config)
-    differing = [key for key in keys if any(c.get(key) != configs[0].get(key) for c in configs)]
+    algorithms: dict[Any, list[Mapping[str, Any]]] = {}
+    for config in configs:
+        algorithms.setdefault(config.get(ALGORITHM), []).append(config)
+    differing = [
+        key
+        for key in keys
+        if not _are_equal(key, configs) and not _follows_algorithm(key, list(algorithms.values()))
+    ]
     return sorted(differing, key=lambda key: (key != "seed", not is_compared(key)))
+
+
+def _are_equal(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
+    return all(config.get(key) == configs[0].get(key) for config in configs)
+
+
+def _follows_algorithm(key: str, algorithms: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+    """Whether ``key`` differs only because some algorithms lack it."""
+    is_setting = key.startswith("agent.") and key != ALGORITHM
+    is_lacking = any(not any(key in config for config in same) for same in algorithms)
+    return is_setting and is_lacking and all(_are_equal(key, same) for same in algorithms)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -57,7 +78,7 @@ def shown_value(config: Mapping[str, Any], key: str) -> str:
     if key not in config:
         return "-"
     value = config[key]
-    if key.endswith(_TARGET) or key == _ALGORITHM:
+    if key.endswith(_TARGET) or key == ALGORITHM:
         return str(value).rpartition(".")[2]
     text = _text(value)
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"

@@ -73,6 +73,18 @@ def test_runs_that_differ_only_by_seed_form_a_group_and_the_best_group_is_a() ->
     assert [g.label for g in grouped(runs[:2], EVAL_RETURN)] == ["all runs"]
 
 
+def test_groups_of_two_algorithms_are_labelled_by_the_keys_that_both_have() -> None:
+    runs = [
+        run_data({"agent.algorithm": "x.PPO", "agent.gamma": 0.9, "agent.clip_range": 0.2}, [2.0]),
+        run_data({"agent.algorithm": "x.SAC", "agent.gamma": 0.8, "agent.tau": 0.5}, [1.0]),
+    ]
+
+    groups = grouped(runs, EVAL_RETURN)
+
+    assert [g.label for g in groups] == ["algorithm=PPO, gamma=0.9", "algorithm=SAC, gamma=0.8"]
+    assert remarks(groups) == ["left out: agent. keys that not all of PPO, SAC have"]
+
+
 def test_groups_with_names_of_their_own_are_labelled_by_them() -> None:
     runs = [
         run_data({"seed": seed, "agent.gamma": gamma, "name": f"g{gamma}"}, [gamma])

@@ -19,6 +19,16 @@ def test_differing_keys_include_a_key_that_one_config_lacks() -> None:
     assert differing_keys([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}]) == ["b", "c"]
 
 
+def test_settings_of_one_algorithm_differ_only_between_its_own_runs() -> None:
+    ppo = {"agent.algorithm": "ppo.PPO", "agent.gamma": 0.9, "agent.clip_range": 0.2}
+    sac = {"agent.algorithm": "sac.SAC", "agent.gamma": 0.8, "agent.tau": 0.5}
+
+    assert differing_keys([ppo, sac]) == ["agent.algorithm", "agent.gamma"]
+    assert differing_keys([ppo, sac, {**sac, "agent.tau": 0.6}]) == [
+        *("agent.algorithm", "agent.gamma", "agent.tau"),
+    ]
+
+
 def test_seed_is_the_first_key_and_keys_without_effect_on_learning_are_last() -> None:
     keys = ["n_envs", "seed", "device", "vec_env.mode", "agent.gamma"]
     configs = [dict.fromkeys(keys, value) for value in (1, 2)]
