@@ -1,4 +1,4 @@
-"""Train SAC: ``python train_sac.py experiment=sac_pendulum``; ``--help`` lists everything else."""
+"""Train SAC: ``python train_sac.py env=pendulum n_envs=8``; ``--help`` lists everything else."""
 
 import sys
 
@@ -8,4 +8,4 @@ if sys.version_info < (3, 10):
 from ml_pipeline.door.entry import main
 
 if __name__ == "__main__":
-    sys.exit(main(agent="sac"))
+    sys.exit(main(agent="sac", preset="sac_pendulum"))

@@ -42,23 +42,34 @@ from ml_pipeline.runs.console import numbered_output, say, user_command
 from ml_pipeline.runs.run_folder import stamped_name
 from ml_pipeline.sweeps import SweepReport, check_launcher
 
+# The keys that choose an env, or a run or data that fit only one.
+_CHOOSES_ENV = ("env", "env.id", "env.target", "experiment", "data", "init_from")
 
-def main(agent: str | None = None) -> int:
+
+def main(agent: str | None = None, preset: str | None = None) -> int:
     """Train as the command line says and return the exit code; a train_*.py calls only this.
 
-    ``agent``: the option of agent= for a command line that does not choose one.
+    ``agent``: the option of agent= for a command line that does not choose one. ``preset``: the
+    option of experiment= for one that does not choose an env.
     """
-    return exit_code(lambda: train(sys.argv if agent is None else with_agent(sys.argv, agent)))
+    return exit_code(
+        lambda: train(sys.argv if agent is None else with_agent(sys.argv, agent, preset))
+    )
 
 
-def with_agent(words: Sequence[str], agent: str) -> list[str]:
-    """The command line with agent=``agent``; one with its own agent= and a resume stay."""
+def with_agent(words: Sequence[str], agent: str, preset: str | None = None) -> list[str]:
+    """The command line with agent=``agent``; one with its own agent= and a resume stay.
+
+    ``preset`` replaces agent= if nothing on the command line chooses an env.
+    """
     if any(word.startswith("agent=") for word in words):
         return list(words)
     if any(word.startswith("resume=") for word in words):
         check_resumed(words, agent)
         return list(words)
     check_presets(words, agent)
+    if preset is not None and not any(word.partition("=")[0] in _CHOOSES_ENV for word in words):
+        return with_overrides(words, [f"experiment={preset}"])
     return list(words) if agent == default_agent() else with_overrides(words, [f"agent={agent}"])
 
 

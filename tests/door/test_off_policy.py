@@ -232,6 +232,35 @@ def test_a_door_adds_its_agent_next_to_the_other_overrides(words: str, place: in
     assert with_agent([*line, "resume=RUN"], "dqn") == [*line, "resume=RUN"]
 
 
+@pytest.mark.parametrize(
+    ("words", "added"),
+    [
+        ("", "experiment=sac_pendulum"),
+        ("-m seed=1,2", "experiment=sac_pendulum"),
+        ("agent.tau=0.01 +env.kwargs.g=9.0", "experiment=sac_pendulum"),
+        ("env=hopper", "agent=sac"),
+        ("env.id=MountainCarContinuous-v0", "agent=sac"),
+        ("init_from=RUN", "agent=sac"),
+        ("experiment=null", "agent=sac"),
+        ("experiment=sac_hopper", "agent=sac"),
+    ],
+)
+def test_train_sac_has_a_preset_for_command_lines_without_an_env(words: str, added: str) -> None:
+    line = ["train_sac.py", *words.split()]
+
+    new = set(with_agent(line, "sac", "sac_pendulum")) - set(line)
+
+    assert new == {added}
+
+
+def test_train_sac_without_arguments_trains_its_preset_for_pendulum(here: Path) -> None:
+    shown = call(sys.executable, REPOSITORY / "train_sac.py", "--cfg", "job", cwd=here)
+
+    for line in ("id: Pendulum-v1", "algorithm: ml_pipeline.algorithms.sac.SAC"):
+        assert line in shown.stdout, shown.stderr
+    assert "total_steps: 20000" in shown.stdout
+
+
 def test_train_dqn_never_trains_another_agent(here: Path) -> None:
     shown = call(sys.executable, REPOSITORY / "train_dqn.py", *OPTIONS, cwd=here)
 
