@@ -44,8 +44,8 @@ def check_ranks(config: TrainConfig, place: Place, agent: Agent) -> None:
 
 
 def check_saved_envs(config: TrainConfig, world: World, state: StateDict | None) -> None:
-    """Refuse a number of envs that cannot continue with the replay of another number of ranks."""
-    n_saved = (state or {}).get("n_saved_envs")
+    """Refuse another number of envs than that of the replay; old checkpoints do not have it."""
+    n_saved = (state or {}).get("replay", {}).get("n_envs")
     n_envs = world.size * int(config.n_envs)
     if n_saved is None or n_saved == n_envs:
         return

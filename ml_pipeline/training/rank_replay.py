@@ -20,15 +20,10 @@ from ml_pipeline.protocols import StateDict
 def own_replay(state: StateDict, parts: Sequence[StateDict], world: World) -> StateDict:
     """What this rank loads of the replay; ``parts`` are the states of the ranks that saved it.
 
-    ``n_saved_envs`` is the number of envs of all ranks, or None if it is not known. With another
-    number of ranks, ``rank_segments`` lists the files of each that saved it.
+    With another number of ranks, ``rank_segments`` lists the files of each that saved it.
     """
     if len(parts) == world.size:
-        counts = [_n_envs({**state, **part}["positions"]) for part in parts]
-        return {
-            "replay": {**state["replay"], **parts[world.rank].get("replay", {})},
-            "n_saved_envs": None if None in counts else sum(filter(None, counts)),
-        }
+        return {"replay": {**state["replay"], **parts[world.rank].get("replay", {})}}
     if state["replay"]["n_saved"] < state["replay"]["n_written"]:
         raise UserError(
             "the checkpoint was saved without its newest transitions; resume from latest"
@@ -36,20 +31,11 @@ def own_replay(state: StateDict, parts: Sequence[StateDict], world: World) -> St
     if len(parts) == 1:
         parts = [state]
     positions = _joined([part["positions"] for part in parts])
-    n_envs = None if positions is None else len(positions["episode_start"])
     return {
         "replay": {**state["replay"], "segments": [], "n_saved": 0},
         "positions": None if positions is None else [_own_columns(positions, world)],
         "rank_segments": [part["replay"]["segments"] for part in parts],
-        "n_saved_envs": n_envs,
     }
-
-
-def _n_envs(positions: Any) -> int | None:
-    """The number of envs of one rank; None if the checkpoint has no positions."""
-    if isinstance(positions, list):
-        return sum(len(each["episode_start"]) for each in positions)
-    return None if positions is None else len(positions["obs"])  # of a tensor env
 
 
 def _joined(positions: Sequence[Any]) -> StateDict | None:

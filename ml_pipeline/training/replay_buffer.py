@@ -349,6 +349,7 @@ class ReplayBuffer:
     def state_dict(self) -> StateDict:
         """The counters and priorities; ``runs.replay_files`` saves the transitions."""
         return {
+            "n_envs": self.n_all_envs,
             "n_written": self.n_written,
             "first": self.first,
             "segments": [dict(segment) for segment in self.segments],

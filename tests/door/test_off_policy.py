@@ -18,9 +18,15 @@ from ml_pipeline.build import load_agent, train
 from ml_pipeline.door.compose import ConfigError
 from ml_pipeline.door.entry import with_agent
 from ml_pipeline.errors import UserError
-from ml_pipeline.runs.checkpoint import LATEST, CheckpointError, load_checkpoint
+from ml_pipeline.runs.checkpoint import (
+    LATEST,
+    CheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+)
 from ml_pipeline.runs.loggers import read_metrics
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.training.checks import BadValueError
 
 COMMON = [
     *("n_envs=2", "device=cpu", "logger=none", "network.hidden_sizes=[16]"),
@@ -335,11 +341,34 @@ def test_run_that_ends_before_its_first_update_says_so(here: Path, capsys: Captu
     assert "this run of 32 env steps ends before its first update" in capsys.readouterr().out
 
 
-def test_resume_with_another_number_of_envs_is_refused_and_changes_nothing(here: Path) -> None:
-    run = train([*DQN, "total_steps=64", "~callbacks.evaluation"]).run_dir
-    before = contents(run)
+@pytest.fixture(params=["between iterations", "within one"])
+def stopped(request: pytest.FixtureRequest, here: Path) -> Path:
+    """A run of DQN with 2 envs, stopped at env step 32; its folder."""
+    settings = [*DQN, "env.target=tiny_envs.NanEnv", "vec_env=serial", "~callbacks.evaluation"]
+    if request.param == "between iterations":
+        return train([*settings, "total_steps=32"]).run_dir
+    with pytest.raises(BadValueError):  # the third iteration fails, and no checkpoint exists yet
+        train([*settings, "total_steps=64", "callbacks.checkpoints.every_steps=1000"])
+    (run,) = (path.parent for path in here.glob("runs/*/*/config.yaml"))
+    assert load_checkpoint(RunFolder.open(run), LATEST)["positions"] is None
+    return run
+
+
+def test_resume_with_another_number_of_envs_is_refused_and_changes_nothing(stopped: Path) -> None:
+    before = contents(stopped)
 
     with pytest.raises(ConfigError, match=r"^n_envs=4: .* its replay has 2; use n_envs=2"):
-        train([f"resume={run}", "n_envs=4", "total_steps=128"])
+        train([f"resume={stopped}", "n_envs=4", "total_steps=128"])
 
-    assert contents(run) == before
+    assert contents(stopped) == before
+
+
+def test_checkpoint_from_before_the_number_of_envs_was_saved_resumes(stopped: Path) -> None:
+    folder = RunFolder.open(stopped)
+    state = load_checkpoint(folder, LATEST)
+    assert state["replay"].pop("n_envs") == 2
+    save_checkpoint(folder, LATEST, state)
+
+    # Another env of the same form, which does not fail.
+    settings = ["env.target=tiny_envs.CountingEnv", "total_steps=128"]
+    assert train([f"resume={stopped}", *settings]).env_steps == 128

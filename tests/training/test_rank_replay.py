@@ -209,6 +209,7 @@ def saved_state(n_ranks: int, *, n_written: int = 8) -> dict[str, Any]:
         envs = torch.arange(4.0)[World(rank, n_ranks).envs(4 // n_ranks)]
         position = {"leaves": {"": envs}, "mask": None, "episode_start": envs > 9, "stats": {}}
         replay = {"segments": [{"name": f"of rank {rank}"}], "n_saved": 8, "n_written": n_written}
+        replay["n_envs"] = 4
         parts.append({"positions": [position], "replay": replay})
     first = {
         "replay": {**parts[0]["replay"], "priorities": "all"},
@@ -233,7 +234,7 @@ def test_another_number_of_ranks_takes_the_observations_of_its_own_envs(
     for rank in range(size):
         own = own_state(saved_state(n_saved), World(rank, size))
         seen += own["positions"][0]["leaves"][""].tolist()
-        assert own["n_saved_envs"] == 4
+        assert own["replay"]["n_envs"] == 4
         assert [each[0]["name"] for each in own["rank_segments"]] == [
             f"of rank {rank}" for rank in range(n_saved)
         ]
@@ -257,10 +258,11 @@ def test_best_checkpoint_is_refused_by_another_number_of_ranks() -> None:
 def test_another_number_of_envs_is_refused_with_the_one_that_fits(size: int, message: str) -> None:
     config = checked_config(compose_config(["agent=sac", "env=pendulum", "n_envs=4"]))
 
-    check_saved_envs(config, World(0, 2), {"n_saved_envs": 8})
+    check_saved_envs(config, World(0, 2), {"replay": {"n_envs": 8}})
     check_saved_envs(config, World(0, size), {"env_steps": 8})
+    check_saved_envs(config, World(0, size), {"replay": {"n_written": 8}})  # an old one
     with pytest.raises(ConfigError, match=message):
-        check_saved_envs(config, World(0, size), {"n_saved_envs": 8})
+        check_saved_envs(config, World(0, size), {"replay": {"n_envs": 8}})
 
 
 def test_sizes_and_layers_that_do_not_fit_several_ranks_are_refused() -> None:
