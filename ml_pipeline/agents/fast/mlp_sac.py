@@ -1,7 +1,8 @@
-"""MlpSAC: the gradient steps of SAC for plain MLPs, with gradients written by hand.
+"""MlpSAC: the gradient steps of SAC for MLPs, with gradients written by hand.
 
-It computes the same as ``SACAgent``, up to rounding. Both critics are one batched product. Without
-autograd, a GPU can fuse everything between two products, and a CPU saves the bookkeeping.
+It computes the same as ``SACAgent``, up to rounding; the critics may have layer norm. Both critics
+are one batched product. Without autograd, a GPU can fuse everything between two products, and a
+CPU saves the bookkeeping.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from ml_pipeline.training.gpu.programs import Programs
 
 _TRAINED = ("actor", "critics", "temperature")
+_NORM_EPS = 1e-5  # torch's default for LayerNorm
+_INPUT_ONLY = [True, False, False]  # which gradients layer norm computes
 
 
 class MlpBatch(NamedTuple):
@@ -48,6 +51,31 @@ class MlpResult(NamedTuple):
     finite: Any
 
 
+class Layer(NamedTuple):
+    """The parameters of a layer of one, two or four networks."""
+
+    weight: Tensor  # [n_networks, out, in]
+    bias: Tensor  # [n_networks, 1, out]
+    norm: tuple[Tensor, Tensor] | None  # gain and shift of layer norm, like the bias
+
+
+class Normed(NamedTuple):
+    """What layer norm leaves for the pass backward, [n_networks, B, ...] each."""
+
+    output: Tensor  # before gain and shift
+    input: Tensor
+    mean: Tensor
+    scale: Tensor  # 1 / standard deviation
+
+
+class Pass(NamedTuple):
+    """What a pass forward leaves for the one backward."""
+
+    inputs: list[Tensor]  # of each layer, [n_networks, B, in]
+    normed: list[Normed | None]  # of each layer
+    output: Tensor
+
+
 class Layers:
     """Where the layers of one, two or four equal MLPs are in a flat tensor of parameters."""
 
@@ -57,43 +85,60 @@ class Layers:
         self._activation = torch.relu if trunk.activation == "relu" else torch.tanh
         self._shapes = [tuple(each.shape) for each in network.parameters()]  # weight, bias, ...
 
-    def __call__(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Weights [n_networks, out, in] and biases [n_networks, 1, out]."""
-        rows, end, parts = flat.view(self._n_networks, -1), 0, []
+    def __call__(self, flat: Tensor) -> list[Layer]:
+        rows, end = flat.view(self._n_networks, -1), 0
         if self._n_networks > 1 and flat.device.type != "cpu":
             # Fast products need every matrix at a multiple of 16 bytes.
             rows = functional.pad(rows, (0, -rows.shape[1] % 4))
+        layers: list[list[Tensor]] = []
         for shape in self._shapes:
             start, end = end, end + math.prod(shape)
-            shape = shape if len(shape) > 1 else (1, *shape)
-            parts.append(rows[:, start:end].view(self._n_networks, *shape))
-        return list(zip(parts[::2], parts[1::2], strict=True))
+            part = rows[:, start:end]
+            if len(shape) > 1:  # a layer starts with its weight
+                layers.append([part.view(self._n_networks, *shape)])
+            else:
+                layers[-1].append(part.view(self._n_networks, 1, *shape))
+        return [
+            Layer(weight, bias, (norm[0], norm[1]) if norm else None)
+            for weight, bias, *norm in layers
+        ]
 
-    def forward(self, layers: list[tuple[Tensor, Tensor]], x: Tensor) -> list[Tensor]:
-        """The input of each layer, and the output of the last; ``x`` is [n_networks, B, in]."""
-        passed = [x]
-        for depth, (weight, bias) in enumerate(layers):
-            z = _affine(passed[-1], weight, bias)
-            passed.append(z if depth == len(layers) - 1 else self._activation(z))
-        return passed
+    def forward(self, layers: list[Layer], x: Tensor) -> Pass:
+        """``x`` is [n_networks, B, in]."""
+        inputs: list[Tensor] = []
+        normed: list[Normed | None] = []
+        for depth, layer in enumerate(layers):
+            inputs.append(x)
+            x = _affine(x, layer.weight, layer.bias)
+            if layer.norm is None:
+                normed.append(None)
+            else:
+                gain, shift = layer.norm
+                of_layer = _normalised(x)
+                normed.append(of_layer)
+                x = torch.addcmul(shift, of_layer.output, gain)
+            x = x if depth == len(layers) - 1 else self._activation(x)
+        return Pass(inputs, normed, x)
 
-    def input_gradient(
-        self, layers: list[tuple[Tensor, Tensor]], passed: list[Tensor], grad: Tensor, first: int
-    ) -> Tensor:
+    def input_gradient(self, layers: list[Layer], passed: Pass, grad: Tensor, first: int) -> Tensor:
         """The gradient of the input from column ``first`` on; ``grad`` is that of the output."""
         for depth in range(len(layers) - 1, 0, -1):
-            grad = self._backward(torch.bmm(grad, layers[depth][0]), passed[depth])
-        return torch.bmm(grad, layers[0][0][:, :, first:])
+            grad = _through_norm(grad, layers[depth], passed.normed[depth])
+            grad = self._backward(torch.bmm(grad, layers[depth].weight), passed.inputs[depth])
+        grad = _through_norm(grad, layers[0], passed.normed[0])
+        return torch.bmm(grad, layers[0].weight[:, :, first:])
 
-    def weight_gradients(
-        self, layers: list[tuple[Tensor, Tensor]], passed: list[Tensor], grad: Tensor
-    ) -> Tensor:
+    def weight_gradients(self, layers: list[Layer], passed: Pass, grad: Tensor) -> Tensor:
         """The gradients of all parameters as one flat tensor."""
         parts: list[Tensor] = []
         for depth in range(len(layers) - 1, -1, -1):
-            parts = [torch.bmm(grad.mT, passed[depth]).flatten(1), grad.sum(dim=1), *parts]
+            layer, x, normed = layers[depth], passed.inputs[depth], passed.normed[depth]
+            if normed is not None:
+                parts = [(grad * normed.output).sum(dim=1), grad.sum(dim=1), *parts]
+            grad = _through_norm(grad, layer, normed)
+            parts = [torch.bmm(grad.mT, x).flatten(1), grad.sum(dim=1), *parts]
             if depth:
-                grad = self._backward(torch.bmm(grad, layers[depth][0]), passed[depth])
+                grad = self._backward(torch.bmm(grad, layer.weight), x)
         return torch.cat(parts, dim=1).flatten()
 
 
@@ -102,13 +147,13 @@ class MlpSAC:
 
     @staticmethod
     def covers(actor: Any, critics: Any, preprocess: Any) -> bool:
-        """Whether all networks are plain MLPs over one Box, with squashed Gaussian actions."""
-        networks = [actor, *critics]
+        """Whether all networks are MLPs over one Box, with squashed Gaussian actions."""
         return (
             type(actor.distribution) is SquashedPolicy
             and preprocess.is_plain
             and all(getattr(critic, "mixer", 0) is None for critic in critics)
-            and all(_is_plain(network.trunk) for network in networks)
+            and _is_plain(actor.trunk)
+            and all(_is_plain(each.trunk) or _is_normed(each.trunk) for each in critics)
         )
 
     def __init__(
@@ -175,18 +220,21 @@ class MlpSAC:
         actor_loss, entropy = last_actor.clone()
         return MlpResult(loss, actor_loss, q, entropy, temperature.exp()[0], finite)
 
-    def _actor_passes(
-        self, layers: list[tuple[Tensor, Tensor]], batch: MlpBatch
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Outputs for ``next_obs``; on a GPU also what passes the layers for ``obs``.
+    def _actor_passes(self, layers: list[Layer], batch: MlpBatch) -> tuple[Tensor, Pass | None]:
+        """Outputs for ``next_obs``; on a GPU also the pass for ``obs``.
 
         The critics' step does not change the actor, so a GPU computes both at once.
         """
         obs, next_obs = batch.obs, batch.next_obs
         if self._on_cpu or batch.actor_noise is None:
-            return self._actor_layers.forward(layers, next_obs[None])[-1][0], []
+            return self._actor_layers.forward(layers, next_obs[None]).output[0], None
         passed = self._actor_layers.forward(layers, torch.cat([next_obs, obs])[None])
-        return passed[-1][0, : len(obs)], [each[:, len(obs) :] for each in passed]
+        of_obs = Pass(
+            [each[:, len(obs) :] for each in passed.inputs],
+            passed.normed,  # an actor has none
+            passed.output[:, len(obs) :],
+        )
+        return passed.output[0, : len(obs)], of_obs
 
     def _critic_gradient(
         self,
@@ -200,47 +248,55 @@ class MlpSAC:
         next_action, log_prob = self._policy.sample_and_log_prob(next_outputs, batch.noise)
         layers, passed, following = self._all_values(critics, targets, batch, next_action)
         soft = following.amin(dim=0)[:, 0] - log_temperature.exp() * log_prob
-        error = passed[-1][:, :, 0] - (batch.reward + batch.discount * soft)
+        error = passed.output[:, :, 0] - (batch.reward + batch.discount * soft)
         loss = 0.5 * (batch.weight * error.square()).mean(dim=1).sum()
         by_value = (batch.weight * error / len(batch.obs))[:, :, None]
         grad = self._critic_layers.weight_gradients(layers, passed, by_value)
-        return grad, loss, passed[-1].mean()
+        return grad, loss, passed.output.mean()
 
     def _all_values(
         self, critics: Tensor, targets: Tensor, batch: MlpBatch, next_action: Tensor
-    ) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor], Tensor]:
-        """Layers of the critics, their inputs and output, and the next values of the targets."""
+    ) -> tuple[list[Layer], Pass, Tensor]:
+        """Layers of the critics, their pass, and the next values of the targets."""
         joint = torch.cat([batch.obs, batch.action], dim=-1).expand(2, -1, -1)
         following = torch.cat([batch.next_obs, next_action], dim=-1).expand(2, -1, -1)
         if self._on_cpu:
             layers, of_targets = self._critic_layers(critics), self._critic_layers(targets)
             passed = self._critic_layers.forward(layers, joint)
-            return layers, passed, self._critic_layers.forward(of_targets, following)[-1]
+            return layers, passed, self._critic_layers.forward(of_targets, following).output
         # A GPU multiplies four small matrices in the time of two.
         layers = self._all_critic_layers(torch.cat([critics, targets]))
         passed = self._all_critic_layers.forward(layers, torch.cat([joint, following]))
-        own = [(weight[:2], bias[:2]) for weight, bias in layers]
-        return own, [each[:2] for each in passed], passed[-1][2:]
+        own = [
+            Layer(weight[:2], bias[:2], None if norm is None else (norm[0][:2], norm[1][:2]))
+            for weight, bias, norm in layers
+        ]
+        of_critics = Pass(
+            [each[:2] for each in passed.inputs],
+            [None if each is None else Normed(*(x[:2] for x in each)) for each in passed.normed],
+            passed.output[:2],
+        )
+        return own, of_critics, passed.output[2:]
 
     def _actor_gradient(
         self,
         obs: Tensor,
         noise: Tensor,
-        actor_layers: list[tuple[Tensor, Tensor]],
-        actor_passed: list[Tensor],
+        actor_layers: list[Layer],
+        actor_passed: Pass,
         critics: Tensor,
         log_temperature: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradient of all weights, the loss and the entropy."""
-        outputs = actor_passed[-1][0]
+        outputs = actor_passed.output[0]
         layers, temperature = self._critic_layers(critics), log_temperature.exp()
         action, log_prob = self._policy.sample_and_log_prob(outputs, noise)
         joint = torch.cat([obs, action], dim=-1).expand(2, -1, -1)
         passed = self._critic_layers.forward(layers, joint)
-        lower = passed[-1].amin(dim=0)
+        lower = passed.output.amin(dim=0)
         loss = (temperature * log_prob - lower[:, 0]).mean()
         # The gradient of the lower value; equal values share it.
-        is_lower = (passed[-1] == lower).float()
+        is_lower = (passed.output == lower).float()
         share = -is_lower / (is_lower.sum(dim=0) * len(obs))
         n_obs = obs.shape[1]
         by_action = self._critic_layers.input_gradient(layers, passed, share, n_obs).sum(0)
@@ -281,10 +337,41 @@ def _is_plain(trunk: nn.Module) -> bool:
     return len(list(trunk.parameters())) == 2 * len(linear)
 
 
+def _is_normed(trunk: nn.Module) -> bool:
+    """Whether a trunk is an MLP as ``add_layer_norm`` leaves it."""
+    if type(trunk) is not MLP or trunk.activation not in ("relu", "tanh"):
+        return False
+    linear = list(trunk.layers)[::2]
+    return len(list(trunk.parameters())) == 4 * len(linear) and all(
+        isinstance(each, nn.Sequential)
+        and [type(part) for part in each] == [nn.Linear, nn.LayerNorm]
+        and each[1].eps == _NORM_EPS
+        for each in linear
+    )
+
+
 def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if x.device.type == "cpu":
         return torch.baddbmm(bias, x, weight.mT)
     return torch.bmm(x, weight.mT) + bias  # compiled, the sum is a part of the activation's kernel
+
+
+def _normalised(x: Tensor) -> Normed:
+    """Mean 0 and standard deviation 1 over the units."""
+    output, mean, scale = torch.native_layer_norm(x, x.shape[-1:], None, None, _NORM_EPS)
+    return Normed(output, x, mean, scale)
+
+
+def _through_norm(grad: Tensor, layer: Layer, normed: Normed | None) -> Tensor:
+    """From the gradient after layer norm to that before it."""
+    if normed is None or layer.norm is None:
+        return grad
+    x = normed.input
+    parts = torch.ops.aten.native_layer_norm_backward(
+        grad * layer.norm[0], x, x.shape[-1:], normed.mean, normed.scale, None, None, _INPUT_ONLY
+    )
+    by_input: Tensor = parts[0]
+    return by_input
 
 
 def _through_relu(grad: Tensor, activated: Tensor) -> Tensor:
