@@ -60,11 +60,13 @@ def test_mistake_in_a_space_is_refused(here: Path, rule: str, words: str) -> Non
 
 
 @pytest.mark.slow
-def test_default_space_fits_any_number_of_envs() -> None:
-    space = read_space(default_space(checked_config(compose_config([]))))
+@pytest.mark.parametrize("agent", ["ppo", "dqn", "sac"])
+def test_default_space_fits_any_number_of_envs(agent: str) -> None:
+    chosen = f"agent={agent}"
+    space = read_space(default_space(checked_config(compose_config([chosen]))))
 
     for n_envs in (1, 3, 8):
-        overrides = [f"n_envs={n_envs}"]
+        overrides = [chosen, f"n_envs={n_envs}"]
         check_space(space, compose_config(overrides), overrides)
 
 
