@@ -34,6 +34,7 @@ KINDS = [
     [*DQN, "env=torch_cartpole", *PRIORITISED, *EIGHT, "agent.target_every=20"],
     [*SAC, "env=pendulum"],
     [*SAC, "env=torch_pendulum", "agent.normalize_obs=true", *EIGHT, "agent.policy_delay=1"],
+    [*SAC, "env=pendulum", "agent.critic_layer_norm=true"],
 ]
 
 
