@@ -42,9 +42,10 @@ SAC, DQN = ["agent=sac", "env=pendulum"], ["agent=dqn", "env=cartpole", "agent.t
 REPLAY_CASES = {
     "sac": SAC,
     "sac, plain torch": [
-        *(*SAC, "agent.critic_layer_norm=true", "agent.normalize_obs=true", "agent.n_step=3"),
+        *(*SAC, "agent.fast=off", "agent.normalize_obs=true", "agent.n_step=3"),
         *("agent.policy_delay=2", "agent.max_grad_norm=0.5"),
     ],
+    "sac, layer norm": [*SAC, "agent.critic_layer_norm=true"],
     "sac, gsde": [*SAC, "agent.box_policy=gsde", "agent.gsde_every_steps=3"],
     "sac, discrete": ["agent=sac", "env=cartpole"],
     "sac, empty parts": [*SAC, "agent.batch_size=2"],
