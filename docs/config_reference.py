@@ -30,7 +30,8 @@ HEAD = """# Config reference
 
 Every key with its type, default and comment, every [hook](#hooks) of a callback and every
 [metric](#metrics). `python docs/config_reference.py` generates this page from
-`ml_pipeline/config/` and `conf/`. On the command line, use:
+`ml_pipeline/config/` and `conf/`. The keys of `env.kwargs` are those of each env; the files in
+[conf/env/](../conf/env) explain them for trading, hockey and Game Boy. On the command line, use:
 
 | syntax | effect |
 |---|---|
