@@ -7,6 +7,7 @@ from ml_pipeline.algorithms.old_weights import load_parts
 from ml_pipeline.config.dqn import DQNConfig
 from ml_pipeline.protocols import Algorithm, Envs, Place, StateDict
 from ml_pipeline.training.off_policy_trainer import OffPolicyTrainer, check_envs
+from ml_pipeline.training.out_of_memory import replay_advice
 
 
 def make_trainer(agent: DQNAgent, envs: Envs, config: DQNConfig, place: Place) -> OffPolicyTrainer:
@@ -22,4 +23,4 @@ def start_from(agent: DQNAgent, state: StateDict) -> None:
     load_parts(agent, state, ("spaces", "model", "target", "preprocess"))
 
 
-DQN = Algorithm(DQNConfig, DQNAgent, make_trainer, start_from=start_from, trains_on_ranks=True)
+DQN = Algorithm(DQNConfig, DQNAgent, make_trainer, replay_advice, start_from, trains_on_ranks=True)

@@ -7,6 +7,7 @@ from ml_pipeline.algorithms.old_weights import load_parts
 from ml_pipeline.config.sac import SACConfig
 from ml_pipeline.protocols import Algorithm, Envs, Place, StateDict
 from ml_pipeline.training.off_policy_trainer import OffPolicyTrainer, check_envs
+from ml_pipeline.training.out_of_memory import replay_advice
 
 
 def make_trainer(agent: SACAgent, envs: Envs, config: SACConfig, place: Place) -> OffPolicyTrainer:
@@ -24,4 +25,4 @@ def start_from(agent: SACAgent, state: StateDict) -> None:
     load_parts(agent, state, ("spaces", *PARTS))
 
 
-SAC = Algorithm(SACConfig, SACAgent, make_trainer, start_from=start_from, trains_on_ranks=True)
+SAC = Algorithm(SACConfig, SACAgent, make_trainer, replay_advice, start_from, trains_on_ranks=True)

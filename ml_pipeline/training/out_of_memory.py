@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ml_pipeline.agents.distributions import Distribution
 from ml_pipeline.agents.observations import ObservationReader
+from ml_pipeline.config.off_policy import OffPolicyConfig
 from ml_pipeline.device import held_memory, total_memory
 from ml_pipeline.errors import UserError
 from ml_pipeline.training.contracts import Actor
@@ -155,14 +156,31 @@ def memory_advice(
         needs += (
             f", a minibatch of {size} about {shown_bytes(size * per_transition)} in the network"
         )
-    total, held = total_memory(agent.device), held_memory(agent.device)
-    if total is not None:
-        needs += f"; {agent.device} has {shown_bytes(total)}"
-        needs += "" if held is None else f", of which this process held {shown_bytes(held)}"
     return (
-        f"{needs}. Lower n_envs or agent.n_steps for a smaller rollout; raise "
-        f"agent.n_minibatches={n_minibatches} for smaller minibatches"
+        f"{needs}{_memory_of(agent.device)}. Lower n_envs or agent.n_steps for a smaller rollout; "
+        f"raise agent.n_minibatches={n_minibatches} for smaller minibatches"
     )
+
+
+def replay_advice(agent: Actor, config: OffPolicyConfig, n_envs: int, tensor_envs: bool) -> str:
+    """The same for agents with replay, which stores each frame of a stack once."""
+    distribution, size = agent.distribution, int(config.buffer_size)
+    each = obs_bytes(agent.reader) / config.stacked_frames + 4 + _N_FLAGS  # 4 of the reward
+    each += math.prod(distribution.action_shape) * distribution.action_dtype.itemsize
+    each += distribution.mask_size if agent.masks.are_used else 0
+    return (
+        f"a replay buffer of agent.buffer_size={size} needs about {shown_bytes(size * each)}, "
+        f"{shown_bytes(each)} per transition{_memory_of(agent.device)}. Lower agent.buffer_size; "
+        f"lower agent.batch_size={config.batch_size} for smaller updates"
+    )
+
+
+def _memory_of(device: torch.device) -> str:
+    total, held = total_memory(device), held_memory(device)
+    if total is None:
+        return ""
+    part = "" if held is None else f", of which this process held {shown_bytes(held)}"
+    return f"; {device} has {shown_bytes(total)}{part}"
 
 
 def shown_bytes(n_bytes: float) -> str:

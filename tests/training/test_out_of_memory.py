@@ -136,6 +136,18 @@ def test_the_advice_names_the_needs_and_the_settings_to_change() -> None:
     assert "raise agent.n_minibatches=4" in advice
 
 
+@pytest.mark.parametrize("agent", ["dqn", "sac"])
+def test_a_replay_buffer_that_is_too_large_is_explained(here: Path, agent: str) -> None:
+    words = (
+        r"out of memory on cpu.*: a replay buffer of agent.buffer_size=100000000000000 needs about "
+        r"\d.* TB, .* per transition; cpu has .* Lower agent.buffer_size; lower agent.batch_size="
+    )
+
+    with pytest.raises(DeviceMemoryError, match=words):
+        # Beyond the address space, so nothing is allocated.
+        train([f"agent={agent}", "n_envs=2", "logger=none", "agent.buffer_size=100000000000000"])
+
+
 @pytest.mark.parametrize(
     ("n_bytes", "shown"),
     [(47, "47 bytes"), (2_500_000, "2.5 MB"), (80e9, "80 GB"), (1.5e15, "1,500.0 TB")],
