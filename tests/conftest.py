@@ -133,7 +133,7 @@ def door_command(*arguments: str) -> list[str]:
 
 
 def call(
-    *command: str | Path, cwd: Path | None = None, **environment: str
+    *command: str | Path, cwd: Path | None = None, timeout: float = 100, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command and wait for it."""
     # W&B's own variables lead to the W&B service of this process.
@@ -144,7 +144,7 @@ def call(
         env={**inherited, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=timeout,
         stdin=subprocess.DEVNULL,
     )
 

@@ -141,7 +141,8 @@ def code_blocks(page: str) -> list[str]:
 
 def run_script(folder: Path, code: str) -> str:
     (folder / "script.py").write_text(code)
-    done = call(sys.executable, "script.py", cwd=folder, PYTHONPATH=str(REPOSITORY))
+    command = sys.executable, "script.py"
+    done = call(*command, cwd=folder, timeout=280, PYTHONPATH=str(REPOSITORY))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -157,6 +158,7 @@ def test_reading_path_has_nine_files_and_at_most_1400_lines() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # 12 s, but workers and many other programs on few cores slow it down
 def test_script_without_hydra_trains_cartpole(here: Path) -> None:
     script = code_blocks("without_hydra.md")[0]
 
