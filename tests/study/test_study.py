@@ -95,7 +95,7 @@ def trials_of(name: str) -> list[FrozenTrial]:
         (["start", "a"], "study a is new; say how many trials it gets: n_trials=100"),
         (["start", "a", "n_trial=1"], "n_trial=1: unknown key; did you mean n_trials?"),
         (["start", "a", "n_trials=1", "n_job=2"], "n_job=2: unknown key; did you mean n_jobs?"),
-        (["start", "a", "n_trials=1", "space=nope"], "space=nope: .*not exist; existing: ppo"),
+        (["start", "a", "n_trials=1", "space=nope"], "space=nope: .*; existing: dqn, ppo, sac"),
         (["start", "a", "n_trials=1", "env=nope"], "env=nope: no such option"),
         (["start", "a", "n_trials=1", "agent.gama=1"], "agent.gama"),
         (["start", "a", "n_trials=1", "--config-dir", "no"], "config_dir=no: no such folder"),
