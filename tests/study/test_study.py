@@ -569,7 +569,7 @@ def test_stopped_study_saves_its_trials_and_continues(
 ) -> None:
     settings = [*small(**LONG), space, "n_trials=4", "n_jobs=2"]
     process = begin(here, "start", "mine", *settings)
-    wait_until(lambda: has_begun("mine", 1), 60)
+    wait_until(lambda: has_begun("mine", 2), 60)  # after 1, the other of the first pair may end
     process.send_signal(number)
     output, _ = process.communicate(timeout=40)
 
