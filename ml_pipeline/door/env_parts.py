@@ -20,6 +20,7 @@ from ml_pipeline.targets import import_dotted
 from ml_pipeline.training.tensor.opponents import TensorOpponentPool
 
 if TYPE_CHECKING:
+    import torch
     from gymnasium.vector import VectorEnv
 
     from ml_pipeline.door.plan import RunPlan
@@ -38,20 +39,37 @@ def find_tensor_env(config: TrainConfig) -> type[TorchVectorEnv] | None:
 def build_vec_envs(plan: RunPlan) -> tuple[Sequence[VectorEnv[Any, Any, Any]], str]:
     """The envs, in two halves with collector=double, and a text that says how they run."""
     if plan.tensor_env is not None:
-        return [_make_tensor_env(plan, plan.tensor_env)], _how_tensor_envs_run(plan)
+        env = make_tensor_env(
+            plan.config,
+            plan.tensor_env,
+            plan.place.device,
+            n_envs=plan.config.n_envs,
+            seed=plan.env_seed,
+            pool=plan.pool,
+        )
+        return [env], _how_tensor_envs_run(plan)
     return _build_process_envs(plan)
 
 
-def _make_tensor_env(plan: RunPlan, env_class: type[TorchVectorEnv]) -> TorchVectorEnv:
-    config, kwargs = plan.config, dict(plan.config.env.kwargs)
-    if plan.pool is not None:
+def make_tensor_env(
+    config: TrainConfig,
+    env_class: type[TorchVectorEnv],
+    device: torch.device,
+    *,
+    n_envs: int,
+    seed: int,
+    pool: OpponentPool | None = None,
+) -> TorchVectorEnv:
+    """The tensor env of a config; for self-play its two-player version, against ``pool``."""
+    kwargs = dict(config.env.kwargs)
+    if config.opponent is not None:
         kwargs["opponent"] = None
     try:
-        env = env_class(config.n_envs, device=plan.place.device, seed=plan.env_seed, **kwargs)
-        if not isinstance(plan.pool, TensorOpponentPool):
+        env = env_class(n_envs, device=device, seed=seed, **kwargs)
+        if not isinstance(pool, TensorOpponentPool):
             return env
-        plan.pool.env = TensorSelfPlay(env, plan.pool)
-        return plan.pool.env
+        pool.env = TensorSelfPlay(env, pool)
+        return pool.env
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env.target={config.env.target}: {error}") from error
 

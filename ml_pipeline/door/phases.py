@@ -33,7 +33,7 @@ def check_phases(
     curriculum: CurriculumConfig,
     callbacks: Sequence[Callback],
     *,
-    env: EnvFactory | type[TorchVectorEnv],
+    env: EnvFactory | TorchVectorEnv,
     opponents: Collection[str] | None,
 ) -> None:
     """Refuse settings that the envs do not accept, and metrics that nothing logs.
@@ -49,8 +49,8 @@ def check_phases(
             )
         for opponent in phase.opponents:
             _check_opponent(f"curriculum.phases.{name}.opponents.{opponent}", opponent, opponents)
-    if isinstance(env, type):
-        _try_tensor_settings(config, curriculum, env)
+    if isinstance(env, TorchVectorEnv):
+        _try_tensor_settings(curriculum, env)
         infos: dict[str, list[str] | None] = {name: [] for name in curriculum.phases}
     else:
         infos = _try_settings(config, curriculum, env)
@@ -84,10 +84,7 @@ def _try_settings(
     return try_phases(make_env, name, **options)
 
 
-def _try_tensor_settings(
-    config: TrainConfig, curriculum: CurriculumConfig, tensor_env: type[TorchVectorEnv]
-) -> None:
-    env = tensor_env(1, **config.env.kwargs)
+def _try_tensor_settings(curriculum: CurriculumConfig, env: TorchVectorEnv) -> None:
     for phase in curriculum.phases:
         for name, value in curriculum.phases[phase].env.items():
             try:

@@ -21,7 +21,7 @@ from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.device import program_mode, resolve_device
 from ml_pipeline.distributed import join_world, rank_device
 from ml_pipeline.door.compose import ConfigError, errors_of_resume, resumed_folder
-from ml_pipeline.door.env_parts import find_tensor_env
+from ml_pipeline.door.env_parts import find_tensor_env, make_tensor_env
 from ml_pipeline.door.parts import (
     act_greedily,
     build_agent,
@@ -126,6 +126,7 @@ def make_plan(
     self_play = find_self_play(config, tensor_env)
     make_env = build_env_factory(config.env) if self_play is None else self_play.arena.make_env
     trial = _try_envs(config, make_env, self_play)
+    one_tensor_env = None if tensor_env is None else _try_tensor_env(config, tensor_env, place)
     config = with_mask_source(config, trial)
     all_callbacks = build_callbacks(config, run_folder, place.device)
     for name, callback in (callbacks or {}).items():
@@ -137,7 +138,7 @@ def make_plan(
             config,
             config.curriculum,
             list(all_callbacks.values()),
-            env=tensor_env or make_env,
+            env=one_tensor_env or make_env,
             opponents=None if self_play is None else self_play.player_names,
         )
     if state is None:  # an old run may have the setting
@@ -264,6 +265,14 @@ def _try_env(config: TrainConfig, env: EnvConfig, make_env: EnvFactory, **option
         say(f"env {env.name}: {remark}")
         warnings.filterwarnings("ignore", re.escape(remark))  # a vector env would repeat it
     return trial
+
+
+def _try_tensor_env(
+    config: TrainConfig, env_class: type[TorchVectorEnv], place: Place
+) -> TorchVectorEnv:
+    """One tensor env: its class may refuse arguments that its single env accepts."""
+    with memory_explained(place.device, lambda: "one env does not fit; use another device"):
+        return make_tensor_env(config, env_class, place.device, n_envs=1, seed=0)
 
 
 def _check_box_policy(config: TrainConfig, trial: EnvTrial) -> None:

@@ -166,18 +166,31 @@ def test_settings_that_tensor_envs_do_not_support_are_refused_in_one_line(
     assert not list(here.glob("runs/*/*"))
 
 
+def test_callbacks_that_resize_the_env_are_refused(here: Path) -> None:
+    with pytest.raises(UserError, match="callbacks=scaling"):
+        train([*CARTPOLE, "callbacks=scaling"])
+
+
+PHASE = "+curriculum={phases: {a: {env: {length: 3}}}}"
+
+
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("overrides", "words"),
     [
-        ("callbacks=scaling", "callbacks=scaling"),
-        ("+env.kwargs.sutton_barto_reward=true", "sutton"),  # only Gymnasium's CartPole has it
+        (["env=torch_cartpole", "+env.kwargs.sutton_barto_reward=true"], "'sutton_barto_reward'"),
+        (["env=torch_hockey", "+env.kwargs.discrete=true"], "argument 'discrete'"),
+        (["env=torch_hockey", "env.kwargs.opponent=either"], "opponent='either': unknown"),
+        (["env=torch_hockey", "env.kwargs.opponent=either", PHASE], "opponent='either': unknown"),
     ],
 )
-def test_callbacks_and_arguments_that_the_env_does_not_support_are_refused(
-    override: str, words: str, here: Path
+def test_arguments_that_only_the_single_env_accepts_are_refused_before_a_run_folder_exists(
+    overrides: list[str], words: str, here: Path
 ) -> None:
-    with pytest.raises(UserError, match=words):
-        train([*CARTPOLE, override])
+    with pytest.raises(UserError, match=words) as caught:
+        train([*RUN, *overrides])
+
+    assert "\n" not in str(caught.value)
+    assert not (here / "runs").exists()
 
 
 @pytest.mark.parametrize(("total_steps", "n_envs"), [(64 * 16 * 10, 64), (10**6, 256)])
