@@ -1,13 +1,20 @@
-"""Optional packages: imported where needed, with the install command in the error if missing."""
+"""Missing packages and their install commands; optional ones are imported where needed."""
 
 from __future__ import annotations
 
 import importlib
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
 from ml_pipeline.errors import UserError
+
+# The modules of the dependencies in pyproject.toml; hydra-core brings omegaconf and yaml.
+CORE_PACKAGES = (
+    *("torch", "numpy", "cloudpickle", "gymnasium", "wandb", "hydra", "omegaconf", "yaml"),
+    *("rich", "threadpoolctl"),
+)
 
 # The packages of each extra in pyproject.toml, as they appear in import errors.
 _EXTRAS = {
@@ -26,7 +33,11 @@ _EXTRAS = {
 
 # Targets of the Makefile, which only a clone has.
 _MAKE_TARGETS = ("box2d", "mujoco", "atari")
-_IS_CLONE = (Path(__file__).resolve().parents[1] / "Makefile").is_file()
+_CLONE = Path(__file__).resolve().parents[1]
+_IS_CLONE = (_CLONE / "Makefile").is_file()
+
+# Installs ml_pipeline with its dependencies.
+CORE_COMMAND = "pip install " + (f"-e {shlex.quote(str(_CLONE))}" if _IS_CLONE else "ml_pipeline")
 
 
 def _command(extra: str, pip: str) -> str:

@@ -1,7 +1,6 @@
 """Training from a command line: Hydra composes the config, ``build.run`` trains.
 
-Spawned workers import the entry script, and thus this module. So torch is imported inside
-functions.
+Torch is imported inside functions, so that --help and errors of the config come quickly.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from ml_pipeline.door.compose import (
     resumed_folder,
     store_schema,
 )
-from ml_pipeline.door.exits import exit_code
 from ml_pipeline.door.explain import explained
 from ml_pipeline.door.presets import check_presets, check_resumed, default_agent
 from ml_pipeline.errors import UserError
@@ -44,17 +42,6 @@ from ml_pipeline.sweeps import SweepReport, check_launcher
 
 # The keys that choose an env, or a run or data that fit only one.
 _CHOOSES_ENV = ("env", "env.id", "env.target", "experiment", "data", "init_from")
-
-
-def main(agent: str | None = None, preset: str | None = None) -> int:
-    """Train as the command line says and return the exit code; a train_*.py calls only this.
-
-    ``agent``: the option of agent= for a command line that does not choose one. ``preset``: the
-    option of experiment= for one that does not choose an env.
-    """
-    return exit_code(
-        lambda: train(sys.argv if agent is None else with_agent(sys.argv, agent, preset))
-    )
 
 
 def with_agent(words: Sequence[str], agent: str, preset: str | None = None) -> list[str]:
@@ -133,13 +120,13 @@ class _FailedError(BaseException):
 
 def _run(cfg: DictConfig) -> float:
     """One run; returns the value of ``cfg.objective`` for sweepers."""
-    from ml_pipeline import build
-    from ml_pipeline.door.restarts import find_start
-
     job = HydraConfig.get()
     if job.mode == RunMode.MULTIRUN:
         return _run_in_sweep(cfg, job)
     try:
+        from ml_pipeline import build
+        from ml_pipeline.door.restarts import find_start
+
         find_modules_in_cwd()
         start = find_start(cfg, job.overrides.task)
         if start.is_complete:

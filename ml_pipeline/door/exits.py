@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from ml_pipeline.errors import UserError
+from ml_pipeline.extras import CORE_COMMAND, CORE_PACKAGES
 from ml_pipeline.meeting import RankError, launched_rank
 
 _CLOSED_PIPE = 141  # as shells show a program that SIGPIPE ended
@@ -18,6 +19,8 @@ _THREAD_SECONDS = 5.0  # how long a program that has ended waits for its threads
 
 def exit_code(command: Callable[[], object]) -> int:
     """Run ``command``; return 0, 1 after a ``UserError``, or the code of the stop signal.
+
+    A missing package that ml_pipeline always needs also ends in one line and code 1.
 
     If nobody reads the output any more, it ends quietly.
 
@@ -45,6 +48,14 @@ def _code_of(command: Callable[[], object]) -> int:
         if launched_rank() > 0 and not isinstance(error, RankError):
             time.sleep(_RANK_SECONDS)  # rank 0 probably reports the same mistake
         print(error, file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in CORE_PACKAGES:
+            raise
+        print(
+            f"{error.name} is not installed; install ml_pipeline with its packages: {CORE_COMMAND}",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt as stop:
         return getattr(stop, "exit_code", 130)  # Interrupted knows its signal

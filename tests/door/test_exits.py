@@ -1,14 +1,17 @@
-"""A finished program ends, even if an env has left a thread running."""
+"""How programs end: exit codes, missing packages, and threads that an env has left running."""
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
-from conftest import TESTS, Door, small
+from conftest import REPOSITORY, TESTS, Door, call, small
 
 from ml_pipeline.door.exits import exit_code
+from ml_pipeline.extras import CORE_PACKAGES
 
 LEAVE_A_THREAD = """
 import sys, threading, time
@@ -84,3 +87,53 @@ def test_a_run_ends_despite_the_threads_of_its_envs(door: Door, mode: str) -> No
     result = door(*small(env__target="faulty_envs.ThreadEnv", vec_env=mode), PYTHONPATH=str(TESTS))
 
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package"),
+    [
+        (["train_ppo.py"], "hydra"),
+        (["train_dqn.py", "env=cartpole"], "hydra"),
+        (["train_sac.py", "--help"], "hydra"),
+        (["-m", "ml_pipeline", "runs"], "yaml"),
+        (["-m", "ml_pipeline", "train"], "hydra"),
+    ],
+)
+def test_clone_whose_packages_are_not_installed_names_one_and_the_fix(
+    arguments: list[str], package: str
+) -> None:
+    # -S: without site-packages.
+    result = call(sys.executable, "-S", *arguments, cwd=REPOSITORY, PYTHONPATH="")
+
+    fix = f"install ml_pipeline with its packages: pip install -e {shlex.quote(str(REPOSITORY))}"
+    assert result.stderr == f"{package} is not installed; {fix}\n"
+    assert (result.returncode, result.stdout) == (1, "")
+
+
+TRAIN_WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None
+sys.argv = ["train_ppo.py"]
+runpy.run_path("train_ppo.py", run_name="__main__")
+"""
+
+
+def test_package_that_is_missing_later_is_also_one_line() -> None:
+    result = call(sys.executable, "-c", TRAIN_WITHOUT_TORCH, cwd=REPOSITORY)
+
+    assert result.returncode == 1
+    assert re.fullmatch(r"torch is not installed; install .*\n", result.stderr)
+
+
+def test_module_that_is_not_a_dependency_keeps_its_error() -> None:
+    with pytest.raises(ModuleNotFoundError, match="my_missing_env"):
+        exit_code(lambda: __import__("my_missing_env"))
+
+
+def test_every_dependency_is_a_core_package() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    listed = text.partition("\ndependencies = [\n")[2].partition("\n]\n")[0]
+    names = re.findall(r'^ +"([\w-]+)', listed, flags=re.MULTILINE)
+
+    assert {name.removesuffix("-core") for name in names} <= {*CORE_PACKAGES}
+    assert len(names) > 5

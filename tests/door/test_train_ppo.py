@@ -34,7 +34,7 @@ from conftest import (
     wait_until_gone,
 )
 
-from ml_pipeline.door import entry
+from ml_pipeline.door import entry, script
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.sweeps import SweepReport, job_runs
@@ -53,7 +53,7 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     def call(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["train_ppo.py", *arguments])
         try:
-            return entry.main()
+            return script.main()
         except SystemExit as stop:
             return int(stop.code or 0)
 
