@@ -45,7 +45,7 @@ TOLERANCES = {"float32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
 GRADIENT_TOLERANCES = {"float32": 1e-4, "tf32": 5e-2, "bf16": 1.5e-1}
 # Share of draws that rounding moves to a neighbouring action.
 SHARE_OF_DRAWS = {"float32": 0.005, "tf32": 0.02, "bf16": 0.06}
-NAN_FIELDS = ["obs", "advantage", "value_target"]
+NAN_FIELDS = ["obs", "advantage", "value_target", "log_prob"]
 
 
 def too_large(found: dict[str, float], precision: str = "float32") -> dict[str, float]:
@@ -109,11 +109,28 @@ def test_a_minibatch_with_a_nan_changes_nothing(
     assert too_large(found) == {}
 
 
+@pytest.mark.parametrize("precision", [*TOLERANCES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=on_gpu) for name in ("discrete", "box, all options")]
+)
+def test_tiles_for_little_shared_memory_compute_the_same(
+    case: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ml_pipeline.agents.fast.triton_ppo._ENOUGH_MEMORY", 2**30)
+
+    found = measured.differences(CASES[case], "triton", device_of("triton"), precision)
+
+    assert too_large(found, precision) == {}
+
+
 @needs_triton
 @pytest.mark.parametrize(
     "names",
     [
-        ["gae 1x1", "gae 9x5", "gae 4x130", "tiny minibatches", "box"],
+        ["gae 1x1", "gae 9x5", "gae 4x130", "product", "tf32 tiny minibatches", "box"],
+        pytest.param(["infinite tf32", "infinite float32"], marks=pytest.mark.slow),
+        pytest.param(["tiny minibatches"], marks=pytest.mark.slow),
+        pytest.param(["tf32 discrete", "tf32 box"], marks=pytest.mark.slow),
         pytest.param(["discrete", "relu", "normalised"], marks=pytest.mark.slow),
         pytest.param(["box, all options", "wide"], marks=pytest.mark.slow),
         pytest.param([f"broken {field}" for field in NAN_FIELDS], marks=pytest.mark.slow),
@@ -318,6 +335,8 @@ def test_on_the_cpu_numpy_is_used_where_it_covers_the_model(
     [
         (True, TWO, (64, 64), {}),
         (True, BOX, (20, 7), {"normalize_obs": True}),
+        (True, TWO, (64, 64), {"n_obs": 63}),
+        (False, TWO, (64, 64), {"n_obs": 64}),
         (False, TWO, (65, 64), {}),
         (False, TWO, (64,), {}),
         (False, TWO, (32, 32, 32), {}),
@@ -334,7 +353,9 @@ def test_triton_covers_two_narrow_layers_of_a_plain_policy(
     from ml_pipeline.agents.fast.triton_ppo import TritonPPO
 
     network = partial(MLP, hidden_sizes=hidden_sizes)
-    agent = agent_for(OBS, action_space, network, **options)
+    options = {"n_obs": 3, **options}
+    obs_space = spaces.Box(-1, 1, (options.pop("n_obs"),), np.float32)
+    agent = agent_for(obs_space, action_space, network, **options)
 
     assert TritonPPO.covers(agent.model) is is_covered
 

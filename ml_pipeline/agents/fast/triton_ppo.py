@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ml_pipeline.agents.ppo import TorchPPO
 
 _WIDEST = 64  # units in a layer: a tile of activations must fit in the registers
+_LARGEST = 3e38  # limit of an observation; infinity would be NaN after a product with 0
 _N_METRICS = 8  # columns after the gradient in a row of partial sums; five are used
 _N_PARTS = 64  # of a minibatch; the moments of their advantages are merged
 _SUM_COLUMNS = 32
@@ -46,18 +47,19 @@ class Tiling(NamedTuple):
     programs_per_core: int  # actor and critic together; 0: one per tile
 
 
-# Measured on an H200. float32 keeps each tile twice, as high and low bits.
-_SCORING = Tiling(rows=64, warps=4, programs_per_core=4)
-_LEARNING = {
-    "float32": Tiling(rows=16, warps=4, programs_per_core=4),
-    "tf32": Tiling(rows=64, warps=4, programs_per_core=4),
-    "bf16": Tiling(rows=32, warps=4, programs_per_core=4),
-}
+# Measured on an H200.
+_ACTING = Tiling(rows=64, warps=4, programs_per_core=0)
+_SCORING = Tiling(rows=64, warps=4, programs_per_core=8)
+_MANY_ROWS = 2048  # per multiprocessor
+_ENOUGH_MEMORY = 160 * 1024  # shared; consumer GPUs have about 100 KiB
 
 
-def _acting(n_rows: int) -> Tiling:
-    """Small tiles for few rows, so that every multiprocessor gets one."""
-    return Tiling(rows=16 if n_rows < 4096 else 64, warps=4, programs_per_core=0)
+def _learning(rows_per_core: float, shared_memory: int) -> Tiling:
+    """Two programs fit on a multiprocessor. With many rows, four balance the load."""
+    n_programs = 4 if rows_per_core > _MANY_ROWS else 2
+    if shared_memory < _ENOUGH_MEMORY:
+        return Tiling(rows=32, warps=2, programs_per_core=n_programs)
+    return Tiling(rows=64, warps=4, programs_per_core=n_programs)
 
 
 class TritonPPO:
@@ -72,7 +74,8 @@ class TritonPPO:
             return False
         sizes = _sizes(model.actor, model.policy_head)
         same = _sizes(model.critic, model.value_head)[:-1] == sizes[:-1]
-        return same and len(sizes) == 4 and max(sizes) <= _WIDEST
+        # One more input is for the biases.
+        return same and len(sizes) == 4 and max(sizes[0] + 1, *sizes) <= _WIDEST
 
     def __init__(self, plain: TorchPPO) -> None:
         self._plain = plain
@@ -95,7 +98,7 @@ class TritonPPO:
         self._network = (adam.values, layout, self._moments)
         self._sizes = (n_in, n_h, n_k, n_out, log_std)
         self._constants = {
-            "D": _padded(n_in),
+            "D": _padded(n_in + 1),  # one more, for the biases
             "H": _padded(n_h),
             "K": _padded(n_k),
             "A": _padded(n_out),
@@ -106,7 +109,8 @@ class TritonPPO:
         self._skip = config.on_nonfinite == "skip"
         properties = torch.cuda.get_device_properties(self._device)
         self._n_cores = int(properties.multi_processor_count)
-        self._tiling = _LEARNING[precision]
+        # Older versions of torch do not report it.
+        self._shared_memory = int(getattr(properties, "shared_memory_per_block_optin", 0))
         self.refresh()
 
     def refresh(self) -> None:
@@ -114,12 +118,12 @@ class TritonPPO:
         moments, n_in = self._model.preprocess.moments_of(""), self._sizes[0]
         if moments is None:
             self._moments[n_in:] = 1.0
-            self._moments[2 * n_in] = torch.inf
+            self._moments[2 * n_in] = _LARGEST
             return
         self._moments[:n_in] = moments.mean.flatten()
         self._moments[n_in : 2 * n_in] = torch.rsqrt(moments.variance.flatten() + 1e-8)
         # Before the first rollout, the deviation is unknown: do not clip.
-        self._moments[2 * n_in] = torch.where(moments.count > 0, self.config.clip_obs, torch.inf)
+        self._moments[2 * n_in] = torch.where(moments.count > 0, self.config.clip_obs, _LARGEST)
 
     def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
         return self._plain.outputs(inputs)
@@ -133,7 +137,7 @@ class TritonPPO:
             shape = (len(noise), *distribution.action_shape)
             out = torch.empty(shape, dtype=distribution.action_dtype, device=self._device)
         obs = _flat(inputs.obs)
-        n_rows, tiling = len(obs), _acting(len(obs))
+        n_rows, tiling = len(obs), _ACTING
         sample_kernel[(triton.cdiv(n_rows, tiling.rows),)](
             *self._network, obs, noise, out, n_rows, *self._sizes,
             B=tiling.rows, SKIP=self._skip, num_warps=tiling.warps, **self._constants,
@@ -167,7 +171,7 @@ class TritonPPO:
         score_kernel[(n_programs, n_towers)](
             *self._network, obs, action, log_prob, value,
             value if wanted is None else wanted, n_rows, *self._sizes, LOG_SQRT_2PI, 2 - n_towers,
-            B=tiling.rows, HAS_WANTED=wanted is not None, num_warps=tiling.warps,
+            B=tiling.rows, HAS_WANTED=wanted is not None, num_warps=tiling.warps, num_stages=2,
             **self._constants,
         )  # fmt: skip
 
@@ -177,8 +181,9 @@ class TritonPPO:
         return self._epoch(rollout, order, packed)
 
     def _epoch(self, rollout: Minibatch, order: Tensor, rates: Tensor) -> Tensor:
-        adam, config, tiling = self._adam, self.config, self._tiling
+        adam, config = self._adam, self.config
         n_minibatches, size = order.shape
+        tiling = _learning(size / self._n_cores, self._shared_memory)
         n_values = adam.values.numel()
         n_columns = n_values + _N_METRICS
         n_programs = self._n_programs(size, tiling)
