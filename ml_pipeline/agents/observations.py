@@ -99,13 +99,15 @@ class ObservationReader:
 
         Copies from pinned memory are asynchronous: do not change the arrays until they are used.
         """
-        # Only CUDA is safe here: it waits if the memory is not pinned, and MPS does not.
-        is_async = device.type == "cuda"
+        # torch rejects negative strides, which flipped images have.
         tensors = {
-            # torch rejects negative strides, which flipped images have.
-            name: torch.from_numpy(np.ascontiguousarray(leaf)).to(device, non_blocking=is_async)
-            for name, leaf in leaves.items()
+            name: torch.from_numpy(np.ascontiguousarray(leaf)) for name, leaf in leaves.items()
         }
+        if device.type != "cpu":  # saves the time of to()
+            # Only CUDA is safe here: it waits if the memory is not pinned, and MPS does not.
+            is_async = device.type == "cuda"
+            for name, tensor in tensors.items():
+                tensors[name] = tensor.to(device, non_blocking=is_async)
         return tensors[""] if self.is_single else tensors
 
 

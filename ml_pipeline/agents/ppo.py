@@ -101,7 +101,7 @@ def policy_change(log_prob: Tensor, batch: Minibatch, clip_range: float) -> tupl
 class TorchPPO:
     """PPO's arithmetic in plain torch: works for every network, and is the reference."""
 
-    acts_faster_on_cpu = False
+    acts_faster_on_cpu = takes_arrays = False
 
     def __init__(
         self, model: ActorCritic, adam: FlatAdam, config: PPOConfig, *, precision: str = "float32"
@@ -124,6 +124,7 @@ class TorchPPO:
             outputs, _, memory = self.model(one_step(inputs))
         return outputs[0].float(), memory
 
+    @torch.no_grad()
     def sample(self, inputs: PolicyInput, noise: Tensor, out: Tensor | None) -> PolicySample:
         """Actions; a backend may write them straight into ``out``."""
         outputs, memory = self.outputs(inputs)
@@ -221,6 +222,10 @@ class PPOAgent:
     def backend(self) -> PPOBackend:
         return self.plain if self.fast is None else self.fast
 
+    @property
+    def takes_arrays(self) -> bool:
+        return self.backend.takes_arrays
+
     def check_fast(self) -> str:
         """Use plain torch from now on if the fast backend computes something else; returns why."""
         if self.fast is None or (reason := why_not(self, self.fast)) is None:
@@ -232,7 +237,6 @@ class PPOAgent:
         """Noise for a rollout, [T, n_envs, ...], on the agent's device."""
         return self.distribution.draw_noise(n_steps, n_envs, generator).to(self.device)
 
-    @torch.no_grad()
     def sample_batch(
         self, inputs: PolicyInput, noise: Tensor, out: Tensor | None = None
     ) -> PolicySample:
@@ -292,21 +296,14 @@ class PPOAgent:
 
     def on_cpu(self) -> PPOAgent:
         """A new agent with the same settings on the CPU; its weights are not copied."""
-        return PPOAgent(
-            self.spaces["observation_space"],
-            self.spaces["action_space"],
-            self._build_network,
-            self.config,
-            device=torch.device("cpu"),
-            seed=self._seed,
-        )
+        given: dict[str, Any] = {**self.spaces, "build_network": self._build_network}
+        return PPOAgent(**given, config=self.config, device=torch.device("cpu"), seed=self._seed)
 
     def for_playing(self) -> PPOAgent:
         """This agent, or a CPU copy if launching GPU kernels takes longer than running them."""
         if not self.backend.acts_faster_on_cpu:
             return self
-        if self._player is None:
-            self._player = self.on_cpu()
+        self._player = self._player or self.on_cpu()
         self._player.model.load_state_dict(self.model.state_dict())
         return self._player
 

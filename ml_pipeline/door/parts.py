@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from ml_pipeline.callbacks.curriculum import Curriculum
 from ml_pipeline.config.train import EnvConfig, TrainConfig
-from ml_pipeline.device import keep_freed_memory
+from ml_pipeline.device import keep_freed_memory, map_blas_memory
 from ml_pipeline.distributed import World
 from ml_pipeline.door.compose import ConfigError, find_algorithm, stored_text
 from ml_pipeline.envs.factory import EnvFactory
@@ -290,6 +290,8 @@ def torch_threads(device: torch.device) -> Iterator[None]:
         keep_freed_memory()
     try:
         with threadpool_limits(limits=1, user_api="blas"):
+            if device.type == "cpu":
+                map_blas_memory()
             yield
     finally:
         torch.set_num_threads(before)

@@ -82,8 +82,9 @@ class Collector:
         episodes: list[Episode] = []
         self._begin(agent, buffer)
         n_envs, own = self._world.size * self.n_envs, self._world.envs(self.n_envs)
-        noise = agent.draw_noise(buffer.n_steps, n_envs, self._generator)[:, own]
-        noises = [noise[:, each.place].unbind() for each in self._columns]
+        noise: Any = agent.draw_noise(buffer.n_steps, n_envs, self._generator)[:, own]
+        noise = noise.numpy() if agent.takes_arrays else noise
+        noises = [list(noise[:, each.place]) for each in self._columns]
         for t in range(buffer.n_steps):
             for columns, rows in zip(self._columns, noises, strict=True):
                 if t > 0:
@@ -124,10 +125,10 @@ class Collector:
             columns.acting.begin(leaves, mask, columns.memory, start, noise)
             columns.memory = columns.acting.memory
             buffer.write_seen(t, columns.place, leaves, mask, start)  # while the GPU computes
-            action = columns.acting.actions()
+            action: Any = columns.acting.actions()
         else:
             sample = agent.sample_batch(columns.inputs(agent), noise)
-            action = sample.action.cpu().numpy()
+            action = sample.action if agent.takes_arrays else sample.action.cpu().numpy()
             columns.memory = sample.memory
             buffer.write_seen(t, columns.place, leaves, mask, start)
         buffer.action[t, columns.place] = action

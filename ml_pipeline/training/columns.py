@@ -83,6 +83,11 @@ class Columns:
         self.mask = agent.masks.in_step(self.leaves, infos)
 
     def inputs(self, agent: Observer) -> PolicyInput:
+        """The policy's input: arrays if the agent takes them, else tensors on its device."""
+        if agent.takes_arrays:
+            obs: Any = self.leaves[""] if agent.reader.is_single else self.leaves
+            mask: Any = self.mask
+            return PolicyInput(obs, mask, None, None)
         start = None
         if self.memory is not None:
             start = torch.from_numpy(self.episode_start).to(agent.device)

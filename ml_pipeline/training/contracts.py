@@ -39,6 +39,10 @@ class Observer(Protocol):
     memory_size: int  # 0: not recurrent
 
     @property
+    def takes_arrays(self) -> bool:
+        """Whether the methods for acting take NumPy arrays in the place of tensors."""
+
+    @property
     def distribution(self) -> Distribution: ...
 
     def new_memory(self, n_envs: int) -> Tensor | None: ...

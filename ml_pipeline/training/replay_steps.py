@@ -61,17 +61,11 @@ class ReplaySteps:
         """Choose the actions of step ``t`` of the iteration; the envs step until ``receive``."""
         columns, agent = self._columns, self._agent
         noise = self._noise[agent.distribution.noise_row(t)]
-        if agent.takes_arrays:
-            leaves: Any = columns.leaves
-            mask: Any = columns.mask
-            obs = leaves[""] if agent.reader.is_single else leaves
-            inputs = PolicyInput(obs, mask, None, None)
-            action: Any = agent.explore(inputs, noise, self._rates, is_random=is_random).action
-            self._action = action
-        elif self._acting is None or is_random:
+        if self._acting is None or is_random:
             inputs = columns.inputs(agent)
             sample = agent.explore(inputs, noise, self._rates, is_random=is_random)
-            self._action = sample.action.cpu().numpy()
+            action: Any = sample.action
+            self._action = action if agent.takes_arrays else action.cpu().numpy()
         else:
             start = columns.episode_start
             self._acting.begin(columns.leaves, columns.mask, None, start, noise)

@@ -7,6 +7,7 @@ is the only place that knows why episodes end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -61,7 +62,7 @@ class RolloutBuffer:
         self.value = self.advantage = self.value_target = np.zeros(grid, dtype=np.float32)
         self._finished: Minibatch | None = None  # [T, n_envs, ...] on the device
         self._flat: Minibatch | None = None  # views of it, as ``finished`` returns them
-        self._orders: Tensor | None = None
+        self._orders: Sequence[Tensor] | Tensor | None = None
 
     def begin(self, memory: Tensor | None) -> None:
         """Call before the first row of a new rollout."""
@@ -135,13 +136,14 @@ class RolloutBuffer:
     def shuffle(self, generator: torch.Generator, n_orders: int) -> None:
         """Draw one order per epoch, on the host, so that it does not depend on the device."""
         n_items = self.n_envs if self.memory is not None else self.n_steps * self.n_envs
-        orders = torch.stack([self.new_order(n_items, generator) for _ in range(n_orders)])
+        orders = [self.new_order(n_items, generator) for _ in range(n_orders)]
         if self._agent.device.type == "cpu":
             self._orders = orders
-        else:
-            if self._orders is None or len(self._orders) != n_orders:
-                self._orders = torch.empty_like(orders, device=self._agent.device)
-            send(orders, self._orders)
+            return
+        stacked = torch.stack(orders)
+        if not isinstance(self._orders, Tensor) or len(self._orders) != n_orders:
+            self._orders = torch.empty_like(stacked, device=self._agent.device)
+        send(stacked, self._orders)
 
     def order(self, epoch: int) -> Tensor:
         """The shuffled transitions, or envs of a recurrent policy, for one epoch."""

@@ -255,6 +255,26 @@ def test_the_split_of_a_batch_changes_no_draw(fast: bool) -> None:
     assert [action for half in halves for action in half.action.tolist()] == whole
 
 
+@pytest.mark.parametrize(("space", "is_masked"), [(FIVE, False), (FIVE, True), (BOX, False)])
+def test_arrays_get_the_same_actions_and_values_as_tensors(
+    space: spaces.Space[Any], is_masked: bool
+) -> None:
+    agent = agent_with(space)
+    obs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    noise = agent.draw_noise(1, 8, torch.Generator().manual_seed(2))[0]
+    mask = torch.arange(5).expand(8, 5) % 2 == 0 if is_masked else None
+    arrays: Any = seen(obs, mask).mapped(lambda field: field.numpy(), None)  # type: ignore[arg-type,return-value]
+
+    from_tensors = agent.sample_batch(seen(obs, mask), noise).action
+    from_arrays: Any = agent.sample_batch(arrays, noise.numpy()).action  # type: ignore[arg-type]
+
+    assert agent.takes_arrays
+    assert not agent_with(space, fast=False).takes_arrays
+    assert isinstance(from_arrays, np.ndarray)
+    assert from_arrays.tolist() == from_tensors.tolist()
+    assert agent.value_batch(arrays).equal(agent.value_batch(seen(obs, mask)))
+
+
 @both
 def test_a_loaded_agent_continues_like_the_saved_one(fast: bool) -> None:
     saved, loaded = (agent_with(FIVE, seed=seed, fast=fast) for seed in (1, 2))

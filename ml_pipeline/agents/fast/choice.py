@@ -20,6 +20,7 @@ class PPOBackend(Protocol):
     """``TorchPPO`` describes what each method computes."""
 
     acts_faster_on_cpu: bool  # in few envs
+    takes_arrays: bool  # ``sample`` and ``value`` take NumPy arrays in the place of tensors
     config: PPOConfig
 
     def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]: ...

@@ -33,6 +33,12 @@ class Layer:
         z += self.bias
         return z
 
+    def backward(self, grad: Array) -> Array:
+        """The gradient of the input, from ``grad``, that of the output."""
+        # BLAS takes four times as long as ``*`` for a product of two vectors.
+        upstream: Array = grad * self.weight if len(self.weight) == 1 else grad @ self.weight
+        return upstream
+
     def write_gradient(self, x: Array, grad: Array) -> None:
         """``grad`` is the gradient of the output for the input ``x``."""
         np.matmul(grad.T, x, out=self.weight_grad)
@@ -77,11 +83,14 @@ class Tower:
             layer, x = self.layers[depth], passed[depth]
             layer.write_gradient(x, grad)
             if depth:
-                grad = grad @ layer.weight
+                grad = layer.backward(grad)
                 grad *= self._slope(x)
 
     def _slope(self, activated: Array) -> Any:
-        return 1.0 - activated * activated if self._tanh else activated > 0
+        if not self._tanh:
+            return activated > 0
+        slope = activated * activated
+        return np.subtract(1.0, slope, out=slope)
 
 
 def _layer_names(trunk: MLP, trunk_name: str) -> list[str]:

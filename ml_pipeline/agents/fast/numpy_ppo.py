@@ -31,6 +31,7 @@ class NumpyPPO:
     """Acts, scores and computes gradients in NumPy; shares weights and gradients with the model."""
 
     acts_faster_on_cpu = False  # it already runs there
+    takes_arrays = True  # conversions take a tenth of the time of a rollout
 
     @staticmethod
     def covers(model: Any) -> bool:
@@ -60,21 +61,26 @@ class NumpyPPO:
         outputs = self._policy(_numpy(inputs.obs))
         return torch.from_numpy(_masked(outputs, inputs.action_mask)), None
 
-    def sample(self, inputs: PolicyInput, noise: Tensor, out: Tensor | None) -> PolicySample:
-        """Draws the same actions as ``Categorical`` and ``DiagonalGaussian``."""
+    def sample(self, inputs: PolicyInput, noise: Any, out: Tensor | None) -> PolicySample:
+        """Draws the same actions as ``Categorical`` and ``DiagonalGaussian``.
+
+        They are an array if ``noise`` is one.
+        """
+        action: Any = self._draw(inputs, _numpy(noise))
+        is_array = isinstance(noise, np.ndarray)
+        return PolicySample(action if is_array else torch.from_numpy(action), None)
+
+    def _draw(self, inputs: PolicyInput, noise: NDArray[Any]) -> NDArray[Any]:
         outputs = self._policy(_numpy(inputs.obs))
         if self.config.on_nonfinite == "skip":
             outputs = np.nan_to_num(outputs)
         if not self._discrete:
-            action = outputs + np.exp(self._log_std) * _numpy(noise)
-            return PolicySample(torch.from_numpy(action), None)
-        outputs = _masked(outputs, inputs.action_mask)
-        weights = np.exp(outputs - outputs.max(axis=1, keepdims=True))
-        cumulative = weights.cumsum(axis=1)
-        threshold = _numpy(noise) * cumulative[:, -1]
-        drawn = (cumulative <= threshold[:, None]).sum(axis=1)
-        action = np.minimum(drawn, cumulative.shape[1] - 1)
-        return PolicySample(torch.from_numpy(action), None)
+            return outputs + np.exp(self._log_std) * noise  # type: ignore[no-any-return]
+        logits = _columns(outputs, inputs.action_mask)
+        logits -= np.maximum.reduce(logits)
+        cumulative = np.add.accumulate(np.exp(logits, out=logits))
+        below = cumulative[:-1] <= noise * cumulative[-1]
+        return np.add.reduce(below, dtype=np.int64)  # type: ignore[no-any-return]
 
     def score(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
         x = self.prepared(_numpy(inputs.obs))
@@ -82,7 +88,7 @@ class NumpyPPO:
         value = self.critic.forward(x)[-1][:, 0]
         if self._discrete:
             log_probs = _log_softmax(outputs, inputs.action_mask)
-            log_prob = np.take_along_axis(log_probs, _numpy(action)[:, None], axis=1)[:, 0]
+            log_prob = np.take_along_axis(log_probs, _numpy(action)[None], axis=0)[0]
         else:
             log_prob = self._log_density((_numpy(action) - outputs) * np.exp(-self._log_std))
         return torch.from_numpy(log_prob), torch.from_numpy(value)
@@ -113,7 +119,7 @@ class NumpyPPO:
             results.append(self._step(batch, rates))
             if not results[-1][-1] and self.config.on_nonfinite == "stop":
                 break
-        return torch.tensor(results, dtype=torch.float64)
+        return torch.from_numpy(np.array(results))  # torch.tensor takes longer
 
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
         return UpdateResult._make(self._step(batch, rates))
@@ -150,8 +156,8 @@ class NumpyPPO:
         outputs, action, mask = passed[-1], _numpy(batch.action), batch.inputs.action_mask
         if self._discrete:
             log_probs = _log_softmax(outputs, mask)
-            places = np.arange(0, log_probs.size, log_probs.shape[1])  # of the actions taken
-            places += action
+            places = action * size  # of the actions taken
+            places += np.arange(size)
             log_prob = log_probs.ravel().take(places)
         else:
             inverse_std = np.exp(-self._log_std)
@@ -179,14 +185,15 @@ class NumpyPPO:
         if self._discrete:
             probs = np.exp(log_probs)
             weighted = probs * log_probs
-            entropies = -np.add.reduce(weighted, axis=1)
+            entropies = -np.add.reduce(weighted)
             entropy = float(np.add.reduce(entropies)) / size
-            grad = probs * -grad_log_prob[:, None]
+            grad = probs * -grad_log_prob
             grad.ravel()[places] += grad_log_prob
             if entropy_coef:
-                weighted += probs * entropies[:, None]
+                weighted += probs * entropies
                 weighted *= entropy_coef / size
                 grad += weighted
+            grad = grad.T.copy()  # the rounding of products depends on the layout
             if mask is not None:
                 grad *= _numpy(mask)
         else:
@@ -231,10 +238,17 @@ def _masked(outputs: Array, mask: Tensor | None) -> Array:
     return outputs if mask is None else np.where(_numpy(mask), outputs, np.float32(FORBIDDEN))
 
 
+def _columns(outputs: Array, mask: Tensor | None) -> Array:
+    """A copy, [n_actions, B]: NumPy is faster over the first axis if actions are few."""
+    columns: Array = _masked(outputs, mask).T.copy()
+    return columns
+
+
 def _log_softmax(outputs: Array, mask: Tensor | None) -> Array:
-    outputs = _masked(outputs, mask)
-    centred = outputs - outputs.max(axis=1, keepdims=True)
-    log_probs: Array = centred - np.log(np.exp(centred).sum(axis=1, keepdims=True))
+    """[n_actions, B] from [B, n_actions]."""
+    log_probs = _columns(outputs, mask)
+    log_probs -= np.maximum.reduce(log_probs)
+    log_probs -= np.log(np.add.reduce(np.exp(log_probs)))
     return log_probs
 
 

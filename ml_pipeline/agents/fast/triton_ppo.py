@@ -66,6 +66,7 @@ class TritonPPO:
     """Acts, scores and learns with fused kernels; shares weights and gradients with the model."""
 
     acts_faster_on_cpu = True  # a launch takes longer than the arithmetic for a few envs
+    takes_arrays = False
 
     @staticmethod
     def covers(model: Any) -> bool:
