@@ -25,7 +25,7 @@ from ml_pipeline.agents.fast.self_check import why_not
 from ml_pipeline.agents.masks import ActionMasks, Mask, find_mask_leaf
 from ml_pipeline.agents.observations import ObservationReader, map_obs
 from ml_pipeline.agents.policy import ActorCritic, GreedyPolicy, one_step
-from ml_pipeline.agents.senses import policy_input
+from ml_pipeline.agents.senses import array_input, policy_input
 from ml_pipeline.agents.space_data import check_spaces, space_to_data
 from ml_pipeline.config.ppo import PPOConfig
 from ml_pipeline.protocols import (
@@ -141,13 +141,10 @@ class TorchPPO:
 
     def value(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor:
         """Values, [B]; any finite number where the mask ``wanted`` is False."""
+        is_recurrent = inputs.memory is not None
         with self._rounding():
-            if inputs.memory is not None:
-                _, values, _ = self.model(one_step(inputs))
-                value: Tensor = values[0]
-            else:
-                _, value, _ = self.model(inputs)
-        return value.float()
+            value: Tensor = self.model(one_step(inputs) if is_recurrent else inputs)[1]
+        return (value[0] if is_recurrent else value).float()
 
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
         """One gradient step on one minibatch."""
@@ -272,9 +269,12 @@ class PPOAgent:
         if self.memory_size and memory is None:
             raise ValueError("this policy is recurrent; pass memory=agent.new_memory(n_envs)")
         leaves = self.reader.read(obs)
+        mask = self.masks.in_call(leaves, action_mask)
+        if deterministic and self.takes_arrays:
+            outputs, _ = self.backend.outputs(array_input(self.reader, leaves, mask))
+            return self.distribution.chosen(outputs, None)
         n_envs = len(next(iter(leaves.values())))
         start = torch.zeros(n_envs, dtype=torch.bool, device=self.device)
-        mask = self.masks.in_call(leaves, action_mask)
         inputs = self.inputs(leaves, mask, memory, start if self.memory_size else None)
         outputs, next_memory = self.backend.outputs(inputs)
         if memory is not None and next_memory is not None:

@@ -54,3 +54,10 @@ def policy_input(
     obs = reader.to_tensors(leaves, device)
     mask = None if action_mask is None else torch.from_numpy(action_mask).to(device)
     return PolicyInput(obs, mask, memory, episode_start)
+
+
+def array_input(
+    reader: ObservationReader, leaves: dict[str, Any], action_mask: Any = None
+) -> PolicyInput:
+    """The same as arrays, for an agent that takes them; such an agent is not recurrent."""
+    return PolicyInput(leaves[""] if reader.is_single else leaves, action_mask, None, None)

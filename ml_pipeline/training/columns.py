@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.agents.masks import Mask
+from ml_pipeline.agents.senses import array_input
 from ml_pipeline.envs.episode_stats import EpisodeStats
 from ml_pipeline.envs.vec_env import Resizable
 from ml_pipeline.protocols import Episode, PolicyInput, StateDict
@@ -85,9 +86,7 @@ class Columns:
     def inputs(self, agent: Observer) -> PolicyInput:
         """The policy's input: arrays if the agent takes them, else tensors on its device."""
         if agent.takes_arrays:
-            obs: Any = self.leaves[""] if agent.reader.is_single else self.leaves
-            mask: Any = self.mask
-            return PolicyInput(obs, mask, None, None)
+            return array_input(agent.reader, self.leaves, self.mask)
         start = None
         if self.memory is not None:
             start = torch.from_numpy(self.episode_start).to(agent.device)

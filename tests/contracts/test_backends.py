@@ -273,6 +273,9 @@ def test_arrays_get_the_same_actions_and_values_as_tensors(
     assert isinstance(from_arrays, np.ndarray)
     assert from_arrays.tolist() == from_tensors.tolist()
     assert agent.value_batch(arrays).equal(agent.value_batch(seen(obs, mask)))
+    from_arrays, _ = agent.backend.outputs(arrays)
+    assert isinstance(from_arrays, np.ndarray)
+    assert from_arrays.tolist() == agent.backend.outputs(seen(obs, mask))[0].tolist()
 
 
 @both

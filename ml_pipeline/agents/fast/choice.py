@@ -20,7 +20,7 @@ class PPOBackend(Protocol):
     """``TorchPPO`` describes what each method computes."""
 
     acts_faster_on_cpu: bool  # in few envs
-    takes_arrays: bool  # ``sample`` and ``value`` take NumPy arrays in the place of tensors
+    takes_arrays: bool  # methods for acting take NumPy arrays in the place of tensors
     config: PPOConfig
 
     def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]: ...
