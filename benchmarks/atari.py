@@ -30,14 +30,17 @@ def entry(run: Path, machine: str) -> dict[str, Any]:
     command = summary["commands"][0]  # the later ones resume it
     experiment = re.search(r"\bexperiment=(\w+)", command)
     rows = read_metrics(run / "metrics.csv")
+    curve = points(rows, "rollout/episode_return_mean_100")
+    if not curve:
+        raise SystemExit(f"{run} has no finished game yet")
     return {
         "experiment": experiment[1] if experiment else summary["env"],
         "seed": summary["seed"],
         "command": command,
         "stopped_at": int(rows[-1]["env_steps"]),
-        CURVE: spread(points(rows, "rollout/episode_return_mean_100")),
+        CURVE: spread(curve),
         GREEDY: points(rows, "eval/episode_return"),
-        "git_commit": summary["git_commit"],
+        "git_commit": summary["git_commit"],  # if the run was resumed: of the last part
         "date": summary["started"][:10],
         "machine": machine,
     }

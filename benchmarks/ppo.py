@@ -270,14 +270,19 @@ def update_and_act(name: str, size: int, *, fast: bool) -> tuple[float, float]:
     agent = PPOAgent(space, action_space, MLP, config, device=cpu, seed=1)
     generator = torch.Generator().manual_seed(1)
     obs, advantage = (torch.randn(size, n, generator=generator) for n in (n_obs, 1))
-    inputs, few = (PolicyInput(each, None, None, None) for each in (obs, obs[:8]))
+    inputs = PolicyInput(obs, None, None, None)
     noise = agent.draw_noise(1, size, generator)[0]
     action = agent.sample_batch(inputs, noise).action
     scores = agent.score_batch(inputs, action)
     batch = Minibatch(inputs, action, *scores, advantage[:, 0], advantage[:, 0])
     rates = Rates(learning_rate=1e-6, clip_range=0.2, entropy_coef=0.01)
     update = micros(lambda: agent.update(batch, rates))
-    return update, micros(lambda: agent.sample_batch(few, noise[:8]))
+    few: Any = obs[:8]
+    few_noise: Any = noise[:8]
+    if agent.takes_arrays:  # as in a rollout
+        few, few_noise = few.numpy(), few_noise.numpy()
+    few_inputs = PolicyInput(few, None, None, None)
+    return update, micros(lambda: agent.sample_batch(few_inputs, few_noise))
 
 
 def main() -> None:

@@ -42,10 +42,9 @@ def keep_freed_memory() -> None:
 
 
 def map_blas_memory() -> None:
-    """Let NumPy and torch use their memory for matrix products once.
+    """Compute one large matrix product in NumPy and in torch, which maps OpenBLAS's work memory.
 
-    OpenBLAS reads ahead in it. Until a larger product has been there, small ones take up to 1.6
-    times as long on an Arm CPU.
+    Until then, small products take up to 1.6 times as long on an Arm CPU.
     """
     square = torch.ones(300, 300)
     torch.mm(square, square)

@@ -45,6 +45,7 @@ class PolicyInput(NamedTuple):
     """The input of a policy for one step of B envs, or T steps if it is recurrent.
 
     A recurrent policy takes ``obs``, ``action_mask`` and ``episode_start`` with a leading T.
+    An agent that ``takes_arrays`` acts on arrays in the place of tensors.
     """
 
     obs: Obs  # [B, *obs], or one such tensor per leaf of a Dict or Tuple observation
@@ -68,7 +69,7 @@ class PolicyInput(NamedTuple):
 class PolicySample(NamedTuple):
     """The actions of a policy in one step of all envs."""
 
-    action: Tensor  # [n_envs, *act], as sampled: not clipped to the action space
+    action: Tensor  # [n_envs, *act], as sampled: not clipped; an array if the noise is one
     memory: Tensor | None  # [n_envs, memory_size] after the step
 
 

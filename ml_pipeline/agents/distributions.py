@@ -92,12 +92,9 @@ class Distribution(nn.Module, ABC):
         return self.to_env_tensor(action)
 
     def chosen(self, outputs: Tensor, noise: Tensor | None) -> NDArray[Any]:
-        """Actions for the envs: drawn with ``noise``, or the most likely ones without it.
-
-        Without noise, ``outputs`` may be an array.
-        """
-        action: Any = self.mode(outputs) if noise is None else self.sample(outputs, noise)
-        return self.to_env(action if isinstance(action, np.ndarray) else action.cpu().numpy())
+        """Actions for the envs: drawn with ``noise``, or the most likely ones without it."""
+        action = self.mode(outputs) if noise is None else self.sample(outputs, noise)
+        return self.to_env(action.cpu().numpy())
 
     def by_choice(self, outputs: Tensor) -> Tensor:
         """Outputs of discrete actions as [..., n_choices, size]; shorter choices are padded."""
@@ -127,7 +124,7 @@ class Categorical(Distribution):
         return _drawn(torch.softmax(outputs, dim=-1), noise)
 
     def mode(self, outputs: Tensor) -> Tensor:
-        return outputs.argmax(-1)
+        return outputs.argmax(dim=-1)
 
     def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         log_probs = torch.log_softmax(outputs, dim=-1)

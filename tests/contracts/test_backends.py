@@ -273,9 +273,22 @@ def test_arrays_get_the_same_actions_and_values_as_tensors(
     assert isinstance(from_arrays, np.ndarray)
     assert from_arrays.tolist() == from_tensors.tolist()
     assert agent.value_batch(arrays).equal(agent.value_batch(seen(obs, mask)))
-    from_arrays, _ = agent.backend.outputs(arrays)
-    assert isinstance(from_arrays, np.ndarray)
-    assert from_arrays.tolist() == agent.backend.outputs(seen(obs, mask))[0].tolist()
+    assert agent.backend.outputs(arrays)[0].equal(agent.backend.outputs(seen(obs, mask))[0])
+
+
+@both
+def test_an_edited_distribution_decides_the_greedy_action(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = agent_with(FIVE, fast=fast)
+    monkeypatch.setattr(agent.distribution, "mode", lambda outputs: outputs.argmin(dim=-1))
+    obs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+
+    actions = agent.act_batch(obs.numpy(), deterministic=True)
+
+    with torch.no_grad():
+        outputs, _ = agent.backend.outputs(seen(obs))
+    assert actions.tolist() == outputs.argmin(dim=1).tolist()
 
 
 @both

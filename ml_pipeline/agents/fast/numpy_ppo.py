@@ -57,11 +57,9 @@ class NumpyPPO:
     def refresh(self) -> None:
         """Nothing is cached: all arrays are views of torch's memory."""
 
-    def outputs(self, inputs: PolicyInput) -> tuple[Any, None]:
-        """An array if the observation is one."""
-        outputs = _masked(self._policy(_numpy(inputs.obs)), inputs.action_mask)
-        is_array = isinstance(inputs.obs, np.ndarray)
-        return outputs if is_array else torch.from_numpy(outputs), None
+    def outputs(self, inputs: PolicyInput) -> tuple[Tensor, None]:
+        outputs = self._policy(_numpy(inputs.obs))
+        return torch.from_numpy(_masked(outputs, inputs.action_mask)), None
 
     def sample(self, inputs: PolicyInput, noise: Any, out: Tensor | None) -> PolicySample:
         """Draws the same actions as ``Categorical`` and ``DiagonalGaussian``.
