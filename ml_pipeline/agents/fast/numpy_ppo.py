@@ -31,7 +31,7 @@ class NumpyPPO:
     """Acts, scores and computes gradients in NumPy; shares weights and gradients with the model."""
 
     acts_faster_on_cpu = False  # it already runs there
-    takes_arrays = True  # conversions take a tenth of the time of a rollout
+    takes_arrays = True  # conversions to tensors and back took a third of a CartPole rollout
 
     @staticmethod
     def covers(model: Any) -> bool:
