@@ -77,6 +77,8 @@ def main() -> None:
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text())
     for run in args.runs:
+        if not (run / "summary.json").is_file():
+            parser.error(f"{run} is not a run folder")
         new = entry(run, args.machine)
         name = new["experiment"], new["seed"]
         results = [each for each in results if (each["experiment"], each["seed"]) != name]
