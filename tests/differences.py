@@ -90,7 +90,10 @@ class Pair:
             return torch.randn(shape, generator=generator).to(device)
 
         def chosen(*steps: float) -> Tensor:
-            """Far from a clip range of 0.2, so that rounding does not change what is clipped."""
+            """Far from a clip range of 0.2, also after a gradient step.
+
+            So rounding does not change what is clipped.
+            """
             numbers = torch.randint(len(steps), (n_rows,), generator=generator)
             return torch.tensor(steps)[numbers].to(device)
 
@@ -116,8 +119,8 @@ class Pair:
         self.rollout = Minibatch(
             self.inputs,
             self.action,
-            log_prob + chosen(-0.3, -0.1, 0.1, 0.3),
-            value + chosen(-0.5, -0.1, 0.1, 0.5),
+            log_prob + chosen(-0.5, -0.01, 0.01, 0.5),
+            value + chosen(-0.6, -0.01, 0.01, 0.6),
             3.0 * drawn(n_rows) + 1.0,
             drawn(n_rows),
         )
