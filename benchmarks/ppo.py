@@ -5,8 +5,9 @@
     python benchmarks/ppo.py --envs LunarLander-v3 --peers ours-parallel ours-double
     python benchmarks/ppo.py --parts          # times an update, in NumPy and with autograd
 
-Each training is a separate process with one torch thread. The libraries take turns, seed by seed,
-so a slow phase of the machine affects all of them. ``steps/s`` is the speed of the training loop.
+Each training is a separate process with one torch thread; Breakout learns from images and has one
+thread per core. The libraries take turns, seed by seed, so a slow phase of the machine affects all
+of them. ``steps/s`` is the speed of the training loop.
 It includes records and checkpoints, but not imports and setup. ``cpu`` is env steps per second of
 CPU time of the process and its workers. The return is the mean of the last 20 training episodes; it
 shows that all of them learn equally well. Compare figures within one run only.
@@ -45,7 +46,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "anneal_lr": True, "gamma": 0.99, "lam": 0.95, "clip": 0.2, "anneal_clip": False,
         "entropy": 0.0, "normalize": True,
     },
+    "BreakoutNoFrameskip-v4": {
+        "steps": 5_120, "n_envs": 8, "n_steps": 128, "minibatches": 4, "epochs": 4, "lr": 2.5e-4,
+        "anneal_lr": True, "gamma": 0.99, "lam": 0.95, "clip": 0.1, "anneal_clip": True,
+        "entropy": 0.01, "normalize": False,
+    },
 }  # fmt: skip
+IMAGES = ["BreakoutNoFrameskip-v4"]
 
 
 PEERS = [
@@ -61,9 +68,12 @@ def train_ours(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> di
     def schedule(name: str) -> str:
         return "linear" if setting[name] else "constant"
 
+    env = [f"env.id={env_id}"]
+    if env_id in IMAGES:
+        env = ["env=breakout", "network=cnn", "agent.shared_trunk=true"]
     result = train(
         [
-            f"env.id={env_id}",
+            *env,
             f"seed={seed}",
             f"n_envs={setting['n_envs']}",
             f"total_steps={setting['steps']}",
@@ -103,12 +113,23 @@ def train_ours(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> di
 def train_sb3(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> dict[str, Any]:
     import torch
     from stable_baselines3 import PPO
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.vec_env import (
+        DummyVecEnv,
+        SubprocVecEnv,
+        VecFrameStack,
+        VecNormalize,
+    )
 
-    torch.set_num_threads(1)
     kind = SubprocVecEnv if mode == "subproc" else DummyVecEnv
-    env = make_vec_env(env_id, n_envs=setting["n_envs"], seed=seed, vec_env_cls=kind)
+    if env_id in IMAGES:
+        import ale_py  # noqa: F401  registers the envs
+
+        atari = make_atari_env(env_id, n_envs=setting["n_envs"], seed=seed, vec_env_cls=kind)
+        env: Any = VecFrameStack(atari, 4)
+    else:
+        torch.set_num_threads(1)
+        env = make_vec_env(env_id, n_envs=setting["n_envs"], seed=seed, vec_env_cls=kind)
     if setting["normalize"]:
         env = VecNormalize(env, gamma=setting["gamma"])
 
@@ -116,7 +137,7 @@ def train_sb3(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> dic
         return (lambda left: left * value) if anneal else value
 
     model = PPO(
-        "MlpPolicy",
+        "CnnPolicy" if env_id in IMAGES else "MlpPolicy",
         env,
         device="cpu",
         seed=seed,
@@ -159,7 +180,9 @@ def run_once(peer: str, env_id: str, setting: dict[str, Any], seed: int, cleanrl
     else:
         task = json.dumps([name, env_id, setting, seed, mode])
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", task]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = dict(os.environ)
+    if env_id not in IMAGES:
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     repository = str(Path(__file__).resolve().parents[1])
     environment["PYTHONPATH"] = os.pathsep.join([repository, environment.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
@@ -186,7 +209,8 @@ def compare(args: argparse.Namespace) -> None:
         setting = dict(SETTINGS[env_id])
         setting["steps"] = args.steps or setting["steps"]
         peers = ["sb3-dummy", *(["sb3-subproc"] if setting["n_envs"] > 1 else [])]
-        peers += ["cleanrl"] if args.cleanrl and not setting["normalize"] else []
+        is_plain = env_id not in IMAGES and not setting["normalize"]
+        peers += ["cleanrl"] if args.cleanrl and is_plain else []
         peers += ["ours-serial", *(["ours-auto"] if setting["n_envs"] > 1 else [])]
         peers = args.peers or peers
         results: dict[str, list[dict[str, float]]] = {peer: [] for peer in peers}

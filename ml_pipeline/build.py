@@ -101,7 +101,7 @@ def run(
         stack.enter_context(plan.place.world)
         for callback in plan.callbacks.values():
             stack.callback(callback.close)
-        stack.enter_context(torch_threads(device))
+        stack.enter_context(torch_threads(device, plan.config.cpu_threads))
         stack.enter_context(precision_of_products(plan.config.precision, device))
         signals = stack.enter_context(StopSignals(on_wait=say_stopping))
         saved = read_saved_episodes(plan)
@@ -120,7 +120,7 @@ def run(
                 loop = build_loop(plan, envs, record.loggers, signals)
                 resumed = resume(plan, loop, saved)
                 write_text(plan.run.config, stored_text(plan.config))
-                record.begin(f"{plan.config.env.name}: {how}, {plan.place}")
+                record.begin(f"{plan.config.env.name}: {how}, {plan.where}")
                 if resumed:
                     say(resumed)
                 _train(loop, plan, record, signals)

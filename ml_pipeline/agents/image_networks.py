@@ -70,8 +70,8 @@ class CNN(nn.Module):
             obs = obs.unsqueeze(1)
         elif self._channel_dim == 2:
             obs = obs.permute(0, 3, 1, 2)
-        if obs.is_cuda and torch.backends.cudnn.allow_tf32:
-            # Tensor cores want the channels last; float32 kernels are slower that way.
+        if obs.device.type == "cpu" or (obs.is_cuda and torch.backends.cudnn.allow_tf32):
+            # CPUs and tensor cores want the channels last; float32 on a GPU is slower that way.
             obs = obs.contiguous(memory_format=torch.channels_last)
         features: Tensor = self.layers(obs)
         return features

@@ -10,7 +10,7 @@ from rich.table import Table
 
 # The seed, over which a group averages, and keys that have no effect on learning.
 _NOT_COMPARED = (
-    *("seed", "device", "resume", "trust"),
+    *("seed", "device", "cpu_threads", "resume", "trust"),
     *("objective", "best_metric", "vec_env.", "logger."),
     *("name", "notes", "tags", "run_root"),
 )

@@ -104,6 +104,7 @@ class TrainConfig:
     total_steps: float = 100_000  # env steps over all envs: a budget, see wanted_steps
     num_episodes: Optional[int] = None  # calls of train_episode_vectorized, instead of total_steps
     device: str = "auto"
+    cpu_threads: Any = "auto"  # of torch: make_plan chooses a number, on which results depend
     compile: str = "auto"  # or off, or graph: compile and capture the work on a GPU
     precision: str = "float32"  # of matrix products on a GPU; tf32 and bf16 are faster
     rank_timeout_seconds: float = 300.0  # how long the ranks of torchrun wait for each other
@@ -128,7 +129,8 @@ class TrainConfig:
     curriculum: Any = None  # a CurriculumConfig: phases of training
 
     def __post_init__(self) -> None:
-        self.n_envs = self._checked_n_envs()
+        _check_count("n_envs", self.n_envs)
+        _check_count("cpu_threads", self.cpu_threads)
         check(0 <= self.seed < 2**31, "seed", "between 0 and 2147483647", self.seed)
         self.total_steps = integer_steps("total_steps", self.total_steps)
         if self.num_episodes is not None:
@@ -168,14 +170,6 @@ class TrainConfig:
         fits = bool(self.run_root.strip()) and not self.run_root.startswith("~")
         check(fits, "run_root", "the path of a folder, without ~", self.run_root)
 
-    def _checked_n_envs(self) -> Any:
-        if self.n_envs == "auto":
-            return self.n_envs
-        is_integer = isinstance(self.n_envs, int) and not isinstance(self.n_envs, bool)
-        fits = is_integer and 1 <= self.n_envs < 2**31
-        check(fits, "n_envs", "auto, or at least 1", self.n_envs)
-        return self.n_envs
-
     @property
     def evaluated_env(self) -> EnvConfig:
         """The env of evaluations: ``env`` with the changes of ``eval_env``."""
@@ -203,3 +197,8 @@ class TrainConfig:
         if self.num_episodes is not None:
             return self.num_episodes * iteration
         return max(int(self.total_steps) // iteration, 1) * iteration
+
+
+def _check_count(key: str, count: Any) -> None:
+    fits = type(count) is int and 1 <= count < 2**31
+    check(fits or count == "auto", key, "auto, or at least 1", count)

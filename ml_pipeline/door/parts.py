@@ -279,18 +279,18 @@ def kept_cwd() -> Iterator[None]:
 
 
 @contextmanager
-def torch_threads(device: torch.device) -> Iterator[None]:
-    """One thread on the CPU during a run: a second one makes small networks slower.
+def torch_threads(device: torch.device, n_threads: int = 1) -> Iterator[None]:
+    """``n_threads`` of torch on the CPU during a run: a second one makes small networks slower.
 
-    NumPy's linear algebra gets one too, so that results do not depend on the number of cores.
+    NumPy's linear algebra always gets one, so that results do not depend on the number of cores.
     """
     before = torch.get_num_threads()
     if device.type == "cpu":
-        torch.set_num_threads(1)
         keep_freed_memory()
     try:
         with threadpool_limits(limits=1, user_api="blas"):
             if device.type == "cpu":
+                torch.set_num_threads(n_threads)  # after the limit, which may apply to torch too
                 map_blas_memory()
             yield
     finally:

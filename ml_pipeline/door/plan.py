@@ -79,6 +79,13 @@ class RunPlan(NamedTuple):
     remark: str  # on choices made while planning, or empty
 
     @property
+    def where(self) -> str:
+        """The device, for the user."""
+        n_threads = self.config.cpu_threads
+        is_many = self.place.device.type == "cpu" and n_threads > 1
+        return f"{self.place} with {n_threads} threads" if is_many else str(self.place)
+
+    @property
     def first_step(self) -> int:
         """Env steps that the run has already completed."""
         return int(self.state["env_steps"]) if self.state is not None else 0
@@ -155,6 +162,7 @@ def make_plan(
         config = started_from(config, agent)
     if tensor_env is not None:
         _check_tensor_env(config, trial, agent)
+    config = _with_cpu_threads(config, agent, place)
     config, remark = _with_n_envs(config, trial, agent, place, is_tensor=tensor_env is not None)
     reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
     if reason is not None:
@@ -304,6 +312,20 @@ def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> Non
             )
 
 
+def _with_cpu_threads(config: TrainConfig, agent: Agent, place: Place) -> TrainConfig:
+    """The config with cpu_threads=auto replaced by a number.
+
+    The run folder stores it: a resumed run must add in the same order.
+    """
+    if config.cpu_threads != "auto" or place.device.type != "cpu":
+        return config
+    convolutions = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
+    has_some = any(isinstance(module, convolutions) for module in agent.greedy().modules())
+    # torch's own number leaves out hyper-threads, and follows OMP_NUM_THREADS.
+    n_threads = min(available_cores(), torch.get_num_threads()) if has_some else 1
+    return dataclasses.replace(config, cpu_threads=place.world.agreed(n_threads))
+
+
 def _with_n_envs(
     config: TrainConfig, trial: EnvTrial, agent: Agent, place: Place, *, is_tensor: bool
 ) -> tuple[TrainConfig, str]:
@@ -317,7 +339,7 @@ def _with_n_envs(
         reason = f"n_envs=auto: {n_envs} envs"
     else:
         n_slices = config.vec_env.n_workers or available_cores()
-        with torch_threads(place.device):
+        with torch_threads(place.device, config.cpu_threads):
             n_envs, reason = choose_n_envs(
                 trial,
                 partial(act_greedily, agent),

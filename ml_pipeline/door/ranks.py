@@ -76,7 +76,7 @@ def follow(cfg: DictConfig, overrides: Sequence[str]) -> tuple[Path, int, float,
         plan = make_plan(config)
         device = plan.place.device
         stack.enter_context(plan.place.world)
-        stack.enter_context(torch_threads(device))
+        stack.enter_context(torch_threads(device, plan.config.cpu_threads))
         stack.enter_context(precision_of_products(config.precision, device))
         signals = stack.enter_context(StopSignals())
         saved = read_saved_episodes(plan)

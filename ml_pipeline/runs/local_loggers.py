@@ -18,7 +18,8 @@ from ml_pipeline.runs.run_folder import RunFolder
 # How a run is computed and recorded; the rest is a hyperparameter.
 _NOT_HYPERPARAMETERS = (
     *("callbacks", "logger", "vec_env", "resume", "trust", "objective", "best_metric"),
-    *("device", "compile", "env_name", "agent_name", "name", "notes", "tags", "run_root"),
+    *("device", "cpu_threads", "compile", "env_name", "agent_name"),
+    *("name", "notes", "tags", "run_root"),
 )
 
 

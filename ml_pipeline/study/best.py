@@ -35,7 +35,7 @@ from ml_pipeline.study.trials import evaluate_run
 DEPLOYED = "deployed.json"
 
 # They belong to the machine or to the run, not to the result.
-_NOT_WRITTEN = ("device", "logger", "vec_env", "name", "notes", "tags", "run_root")
+_NOT_WRITTEN = ("device", "cpu_threads", "logger", "vec_env", "name", "notes", "tags", "run_root")
 
 
 def write_best(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -28,6 +29,7 @@ from ml_pipeline.build import train
 from ml_pipeline.door.compose import checked_config, compose_config
 from ml_pipeline.door.parts import build_agent, cpu_place
 from ml_pipeline.errors import UserError
+from ml_pipeline.protocols import Callback
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 
@@ -127,6 +129,35 @@ def test_first_weights_do_not_depend_on_the_number_of_threads() -> None:
 
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[0], weights[2])
+
+
+class CountThreads(Callback):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_iteration_end(self, loop: Any, metrics: Any) -> None:
+        self.seen.append(torch.get_num_threads())
+
+
+def test_convolutions_use_all_cores_also_when_resumed_on_fewer(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = ["env.id=null", "env.target=tiny_envs.FramesEnv", "+env.kwargs.shape=[8,8]"]
+    cnn = ["network=cnn", "network.channels=[4]", "network.kernels=[3]", "network.strides=[2]"]
+    count, before = CountThreads(), torch.get_num_threads()
+    monkeypatch.setattr("ml_pipeline.door.plan.available_cores", lambda: 3)
+    torch.set_num_threads(3)
+    try:
+        run = train([*small(), *frames, *cnn], callbacks={"count": count}).run_dir
+        train([*small(), *frames], callbacks={"count": count})
+        torch.set_num_threads(1)
+        train([f"resume={run}", "total_steps=96"], callbacks={"count": count})
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+    assert count.seen == [3, 3, 1, 1, 3]
+    assert capsys.readouterr().out.count("cpu with 3 threads") == 2
 
 
 def own_network(name: str) -> list[str]:

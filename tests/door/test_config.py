@@ -71,6 +71,7 @@ def test_run_has_whole_rollouts_up_to_total_steps_or_num_episodes_of_them(
         ("compile=true", r"compile=.*: must be auto \| off \| graph"),
         ("precision=half", r"precision=.*: must be float32 \| tf32 \| bf16"),
         ("n_envs=many", "n_envs=.*: must be auto, or at least 1"),
+        ("cpu_threads=0", "cpu_threads=0: must be auto, or at least 1"),
         ("n_envs=1.5", "n_envs=.*: must be auto, or at least 1"),
         ("vec_env.infos=some", r"vec_env.infos=.*: must be all \| final"),
         ("vec_env.on_worker_death=weep", r"vec_env.on_worker_death=weep: must be raise \| restart"),
