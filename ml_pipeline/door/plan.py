@@ -321,8 +321,11 @@ def _with_cpu_threads(config: TrainConfig, agent: Agent, place: Place) -> TrainC
         return config
     convolutions = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
     has_some = any(isinstance(module, convolutions) for module in agent.greedy().modules())
-    # torch's own number leaves out hyper-threads, and follows OMP_NUM_THREADS.
-    n_threads = min(available_cores(), torch.get_num_threads()) if has_some else 1
+    n_threads = 1
+    # After a fork from a process with several threads of torch, an env that uses torch hangs.
+    if has_some and config.vec_env.start_method != "fork":
+        # torch's own number leaves out hyper-threads, and follows OMP_NUM_THREADS.
+        n_threads = min(available_cores(), torch.get_num_threads())
     return dataclasses.replace(config, cpu_threads=place.world.agreed(n_threads))
 
 

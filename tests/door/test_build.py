@@ -144,19 +144,21 @@ def test_convolutions_use_all_cores_also_when_resumed_on_fewer(
 ) -> None:
     frames = ["env.id=null", "env.target=tiny_envs.FramesEnv", "+env.kwargs.shape=[8,8]"]
     cnn = ["network=cnn", "network.channels=[4]", "network.kernels=[3]", "network.strides=[2]"]
+    fork = ["vec_env=parallel", "vec_env.start_method=fork"]  # not safe with threads
     count, before = CountThreads(), torch.get_num_threads()
     monkeypatch.setattr("ml_pipeline.door.plan.available_cores", lambda: 3)
     torch.set_num_threads(3)
     try:
         run = train([*small(), *frames, *cnn], callbacks={"count": count}).run_dir
         train([*small(), *frames], callbacks={"count": count})
+        train([*small(), *frames, *cnn, *fork], callbacks={"count": count})
         torch.set_num_threads(1)
         train([f"resume={run}", "total_steps=96"], callbacks={"count": count})
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
 
-    assert count.seen == [3, 3, 1, 1, 3]
+    assert count.seen == [3, 3, 1, 1, 1, 1, 3]
     assert capsys.readouterr().out.count("cpu with 3 threads") == 2
 
 
