@@ -123,9 +123,8 @@ def train_sb3(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> dic
 
     kind = SubprocVecEnv if mode == "subproc" else DummyVecEnv
     if env_id in IMAGES:
-        import ale_py  # noqa: F401  registers the envs
-
-        atari = make_atari_env(env_id, n_envs=setting["n_envs"], seed=seed, vec_env_cls=kind)
+        name = f"ale_py:{env_id}"  # the module registers it
+        atari = make_atari_env(name, n_envs=setting["n_envs"], seed=seed, vec_env_cls=kind)
         env: Any = VecFrameStack(atari, 4)
     else:
         torch.set_num_threads(1)
