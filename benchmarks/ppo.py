@@ -7,10 +7,10 @@
 
 Each training is a separate process with one torch thread; Breakout learns from images and has one
 thread per core. The libraries take turns, seed by seed, so a slow phase of the machine affects all
-of them. ``steps/s`` is the speed of the training loop.
-It includes records and checkpoints, but not imports and setup. ``cpu`` is env steps per second of
-CPU time of the process and its workers. The return is the mean of the last 20 training episodes; it
-shows that all of them learn equally well. Compare figures within one run only.
+of them. ``steps/s`` is the speed of the training loop. It includes records and checkpoints, but not
+imports and setup. ``cpu`` is env steps per second of CPU time of the process and its workers. The
+return is the mean of the last 20 training episodes; it shows that all of them learn equally well,
+except in Breakout, whose training is too short to learn. Compare figures within one run only.
 """
 
 from __future__ import annotations
