@@ -150,6 +150,8 @@ def make_plan(
         )
     if state is None:  # an old run may have the setting
         _check_box_policy(config, trial)
+    if tensor_env is not None:  # its steps will be compiled, and no worker is forked
+        place.programs.import_compiler()
     with memory_explained(place.device, lambda: NETWORK_ADVICE):
         agent = build_agent(config, trial, place)
         _try_agent(agent, trial)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from small_agents import CPU, agent_in
+from tiny_torch_envs import Drift
 from torch import Tensor
 
 from ml_pipeline.training.gpu.programs import Programs
-
-CPU = torch.device("cpu")
+from ml_pipeline.training.tensor.collector import TensorCollector
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="there is no compiler"
@@ -119,6 +122,49 @@ def test_many_programs_of_one_function_are_all_compiled() -> None:
         assert run(torch.zeros(size)).tolist() == [size] * size
 
     assert lines == []
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_the_step_of_a_rollout_is_compiled_once() -> None:
+    lines: list[str] = []
+    programs = Programs(CPU, "compiled", tell=lines.append)
+    collector = TensorCollector(Drift(2), env_seed=10, noise_seed=0, programs=programs)
+    agent = agent_in(collector.env)
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        collector.collect(agent, collector.new_buffer(3, agent))
+
+    assert lines == []
+
+
+COMPILES_LATER = """
+import sys, torch
+from ml_pipeline.training.gpu.programs import Programs
+programs = Programs(torch.device("cpu"), "compiled")
+assert "torch._inductor.compile_fx" not in sys.modules
+programs.import_compiler()
+"""
+
+
+def run_alone(script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_an_import_of_the_compiler_ends_before_something_is_compiled() -> None:
+    is_there = "print('torch._inductor.compile_fx' in sys.modules)"
+    result = run_alone(f"{COMPILES_LATER}programs.compiled(torch.sin, 'the sine')\n{is_there}")
+
+    assert (result.stdout, result.stderr) == ("True\n", "")
+
+
+@pytest.mark.slow
+def test_a_program_may_end_while_the_compiler_is_imported() -> None:
+    result = run_alone(f"{COMPILES_LATER}sys.exit(7)")
+
+    assert (result.returncode, result.stdout, result.stderr) == (7, "", "")
 
 
 def captured(function: Callable[[], Any]) -> tuple[Callable[[], Any], list[str]]:

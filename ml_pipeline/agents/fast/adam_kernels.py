@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])  # else Triton compiles a variant for 1
 def sum_kernel(partial, grad, told, squares, n_rows, n_values, n_columns,
                 R: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Add up the rows of ``partial``: gradient, metrics, and squares for the gradient norm."""

@@ -258,16 +258,16 @@ def sample_kernel(
         tl.store(action + place, out + std[None, :] * drawn, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tower", "wanted_stride"])  # one variant for all uses
 def score_kernel(
     values, layout, moments, obs, action, log_prob, value, wanted, n_rows, n_in, n_h, n_k, n_out,
-    log_std, log_sqrt_2pi, first_tower,
+    log_std, log_sqrt_2pi, first_tower, wanted_stride,
     B: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, A: tl.constexpr,
-    TANH: tl.constexpr, DISCRETE: tl.constexpr, HAS_WANTED: tl.constexpr, PRECISION: tl.constexpr,
+    TANH: tl.constexpr, DISCRETE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """log_prob of the actions (tower 0) and value (tower 1).
 
-    With ``wanted``, tiles without a wanted row are skipped.
+    Tiles without a wanted row are skipped. With a stride of 0, one flag counts for all rows.
     """
     tower = first_tower + tl.program_id(1)
     places = layout + tower * 3
@@ -283,10 +283,8 @@ def score_kernel(
     for tile in range(tl.program_id(0), tl.cdiv(n_rows, B), tl.num_programs(0)):
         rows = (tile * B + tl.arange(0, B)).to(tl.int64)
         live = rows < n_rows
-        asked = 1
-        if HAS_WANTED:
-            asked = tl.max(tl.load(wanted + rows, mask=live, other=0).to(tl.int32), axis=0)
-        if asked > 0:
+        flags = tl.load(wanted + rows * wanted_stride, mask=live, other=0)
+        if tl.max(flags.to(tl.int32), axis=0) > 0:
             x = _prepared(obs, rows, live, moments, n_in, D)
             _h, _k, out = _forward(x, w1, w2, b2_as_weight, w3, b3, B, H, K, A, TANH, PRECISION)
             if tower == 1:

@@ -107,6 +107,9 @@ class TritonPPO:
             "DISCRETE": self._discrete,
             "PRECISION": precision,
         }
+        action_dtype = model.distribution.action_dtype
+        self._any_action = torch.zeros(1, dtype=action_dtype, device=self._device)
+        self._all_wanted = torch.ones(1, dtype=torch.bool, device=self._device)
         self._skip = config.on_nonfinite == "skip"
         properties = torch.cuda.get_device_properties(self._device)
         self._n_cores = int(properties.multi_processor_count)
@@ -154,7 +157,7 @@ class TritonPPO:
     def value(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor:
         obs = _flat(inputs.obs)
         value = torch.zeros(len(obs), device=self._device)
-        self._score(obs, value, value, value, wanted, n_towers=1)
+        self._score(obs, self._any_action, value, value, wanted, n_towers=1)
         return value
 
     def _score(
@@ -171,8 +174,9 @@ class TritonPPO:
         n_programs = self._n_programs(n_rows, tiling)
         score_kernel[(n_programs, n_towers)](
             *self._network, obs, action, log_prob, value,
-            value if wanted is None else wanted, n_rows, *self._sizes, LOG_SQRT_2PI, 2 - n_towers,
-            B=tiling.rows, HAS_WANTED=wanted is not None, num_warps=tiling.warps, num_stages=2,
+            self._all_wanted if wanted is None else wanted, n_rows, *self._sizes, LOG_SQRT_2PI,
+            2 - n_towers, 0 if wanted is None else 1,
+            B=tiling.rows, num_warps=tiling.warps, num_stages=2,
             **self._constants,
         )  # fmt: skip
 

@@ -7,10 +7,15 @@ for the device. A function that cannot be compiled or captured runs eagerly; the
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import importlib
+import os
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -23,6 +28,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # eager: plain torch. compiled: consecutive kernels are fused. graph: they are also captured.
 MODES = ("eager", "compiled", "graph")
+# How long a program that ends waits for an import: Python may crash if it ends during one.
+_IMPORT_SECONDS = 60.0
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
@@ -42,16 +49,32 @@ class Programs:
         self._device = device
         self.tell = tell
         self._compiles = mode != "eager" and _TORCH >= (2, 8)
+        self._importing: threading.Thread | None = None
+        if self._compiles:
+            _keep_compiled_code()
         # The key precision= decides.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         if mode != "eager" and not self._compiles:
             # Older versions lose writes of a compiled function to an unaligned row.
             tell(f"torch {torch.__version__}: nothing is compiled; torch>=2.8 makes envs faster")
 
+    def import_compiler(self) -> None:
+        """Import torch's compiler in a thread, for several seconds, if ``compiled`` will need it.
+
+        Meanwhile kernels can be built, most of it outside Python. No process may be forked: it
+        would wait forever for a module that the thread is importing.
+        """
+        if self._compiles and self._importing is None:
+            self._importing = threading.Thread(target=_import_compiler, daemon=True)
+            self._importing.start()
+            atexit.register(self._importing.join, _IMPORT_SECONDS)
+
     def compiled(self, function: Function, name: str) -> Function:
         """``function`` with its kernels fused by torch.compile; its tensors must not overlap."""
         if not self._compiles:
             return function
+        if self._importing is not None:
+            self._importing.join()
         return cast("Function", _Compiled(function, name, self.tell))
 
     def captured(
@@ -107,6 +130,21 @@ class _Compiled:
             return self._function(*tensors)
         self._has_run = True
         return result
+
+
+def _keep_compiled_code() -> None:
+    """Let torch keep its compiled code in the user's cache folder, not in a temporary one."""
+    with contextlib.suppress(OSError, RuntimeError):  # there is no home folder
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = cache / "ml_pipeline" / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def _import_compiler() -> None:
+    with contextlib.suppress(Exception):  # ``compiled`` imports it again, and raises
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 def _is_of_compiler(error: Exception) -> bool:
@@ -187,7 +225,6 @@ class _Captured:
         return result
 
     def _capture(self) -> Any:
-        gc.collect()  # an older graph must not be destroyed during the capture
         graph = torch.cuda.CUDAGraph()
         # A failed capture leaves generators in capture mode, where every draw raises.
         device = self._stream.device.index
@@ -196,7 +233,7 @@ class _Captured:
         for each in self._generators:
             graph.register_generator_state(each)
         try:
-            with torch.cuda.graph(graph, stream=self._stream):
+            with _no_collection(), torch.cuda.graph(graph, stream=self._stream):
                 self._result = self._function()
         except torch.OutOfMemoryError:
             _restore(generators, before)
@@ -214,6 +251,21 @@ class _Captured:
         self._graph = graph
         graph.replay()
         return self._result
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """An older graph that is garbage must not be destroyed during a capture.
+
+    Collecting all garbage before takes 0.2 s, because torch's compiler leaves many objects.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _restore(generators: Sequence[torch.Generator], states: Sequence[torch.Generator]) -> None:

@@ -64,7 +64,8 @@ class TensorCollector:
         self._programs = programs
         self._world = world
         self._key = torch.zeros((), dtype=torch.int64, device=env.device)
-        self._nothing = torch.zeros(self.n_envs, device=env.device)
+        # Three tensors: if one stood for all, the first step would be compiled by itself.
+        self._none_ended = [torch.zeros(self.n_envs, device=env.device) for _ in range(3)]
         # Number, summed returns and summed lengths of the episodes that ended in the last rollout.
         self.totals = torch.zeros(3, device=env.device)
         self._obs: Tensor | None = None  # to act on, until the buffer holds it
@@ -155,7 +156,7 @@ class TensorCollector:
             drawn = draw_noise(self._key)
             buffer.obs[0].copy_(buffer.obs[-1])
             held = position_parts(env.position)
-            parts, ended = held, [self._nothing] * 3
+            parts, ended = held, self._none_ended
             for t in range(buffer.n_steps):
                 inputs = PolicyInput(buffer.obs[t], None, None, None)
                 row = drawn[distribution.noise_row(t)]

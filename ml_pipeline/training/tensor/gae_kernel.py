@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_steps"])  # else Triton compiles a variant for 1
 def _gae_kernel(
     reward, value, last_value, final_value, terminated, truncated, advantage, value_target,
     n_steps, n_envs, gamma, decay, B: tl.constexpr,
