@@ -319,13 +319,21 @@ def _with_cpu_threads(config: TrainConfig, agent: Agent, place: Place) -> TrainC
 
     The run folder stores it: a resumed run must add in the same order.
     """
-    if config.cpu_threads != "auto" or place.device.type != "cpu":
+    # After a fork from a process with several threads of torch, an env that uses torch hangs.
+    forks = config.vec_env.start_method == "fork"
+    if config.cpu_threads != "auto":
+        if forks and config.cpu_threads > 1:
+            say(
+                f"cpu_threads={config.cpu_threads} with vec_env.start_method=fork: an env that "
+                "uses torch would hang; it needs cpu_threads=1 or start_method=spawn"
+            )
+        return config
+    if place.device.type != "cpu":
         return config
     convolutions = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
     has_some = any(isinstance(module, convolutions) for module in agent.greedy().modules())
     n_threads = 1
-    # After a fork from a process with several threads of torch, an env that uses torch hangs.
-    if has_some and config.vec_env.start_method != "fork":
+    if has_some and not forks:
         # torch's own number leaves out hyper-threads, and follows OMP_NUM_THREADS.
         n_threads = min(available_cores(), torch.get_num_threads())
     return dataclasses.replace(config, cpu_threads=place.world.agreed(n_threads))

@@ -162,6 +162,16 @@ def test_convolutions_use_all_cores_also_when_resumed_on_fewer(
     assert capsys.readouterr().out.count("cpu with 3 threads") == 2
 
 
+def test_threads_beside_forked_workers_are_remarked_on(here: Path, capsys: Capture) -> None:
+    forked = ["vec_env=parallel", "vec_env.n_workers=1", "vec_env.start_method=fork"]
+
+    train([*small(), *forked, "cpu_threads=2"])
+    assert "cpu_threads=2 with vec_env.start_method=fork: an env" in capsys.readouterr().out
+
+    train([*small(), *forked, "cpu_threads=1"])
+    assert "cpu_threads" not in capsys.readouterr().out
+
+
 def own_network(name: str) -> list[str]:
     return ["network=own", f"network._target_=own_parts.{name}"]
 
