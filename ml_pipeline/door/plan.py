@@ -150,7 +150,8 @@ def make_plan(
         )
     if state is None:  # an old run may have the setting
         _check_box_policy(config, trial)
-    if tensor_env is not None:  # its steps will be compiled, and no worker is forked
+    # Its steps will be compiled. After an error, a rank must end at once, without the import.
+    if tensor_env is not None and place.world.size == 1:
         place.programs.import_compiler()
     with memory_explained(place.device, lambda: NETWORK_ADVICE):
         agent = build_agent(config, trial, place)

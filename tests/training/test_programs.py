@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -139,32 +140,55 @@ def test_the_step_of_a_rollout_is_compiled_once() -> None:
 
 
 COMPILES_LATER = """
-import sys, torch
+import atexit, sys, threading, torch
 from ml_pipeline.training.gpu.programs import Programs
 programs = Programs(torch.device("cpu"), "compiled")
-assert "torch._inductor.compile_fx" not in sys.modules
+def is_importing():
+    return "import of torch's compiler" in [thread.name for thread in threading.enumerate()]
+atexit.register(lambda: print(is_importing(), "at the end"))
 programs.import_compiler()
+print(is_importing())
 """
 
 
-def run_alone(script: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def lines_of(script: str, exit_code: int = 0) -> list[str]:
+    command = [sys.executable, "-c", COMPILES_LATER + script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (exit_code, "")
+    return result.stdout.splitlines()
 
 
 @pytest.mark.slow
-def test_an_import_of_the_compiler_ends_before_something_is_compiled() -> None:
-    is_there = "print('torch._inductor.compile_fx' in sys.modules)"
-    result = run_alone(f"{COMPILES_LATER}programs.compiled(torch.sin, 'the sine')\n{is_there}")
+def test_the_import_of_the_compiler_ends_before_something_is_compiled() -> None:
+    is_there = "print(is_importing(), 'torch._inductor.compile_fx' in sys.modules)"
+    lines = lines_of(f"programs.compiled(torch.sin, 'the sine')\n{is_there}")
 
-    assert (result.stdout, result.stderr) == ("True\n", "")
+    assert lines == ["True", "False True", "False at the end"]
 
 
 @pytest.mark.slow
-def test_a_program_may_end_while_the_compiler_is_imported() -> None:
-    result = run_alone(f"{COMPILES_LATER}sys.exit(7)")
+def test_another_run_waits_for_the_import_of_the_compiler() -> None:
+    lines = lines_of("Programs(torch.device('cpu'))\nprint(is_importing())")
 
-    assert (result.returncode, result.stdout, result.stderr) == (7, "", "")
+    assert lines == ["True", "False", "False at the end"]
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_waits_for_the_import_of_the_compiler() -> None:
+    assert lines_of("sys.exit(7)", exit_code=7) == ["True", "False at the end"]
+
+
+def test_programs_free_what_an_earlier_run_left_in_cycles() -> None:
+    class Left:
+        def __init__(self) -> None:
+            self.itself = self
+
+    left = weakref.ref(Left())
+    assert left() is not None
+
+    Programs(CPU, "compiled")
+
+    assert left() is None
 
 
 def captured(function: Callable[[], Any]) -> tuple[Callable[[], Any], list[str]]:

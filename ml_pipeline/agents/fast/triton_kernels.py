@@ -258,7 +258,7 @@ def sample_kernel(
         tl.store(action + place, out + std[None, :] * drawn, mask=there)
 
 
-@triton.jit(do_not_specialize=["first_tower", "wanted_stride"])  # one variant for all uses
+@triton.jit(do_not_specialize=["first_tower", "wanted_stride"])  # one variant, not three
 def score_kernel(
     values, layout, moments, obs, action, log_prob, value, wanted, n_rows, n_in, n_h, n_k, n_out,
     log_std, log_sqrt_2pi, first_tower, wanted_stride,

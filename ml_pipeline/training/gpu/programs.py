@@ -11,11 +11,9 @@ import atexit
 import contextlib
 import gc
 import importlib
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -28,8 +26,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # eager: plain torch. compiled: consecutive kernels are fused. graph: they are also captured.
 MODES = ("eager", "compiled", "graph")
-# How long a program that ends waits for an import: Python may crash if it ends during one.
-_IMPORT_SECONDS = 60.0
+_IMPORT = "import of torch's compiler"
+_import: threading.Thread | None = None  # one for the process, as are its modules
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
@@ -49,9 +47,9 @@ class Programs:
         self._device = device
         self.tell = tell
         self._compiles = mode != "eager" and _TORCH >= (2, 8)
-        self._importing: threading.Thread | None = None
-        if self._compiles:
-            _keep_compiled_code()
+        _wait_for_import()
+        if mode != "eager":
+            gc.collect()  # an earlier run of this process may hold memory in reference cycles
         # The key precision= decides.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         if mode != "eager" and not self._compiles:
@@ -61,20 +59,20 @@ class Programs:
     def import_compiler(self) -> None:
         """Import torch's compiler in a thread, for several seconds, if ``compiled`` will need it.
 
-        Meanwhile kernels can be built, most of it outside Python. No process may be forked: it
-        would wait forever for a module that the thread is importing.
+        Meanwhile kernels can be built, most of it outside Python. Until ``compiled`` or another
+        ``Programs`` has waited for it, no process may be forked: there, the import would never end.
         """
-        if self._compiles and self._importing is None:
-            self._importing = threading.Thread(target=_import_compiler, daemon=True)
-            self._importing.start()
-            atexit.register(self._importing.join, _IMPORT_SECONDS)
+        global _import
+        if self._compiles and _import is None:
+            _import = threading.Thread(target=_import_compiler, name=_IMPORT, daemon=True)
+            _import.start()
+            atexit.register(_wait_for_import)  # Python may crash if it ends during an import
 
     def compiled(self, function: Function, name: str) -> Function:
         """``function`` with its kernels fused by torch.compile; its tensors must not overlap."""
         if not self._compiles:
             return function
-        if self._importing is not None:
-            self._importing.join()
+        _wait_for_import()
         return cast("Function", _Compiled(function, name, self.tell))
 
     def captured(
@@ -132,19 +130,14 @@ class _Compiled:
         return result
 
 
-def _keep_compiled_code() -> None:
-    """Let torch keep its compiled code in the user's cache folder, not in a temporary one."""
-    with contextlib.suppress(OSError, RuntimeError):  # there is no home folder
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = cache / "ml_pipeline" / "compiled"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-
-
 def _import_compiler() -> None:
-    with contextlib.suppress(Exception):  # ``compiled`` imports it again, and raises
+    with contextlib.suppress(Exception):  # compiling imports it again and reports the error
         importlib.import_module("torch._inductor.compile_fx")
+
+
+def _wait_for_import() -> None:
+    if _import is not None:
+        _import.join()
 
 
 def _is_of_compiler(error: Exception) -> bool:
