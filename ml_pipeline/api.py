@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ml_pipeline import build
 from ml_pipeline.agents.observations import batched
+from ml_pipeline.analysis.listing import newest_run
 from ml_pipeline.build import RunResult
+from ml_pipeline.config.train import RUN_ROOT
 from ml_pipeline.door.compose import with_config_dir
 from ml_pipeline.door.load import load_policy
 from ml_pipeline.envs.factory import close_env
@@ -71,8 +73,11 @@ def _hydra_value(value: Any) -> str:
 def load(path: Path | str, *, trust: bool = False) -> LoadedPolicy:
     """The policy of a run folder, or of an exported .onnx or .pt2 file.
 
+    ``latest`` is the run in ``runs`` that was started or resumed last.
     ``trust`` accepts files of another user that can run code (docs/runs.md).
     """
+    if str(path) == "latest" and not Path(path).exists():
+        path = newest_run(Path(RUN_ROOT)).path
     policy, env, env_name = load_policy(path, trust=trust)
     close_env(env)
     return LoadedPolicy(policy, env_name, env.observation_space, env.action_space)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +51,25 @@ def add_root(parser: ArgumentParser) -> None:
         metavar="DIR",
         help=f"find runs in this folder, the run_root of a config; default: {RUN_ROOT}",
     )
+
+
+def add_render(parser: ArgumentParser) -> None:
+    """For commands that can show episodes."""
+    parser.add_argument("--render", choices=("human",), help="show the episodes in a window")
+
+
+def prepare_window(render: str | None) -> None:
+    """Say if a window would be invisible; call it before the env is made."""
+    if render is None:
+        return
+    os.environ.setdefault("SDL_NO_SIGNAL_HANDLERS", "1")  # with its own, pygame ignores SIGTERM
+    displays = "DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"
+    if sys.platform.startswith("linux") and not any(map(os.environ.get, displays)):
+        print(
+            "--render human: there is no display (DISPLAY is not set), so a window is invisible; "
+            "python -m ml_pipeline evaluate RUN --video writes files instead",
+            file=sys.stderr,
+        )
 
 
 def chosen_run(given: str, root: Path) -> str:

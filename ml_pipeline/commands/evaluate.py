@@ -11,11 +11,13 @@ from ml_pipeline.commands._arguments import (
     ENV_HELP,
     MOST_GAMES,
     RUN_HELP,
+    add_render,
     add_root,
     add_trust,
     check_actions,
     chosen_run,
     integer,
+    prepare_window,
 )
 from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import shown_return
@@ -62,7 +64,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--opponent, the same for every run",
     )
     parser.add_argument("--video", action="store_true", help="record each episode as mp4")
-    parser.add_argument("--render", choices=("human",), help="show the episodes in a window")
+    add_render(parser)
     add_root(parser)
     add_trust(parser)
 
@@ -74,6 +76,7 @@ def run(options: Namespace) -> None:
         raise UserError("--games: needs two players; add --opponent, or use --episodes")
     if options.opponent is not None and options.episodes is not None:
         raise UserError("--episodes: with --opponent, set the number of games with --games")
+    prepare_window(options.render)
     if options.opponent is None:
         _play_episodes(options)
     else:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from ml_pipeline.commands._arguments import RUN_HELP, add_root, add_trust, chosen_run, integer
+from ml_pipeline.commands._arguments import (
+    RUN_HELP,
+    add_render,
+    add_root,
+    add_trust,
+    chosen_run,
+    integer,
+    prepare_window,
+)
 from ml_pipeline.metrics import shown_return
 
 if TYPE_CHECKING:
@@ -35,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="play as player 0 of two, against a scripted opponent of the env, such as weak or "
         "strong, or against another file or run",
     )
-    parser.add_argument("--render", choices=("human",), help="show the episodes in a window")
+    add_render(parser)
     add_root(parser)
     add_trust(parser)
 
@@ -51,6 +59,7 @@ def run(options: Namespace) -> None:
     from ml_pipeline.envs.factory import close_env
 
     path = chosen_run(options.policy, options.root)
+    prepare_window(options.render)
     if options.opponent is None:
         policy, env, name = load_policy(path, render=options.render, trust=options.trust)
     else:

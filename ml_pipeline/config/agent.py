@@ -16,6 +16,11 @@ class AgentConfig:
     algorithm: str = ""  # dotted path of an Algorithm; it chooses the class of these settings
     action_mask: str = "none"  # or info, or the key of a Dict observation
 
+    @property
+    def allows_nonfinite(self) -> bool:
+        """Whether envs may return NaN or infinity; PPO has a setting for it."""
+        return getattr(self, "on_nonfinite", "stop") == "skip"
+
     def iteration_steps(self, n_envs: int) -> int:
         """Env steps of one iteration."""
         return n_envs

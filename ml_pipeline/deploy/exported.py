@@ -102,6 +102,8 @@ class ExportedPolicy:
             content = Path(path).read_bytes()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
+            if isinstance(error, FileNotFoundError):
+                reason = f"{reason}; give a run folder or an exported file"
             raise PolicyFileError(f"{shorten(str(path))} cannot be read: {reason}") from error
         return cls.from_bytes(content, str(path), trust=trust)
 

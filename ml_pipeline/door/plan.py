@@ -265,7 +265,7 @@ def _check_evaluated_env(config: TrainConfig, trial: EnvTrial) -> None:
 
 
 def _try_env(config: TrainConfig, env: EnvConfig, make_env: EnvFactory, **options: Any) -> EnvTrial:
-    options["mask_key"] = mask_key(config)
+    options |= {"mask_key": mask_key(config), "allow_nonfinite": config.agent.allows_nonfinite}
     is_parallel = config.vec_env.mode == "parallel"
     with say_if_slow(slow_trial(env.name, config.vec_env, in_worker=is_parallel)):
         if is_parallel:
@@ -325,8 +325,8 @@ def _with_cpu_threads(config: TrainConfig, agent: Agent, place: Place) -> TrainC
     if config.cpu_threads != "auto":
         if forks and config.cpu_threads > 1:
             say(
-                f"cpu_threads={config.cpu_threads} with vec_env.start_method=fork: an env that "
-                "uses torch would hang; it needs cpu_threads=1 or start_method=spawn"
+                f"cpu_threads={config.cpu_threads} with vec_env.start_method=fork: forked workers "
+                "hang if the env uses torch; if it does, set cpu_threads=1 or start_method=spawn"
             )
         return config
     if place.device.type != "cpu":

@@ -50,17 +50,21 @@ def try_env(
     name: str,
     *,
     mask_key: str = "action_mask",
+    allow_nonfinite: bool = False,
     seconds: float = 0.02,
     least_steps: int = 1,
     most_steps: int = 500,
 ) -> EnvTrial:
-    """Play with random actions for about ``seconds``; the errors of the env become ``EnvError``."""
+    """Play with random actions for about ``seconds``; the errors of the env become ``EnvError``.
+
+    Rewards and observations that are not finite are errors too, unless ``allow_nonfinite``.
+    """
     env = make_env()
     try:
         with _errors_of(env, name):
             env.action_space.seed(0)
             obs, info = deepcopy(env.reset(seed=0))
-            check = _ObservationCheck(env)
+            check = _ObservationCheck(env, allow_nonfinite=allow_nonfinite)
             check(obs)
             step_info, durations, has_ended = _play(
                 env,
@@ -205,7 +209,7 @@ def _play(
     env: gym.Env[Any, Any],
     obs: Any,
     info: dict[str, Any],
-    check: Callable[[Any], None],
+    check: _ObservationCheck,
     *,
     mask_key: str,
     seconds: float,
@@ -227,9 +231,11 @@ def _play(
             return first_info or {}, durations, has_ended
         action = allowed_action(env, obs, info, mask_key)
         start = time.perf_counter()
-        obs, _, terminated, truncated, info = env.step(action)
+        obs, reward, terminated, truncated, info = env.step(action)
         stepped = time.perf_counter() - start
         check(obs)
+        if not (check.allow_nonfinite or np.isfinite(np.asarray(reward)).all()):
+            raise ValueError(f"the reward of step {len(durations) + 1} is {reward}, not finite")
         if not isinstance(info, dict):
             raise TypeError(f"info must be a dict, got {info!r}")
         first_info = deepcopy(info) if first_info is None else first_info
@@ -245,16 +251,20 @@ def _errors_of(env: gym.Env[Any, Any], name: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # envs may raise anything
+        rule = "it must work as in Gymnasium 1.x"
+        if "(expected 5, got 4)" in str(error):  # an env for the older Gym
+            rule += ", where step returns obs, reward, terminated, truncated, info"
         raise EnvError(
             f"env {name} failed in its trial before training: {type(error).__name__}: "
-            f"{first_line(error, n_lines=5)}{place_of(error)}; it must work as in Gymnasium 1.x"
+            f"{first_line(error, n_lines=5)}{place_of(error)}; {rule}"
         ) from error
 
 
 class _ObservationCheck:
     """Compares observations with their space; a wrong shape or kind is an error."""
 
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
+    def __init__(self, env: gym.Env[Any, Any], *, allow_nonfinite: bool = True) -> None:
+        self.allow_nonfinite = allow_nonfinite
         self._space = env.observation_space
         arrays = Layout(env.observation_space, env.action_space, 1, 0).arrays()
         self._view = view_of_row(arrays.obs, 0)
@@ -274,6 +284,9 @@ class _ObservationCheck:
                 self._check_bounds(part, obs[index], f"{leaf}[{index}]")
         elif isinstance(space, spaces.Box):
             array = np.asarray(obs)
+            if not (self.allow_nonfinite or np.isfinite(array).all()):
+                bad = array[~np.isfinite(array)][0]
+                raise ValueError(f"observation{leaf} has the value {bad}, not finite")
             outside = (array < space.low) | (array > space.high)
             if leaf not in self._bounds and outside.any():
                 where = tuple(np.argwhere(outside)[0]) if array.ndim else ()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import re
+import signal
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -21,6 +24,7 @@ import torch
 from conftest import Capture, Trap, error_line, small
 from gymnasium import spaces
 from tiny_envs import ForbiddingEnv, SpaceEnv
+from vec_envs import linux_only
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.agents.policy import _leaf_names
@@ -359,6 +363,43 @@ def test_play_renders_a_file_and_a_run(exported: Export, monkeypatch: pytest.Mon
 
     for policy in (file, run):
         assert main(["play", str(policy), "--episodes", "1", "--render", "human"]) == 0
+
+
+@linux_only
+def test_invisible_window_is_remarked_on(
+    exported: Export, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SDL_NO_SIGNAL_HANDLERS", "1")  # restored after the test
+    command = ["play", str(exported().run), "--episodes", "1"]
+
+    assert main([*command, "--render", "human"]) == 0
+    assert "--render human: there is no display (DISPLAY is not set)" in capfd.readouterr().err
+
+    assert main(command) == 0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+@linux_only
+def test_sigterm_ends_a_command_that_shows_episodes(exported: Export) -> None:
+    words = ["play", str(exported().run), "--episodes", "1000", "--render", "human"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "ml_pipeline", *words],
+        env={**os.environ, "SDL_VIDEODRIVER": "dummy"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        while "seed 0: " not in process.stdout.readline():
+            assert process.poll() is None
+        process.terminate()
+        assert process.wait(timeout=30) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.slow

@@ -80,6 +80,7 @@ def test_loaded_policy_predicts_for_one_observation_and_for_a_batch(here: Path) 
 
     actions = policy.predict(obs)
 
+    assert load("latest").predict(obs).tolist() == actions.tolist()
     assert actions.tolist() == result.agent.act_batch(obs, True).tolist()
     assert [policy.predict(row) for row in obs] == actions.tolist()
     assert policy.action_space.contains(policy.predict(obs[0]))

@@ -166,7 +166,10 @@ def test_threads_beside_forked_workers_are_remarked_on(here: Path, capsys: Captu
     forked = ["vec_env=parallel", "vec_env.n_workers=1", "vec_env.start_method=fork"]
 
     train([*small(), *forked, "cpu_threads=2"])
-    assert "cpu_threads=2 with vec_env.start_method=fork: an env" in capsys.readouterr().out
+    assert (
+        "cpu_threads=2 with vec_env.start_method=fork: forked workers hang if"
+        in capsys.readouterr().out
+    )
 
     train([*small(), *forked, "cpu_threads=1"])
     assert "cpu_threads" not in capsys.readouterr().out

@@ -11,7 +11,7 @@ import pytest
 from conftest import Capture, small
 from faulty_envs import GivenEnv
 from gymnasium import spaces
-from tiny_envs import CountingEnv, EndlessEnv, FaultyEnv, ForbiddingEnv, NoisyEnv
+from tiny_envs import BreakingEnv, CountingEnv, EndlessEnv, FaultyEnv, ForbiddingEnv, NoisyEnv
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.build import train
@@ -68,6 +68,33 @@ def test_an_observation_that_barely_fits_gets_one_remark(space: Any, obs: Any, r
 def test_an_observation_that_does_not_fit_is_refused(space: Any, obs: Any, words: str) -> None:
     with pytest.raises(EnvError, match=words):
         try_env(partial(GivenEnv, space, obs), "given")
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("reward", "ValueError: the reward of step 4 is inf, not finite"),
+        ("obs", "ValueError: observation has the value nan, not finite"),
+    ],
+)
+def test_a_value_that_is_not_finite_is_refused_unless_training_skips_it(
+    what: str, words: str
+) -> None:
+    breaking = partial(BreakingEnv, what)
+
+    with pytest.raises(EnvError, match=words):
+        try_env(breaking, "breaking", least_steps=5)
+    assert try_env(breaking, "breaking", least_steps=5, allow_nonfinite=True).remarks == []
+
+
+def test_an_env_for_the_older_gym_is_told_what_step_returns() -> None:
+    class OldEnv(CountingEnv):
+        def step(self, action: Any) -> Any:
+            obs, reward, terminated, _, info = super().step(action)
+            return obs, reward, terminated, info
+
+    with pytest.raises(EnvError, match="where step returns obs, reward, terminated, truncated"):
+        try_env(OldEnv, "old")
 
 
 def test_the_error_of_an_env_names_its_line() -> None:
