@@ -111,6 +111,7 @@ class LoadedPolicy:
         if action_mask is not None:
             action_mask = np.asarray(action_mask, dtype=bool)
             action_mask = action_mask[np.newaxis] if is_one else action_mask
+        _check_finite(obs)
         n_envs = len(_first_leaf(obs))
         if n_envs != self._n_envs:
             self._memory, self._n_envs = self.policy.new_memory(n_envs), n_envs
@@ -135,6 +136,17 @@ class LoadedPolicy:
         raise ValueError(
             f"obs has the shape {list(found)}; expected {list(shape)}, or [n, ...] for a batch"
         )
+
+
+def _check_finite(obs: Any) -> None:
+    """Runs do not learn from other observations, so actions for them would mean nothing."""
+    if isinstance(obs, (dict, tuple)):
+        for part in obs.values() if isinstance(obs, dict) else obs:
+            _check_finite(part)
+        return
+    array = np.asarray(obs)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise ValueError(f"obs has the value {array[~np.isfinite(array)][0]}; it must be finite")
 
 
 def _first_leaf(obs: Any) -> Any:

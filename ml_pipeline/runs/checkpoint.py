@@ -124,7 +124,13 @@ def load_checkpoint(run: RunFolder, name: str) -> StateDict:
         names = sorted(each.stem for each in run.checkpoints.glob("*.pt"))
         has = f"; it has {', '.join(names)}" if names else "; it has none, so train it again"
         raise CheckpointError(f"{run.path} has no checkpoint {name}{has}")
-    state = read_sealed(path)
+    try:
+        state = read_sealed(path)
+    except CheckpointError as error:
+        others = sorted(each.name for each in run.checkpoints.glob("*.pt") if each != path)
+        if not others:
+            raise
+        raise CheckpointError(f"{error}; the same folder has {', '.join(others)}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of format {FORMAT}")
     for key, kinds in _KINDS.items():

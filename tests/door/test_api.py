@@ -86,6 +86,8 @@ def test_loaded_policy_predicts_for_one_observation_and_for_a_batch(here: Path) 
     assert policy.action_space.contains(policy.predict(obs[0]))
     with pytest.raises(ValueError, match=r"obs has the shape \[5\]; expected \[4\], or \[n"):
         policy.predict(np.zeros(5))
+    with pytest.raises(ValueError, match=r"obs has the value nan; it must be finite"):
+        policy.predict([0.0, np.nan, 0.0, 0.0])
 
 
 def test_loaded_policy_takes_dict_observations(here: Path) -> None:

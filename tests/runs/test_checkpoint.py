@@ -64,6 +64,10 @@ def test_damaged_checkpoint_is_refused_in_one_line(run: RunFolder) -> None:
         with pytest.raises(CheckpointError, match=words):
             load_checkpoint(run, LATEST)
 
+    save_checkpoint(run, "best", {"weights": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"latest\.pt .*; the same folder has best\.pt$"):
+        load_checkpoint(run, LATEST)
+
 
 def test_failed_write_keeps_the_old_file_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
