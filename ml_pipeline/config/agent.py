@@ -18,7 +18,7 @@ class AgentConfig:
 
     @property
     def allows_nonfinite(self) -> bool:
-        """Whether envs may return NaN or infinity; PPO has a setting for it."""
+        """Whether envs may return NaN or infinity; some algorithms have a setting for it."""
         return getattr(self, "on_nonfinite", "stop") == "skip"
 
     def iteration_steps(self, n_envs: int) -> int:
