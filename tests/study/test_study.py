@@ -567,7 +567,8 @@ def test_study_killed_twice_ends_with_the_same_trials_as_one_that_was_not(
 def test_stopped_study_saves_its_trials_and_continues(
     here: Path, space: str, number: int, code: int
 ) -> None:
-    settings = [*small(**LONG), space, "n_trials=4", "n_jobs=2"]
+    longer = {**LONG, "total_steps": 8192}  # a trial must not end before the signal arrives
+    settings = [*small(**longer), space, "n_trials=4", "n_jobs=2"]
     process = begin(here, "start", "mine", *settings)
     wait_until(lambda: has_begun("mine", 2), 60)  # after 1, the other of the first pair may end
     process.send_signal(number)
