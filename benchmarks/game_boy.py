@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from ml_pipeline.envs.tasks.game_boy import OBSERVATIONS, GameBoy
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
+from ml_pipeline.worlds.game_boy.env import OBSERVATIONS, GameBoy
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 N_EMULATORS = 8  # of the worker whose memory is measured

@@ -29,15 +29,15 @@ from typing import Any
 
 import torch
 
-from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.ppo import PPOConfig
+from ml_pipeline.algorithms.ppo.agent import PPOAgent
+from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
+from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
 from ml_pipeline.device import precision_of_products
-from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
+from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
+from ml_pipeline.policy.networks import MLP
 from ml_pipeline.seeding import stream_seed
-from ml_pipeline.training.gpu.programs import MODES, Programs
-from ml_pipeline.training.ppo_trainer import PPOTrainer
-from ml_pipeline.training.tensor.collector import TensorCollector
+from ml_pipeline.training.graphs import MODES, Programs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"

@@ -35,7 +35,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor, nn
 
-from ml_pipeline import build
+from ml_pipeline.assembly import run as build
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 

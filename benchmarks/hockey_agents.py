@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from ml_pipeline.analysis.games import play_games
 from ml_pipeline.analysis.statistics import wilson
-from ml_pipeline.door.players import chosen_env, load_player, open_arena
+from ml_pipeline.assembly.players import chosen_env, load_player, open_arena
 from ml_pipeline.extras import MissingExtraError
+from ml_pipeline.games.matches import play_games
 from ml_pipeline.seeding import stream_seed
 
 REPOSITORY = Path(__file__).resolve().parents[1]

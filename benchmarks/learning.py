@@ -137,7 +137,7 @@ def train(name: str, seed: int, out: Path, device: str) -> Path:
 def measured(name: str, seed: int, run: Path) -> dict[str, Any]:
     """Evaluate a finished run."""
     script = (
-        "import sys, json; from ml_pipeline.build import load_agent; "
+        "import sys, json; from ml_pipeline.assembly.run import load_agent; "
         "from ml_pipeline.analysis.evaluate import evaluate; "
         "t = load_agent(sys.argv[1], 'latest'); "
         "e = evaluate(t.agent, t.env, n_episodes=100, seed=10**6, deterministic=True); "

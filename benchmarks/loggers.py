@@ -22,8 +22,8 @@ from io import StringIO
 from typing import Any
 from unittest.mock import patch
 
-from ml_pipeline import build
-from ml_pipeline.door import parts
+from ml_pipeline.assembly import build as parts
+from ml_pipeline.assembly import run as build
 
 
 def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:

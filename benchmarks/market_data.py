@@ -24,9 +24,9 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from ml_pipeline.data.features import parsed
-from ml_pipeline.data.files import read_bars
-from ml_pipeline.data.load import load_market
+from ml_pipeline.worlds.trading.data.features import parsed
+from ml_pipeline.worlds.trading.data.files import read_bars
+from ml_pipeline.worlds.trading.data.load import load_market
 
 FEATURES = (
     *("return_1", "rsi_14", "ema_50", "atr_14", "bollinger_20_2", "volatility_24"),

@@ -45,7 +45,7 @@ TASKS = {
 
 
 def train_ours(name: str, task: Task, seed: int) -> float:
-    from ml_pipeline.build import train
+    from ml_pipeline.assembly.run import train
     from ml_pipeline.runs.loggers import read_metrics
 
     settings = [
@@ -76,7 +76,7 @@ GPU_TASKS = {
 
 def train_on_gpu(task: str) -> tuple[float, float]:
     """Median env steps and updates per second of SAC, 256 x 256, batch 256, tf32."""
-    from ml_pipeline.build import train
+    from ml_pipeline.assembly.run import train
     from ml_pipeline.runs.loggers import read_metrics
 
     env, n_envs, ratio, steps = GPU_TASKS[task]

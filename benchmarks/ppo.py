@@ -62,7 +62,7 @@ PEERS = [
 
 
 def train_ours(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> dict[str, Any]:
-    from ml_pipeline.build import train
+    from ml_pipeline.assembly.run import train
     from ml_pipeline.runs.loggers import read_metrics
 
     def schedule(name: str) -> str:
@@ -278,10 +278,11 @@ def update_and_act(name: str, size: int, *, fast: bool) -> tuple[float, float]:
     import torch
     from gymnasium import spaces
 
-    from ml_pipeline.agents.networks import MLP
-    from ml_pipeline.agents.ppo import PPOAgent
-    from ml_pipeline.config.ppo import PPOConfig
-    from ml_pipeline.protocols import Minibatch, PolicyInput, Rates
+    from ml_pipeline.algorithms.ppo.agent import PPOAgent
+    from ml_pipeline.algorithms.ppo.config import PPOConfig
+    from ml_pipeline.algorithms.ppo.records import Minibatch, Rates
+    from ml_pipeline.policy.contracts import PolicyInput
+    from ml_pipeline.policy.networks import MLP
 
     n_obs, action_space = {
         "CartPole": (4, spaces.Discrete(2)),

@@ -25,13 +25,14 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from ml_pipeline.agents.distributions import Categorical
-from ml_pipeline.agents.observations import ObservationReader
-from ml_pipeline.runs.replay_files import read_replay, write_replay
+from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
+from ml_pipeline.algorithms.replay.files import read_replay, write_replay
+from ml_pipeline.algorithms.replay.final_observations import FinalObservation
+from ml_pipeline.algorithms.replay.rows import row_bytes
+from ml_pipeline.policy.distributions import Categorical
+from ml_pipeline.policy.observations import ObservationReader
+from ml_pipeline.runs.large_files import LargeFiles
 from ml_pipeline.runs.run_folder import RunFolder
-from ml_pipeline.training.final_observations import FinalObservation
-from ml_pipeline.training.replay_buffer import ReplayBuffer
-from ml_pipeline.training.replay_rows import row_bytes
 
 N_ENVS, N_FRAMES, SIDE, EPISODE = 8, 4, 84, 1_000
 
@@ -111,7 +112,7 @@ def timed(function: Callable[..., object], *args: object) -> str:
 
 def save(run: RunFolder, buffer: ReplayBuffer) -> str:
     before = folder_bytes(run.replay)
-    seconds = timed(write_replay, run, buffer)
+    seconds = timed(write_replay, LargeFiles(run), buffer)
     return f"{(folder_bytes(run.replay) - before) / 1e9:.2f} GB, {seconds}"
 
 
@@ -132,7 +133,7 @@ def frames_once(run: RunFolder, n: int) -> dict[str, str]:
     del buffer, game  # two of them might not fit into memory
     resumed = made(n, N_FRAMES)
     resumed.load_state_dict(state)
-    found["resume"] = timed(read_replay, run, resumed)
+    found["resume"] = timed(read_replay, LargeFiles(run), resumed)
     return found
 
 

@@ -24,15 +24,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ml_pipeline.agents import ppo
-from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.ppo import PPOConfig
-from ml_pipeline.protocols import Minibatch, PolicyInput, Rates
+from ml_pipeline.algorithms.ppo import agent as ppo
+from ml_pipeline.algorithms.ppo import loss as ppo_loss
+from ml_pipeline.algorithms.ppo.agent import PPOAgent
+from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.ppo.records import Minibatch, Rates
+from ml_pipeline.algorithms.ppo.rollout import FinalStep, RolloutBuffer
+from ml_pipeline.algorithms.ppo.schedules import Schedules
+from ml_pipeline.policy.contracts import PolicyInput
+from ml_pipeline.policy.networks import MLP
 from ml_pipeline.training.returns import gae
 from ml_pipeline.training.reward_scaler import RewardScaler
-from ml_pipeline.training.rollout_buffer import FinalStep, RolloutBuffer
-from ml_pipeline.training.schedules import Schedules
 
 N_EPOCHS = 10
 Array = NDArray[Any]
@@ -374,7 +376,7 @@ def compare_iterations(task: Task, venv: Any, n_iterations: int, *, sample_devia
     buffer = RolloutBuffer(task.n_steps, task.n_envs, agent)
     columns = slice(0, task.n_envs)
     rates = Rates(task.learning_rate, task.clip_range, task.ent_coef)
-    normalised = sample_normalised if sample_deviation else ppo.normalised
+    normalised = sample_normalised if sample_deviation else ppo_loss.normalised
     steps = iter(rows)
     n_ends = n_truncated = 0
     for iteration in range(n_iterations):

@@ -54,8 +54,8 @@ def train_ours(task: str, seed: int) -> Result:
     import torch
 
     from ml_pipeline.analysis.evaluate import evaluate
-    from ml_pipeline.build import train
-    from ml_pipeline.protocols import Callback
+    from ml_pipeline.assembly.run import train
+    from ml_pipeline.training.contracts import Callback
 
     taxi = ExactTaxi()
 

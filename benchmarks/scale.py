@@ -96,7 +96,7 @@ def train_both(task: dict[str, Any]) -> dict[str, Any]:
     """One training of all ranks together, and one of each rank apart."""
     import torch
 
-    from ml_pipeline.distributed import join_world
+    from ml_pipeline.ranks.world import join_world
 
     def meet(value: float = 0.0) -> list[float]:
         """Wait for the other ranks; returns the values of all."""
@@ -123,11 +123,11 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from ml_pipeline.build import train as train_run
-    from ml_pipeline.meeting import launched_rank
-    from ml_pipeline.protocols import Callback
-    from ml_pipeline.rank_memory import RankMemory
+    from ml_pipeline.assembly.run import train as train_run
+    from ml_pipeline.ranks.rendezvous import launched_rank
+    from ml_pipeline.ranks.shared_memory import RankMemory
     from ml_pipeline.runs.loggers import read_metrics
+    from ml_pipeline.training.contracts import Callback
 
     torch.set_num_threads(1)
     sizes: list[int] = []
@@ -177,7 +177,7 @@ def time_sums(task: dict[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from ml_pipeline.distributed import join_world
+    from ml_pipeline.ranks.world import join_world
 
     torch.set_num_threads(1)
 

@@ -150,7 +150,7 @@ def _is_complete(answer: bytes) -> bool:
 def exported(folder: str, kind: str) -> str:
     """The file of a CartPole policy, trained for a moment."""
     from ml_pipeline.__main__ import main as command
-    from ml_pipeline.build import train
+    from ml_pipeline.assembly.run import train
 
     os.chdir(folder)
     quick = ["vec_env=serial", "total_steps=2048", "~callbacks.evaluation", "logger=[]"]

@@ -24,9 +24,9 @@ from typing import Any
 
 import gymnasium as gym
 
-from ml_pipeline.envs.tasks.trading import Trading
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.envs.workers.cores import available_cores
+from ml_pipeline.worlds.trading.env import Trading
 
 BARS_PER_ACTION = 8  # of "hold"
 
@@ -108,7 +108,7 @@ def tensor(options: argparse.Namespace) -> None:
     import torch
 
     from ml_pipeline.device import precision_of_products
-    from ml_pipeline.envs.tensor_tasks.trading import TorchTrading
+    from ml_pipeline.worlds.trading.tensor_env import TorchTrading
 
     device = torch.device(options.device)
     print(
@@ -133,13 +133,13 @@ def tensor(options: argparse.Namespace) -> None:
 
 
 def new_trainer(env: Any, options: argparse.Namespace) -> Any:
-    from ml_pipeline.agents.networks import MLP
-    from ml_pipeline.agents.ppo import PPOAgent
-    from ml_pipeline.config.ppo import PPOConfig
+    from ml_pipeline.algorithms.ppo.agent import PPOAgent
+    from ml_pipeline.algorithms.ppo.config import PPOConfig
+    from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
+    from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
+    from ml_pipeline.policy.networks import MLP
     from ml_pipeline.seeding import stream_seed
-    from ml_pipeline.training.gpu.programs import Programs
-    from ml_pipeline.training.ppo_trainer import PPOTrainer
-    from ml_pipeline.training.tensor.collector import TensorCollector
+    from ml_pipeline.training.graphs import Programs
 
     config = PPOConfig(n_steps=options.n_steps, n_epochs=4, n_minibatches=4)
     spaces = env.single_observation_space, env.single_action_space

@@ -6,7 +6,7 @@
 
 ``positive``: PPO trades the synthetic market ``edge`` without costs, 200,000 bars, another market
 and another seed each time. Its Sharpe ratio on the test period is divided by the analytic optimum
-for positions -1, 0 and 1 (``ml_pipeline.data.edge``). Always 1 or -1 by the sign of the signal,
+for positions -1, 0 and 1 (``worlds.trading.data.edge``). Always 1 or -1 by the sign of the signal,
 which has the highest mean return, reaches 0.90 of it. The reward ``risk_adjusted`` knows the best
 threshold: the agent trades where |correlation * signal| > variance_penalty * volatility.
 
@@ -35,13 +35,13 @@ import numpy as np
 
 from ml_pipeline import train
 from ml_pipeline.analysis.statistics import Array
-from ml_pipeline.analysis.trading_judgement import judge
-from ml_pipeline.analysis.trading_statistics import bar_returns, sharpe_ratio
-from ml_pipeline.analysis.trading_walk import Walk
-from ml_pipeline.data.edge import optimal_sharpe
-from ml_pipeline.data.load import load_market
-from ml_pipeline.data.market import Market
-from ml_pipeline.door.judge import judge_run
+from ml_pipeline.worlds.trading.data.edge import optimal_sharpe
+from ml_pipeline.worlds.trading.data.load import load_market
+from ml_pipeline.worlds.trading.data.market import Market
+from ml_pipeline.worlds.trading.judge import judge_run
+from ml_pipeline.worlds.trading.judgement import judge
+from ml_pipeline.worlds.trading.statistics import bar_returns, sharpe_ratio
+from ml_pipeline.worlds.trading.walk import Walk
 
 RESULTS = Path(__file__).resolve().parent / "results" / "trading_controls.json"
 CORRELATION = 0.2

@@ -36,10 +36,10 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from ml_pipeline.envs.tasks.hockey import Hockey
-from ml_pipeline.envs.tasks.trading import Trading
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
 from ml_pipeline.envs.workers.cores import available_cores
+from ml_pipeline.worlds.hockey.env import Hockey
+from ml_pipeline.worlds.trading.env import Trading
 
 EnvFn = Callable[[], gym.Env[Any, Any]]
 Step = Callable[[Any], Any]

@@ -13,25 +13,25 @@ from typing import Any
 
 import yaml
 
-from ml_pipeline.agents.image_networks import CNN
+from ml_pipeline.algorithms.dqn.config import DQNConfig
+from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.sac.config import SACConfig
+from ml_pipeline.assembly.compose import CONF, preset_files
 from ml_pipeline.config.curriculum import PhaseConfig, UntilConfig
-from ml_pipeline.config.data import FilesConfig, SyntheticConfig
-from ml_pipeline.config.dqn import DQNConfig
 from ml_pipeline.config.opponent import OpponentConfig
-from ml_pipeline.config.ppo import PPOConfig
-from ml_pipeline.config.sac import SACConfig
 from ml_pipeline.config.train import EnvConfig, EvalEnvConfig, TrainConfig, VecEnvConfig
-from ml_pipeline.protocols import Callback
+from ml_pipeline.policy.image_networks import CNN
 from ml_pipeline.targets import import_dotted
-
-CONF = Path(__file__).resolve().parents[1] / "conf"
+from ml_pipeline.training.contracts import Callback
+from ml_pipeline.worlds.trading.config import FilesConfig, SyntheticConfig
 
 HEAD = """# Config reference
 
 Every key with its type, default and comment, every [hook](#hooks) of a callback and every
 [metric](#metrics). `python docs/config_reference.py` generates this page from
 `ml_pipeline/config/` and `conf/`. The keys of `env.kwargs` are those of each env; the files in
-[conf/env/](../conf/env) explain them for trading, hockey and Game Boy. On the command line, use:
+[worlds/](../ml_pipeline/worlds) explain them for trading, hockey and Game Boy. On the command
+line, use:
 
 | syntax | effect |
 |---|---|
@@ -185,7 +185,9 @@ def shown(value: Any) -> str:
 
 def section(prefix: str, kind: type[Any], file: str, title: str, under: str = "") -> str:
     """``under``: where the file has the keys of this section."""
-    comment_of = comments(CONF / file)
+    group, _, name = file.rpartition("/")
+    path = preset_files(group)[name.removesuffix(".yaml")] if group else CONF / file
+    comment_of = comments(path)
     lines = [f"\n## {title}\n", "| key | type | default | comment |", "|---|---|---|---|"]
     for field in dataclasses.fields(kind):
         made = field.default_factory is not dataclasses.MISSING
@@ -210,7 +212,7 @@ def parts(group: str, title: str, *, named: bool) -> str:
     A file that adds to default.yaml repeats none of its keys.
     """
     lines = [f"\n## {title}"]
-    for path in sorted((CONF / group).glob("*.yaml")):
+    for path in sorted(preset_files(group).values()):
         content = yaml.safe_load(path.read_text()) or {}
         content.pop("defaults", None)
         entries = content if named else {"": content}
@@ -264,7 +266,7 @@ def metrics() -> str:
 def choices() -> str:
     lines = ["\n## Options by name\n", "| group | options |", "|---|---|"]
     for group in CHOICES:
-        options = ", ".join(f"`{path.stem}`" for path in sorted((CONF / group).glob("*.yaml")))
+        options = ", ".join(f"`{name}`" for name in sorted(preset_files(group)))
         lines.append(f"| `{group}=` | {options} |")
     return "\n".join(lines)
 

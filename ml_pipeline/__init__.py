@@ -3,18 +3,22 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ml_pipeline.api import load as load
-    from ml_pipeline.api import train as train
+    from ml_pipeline.assembly.api import load as load
+    from ml_pipeline.assembly.api import train as train
+
+from ml_pipeline.moved import find_old_modules
 
 __version__ = "0.2.0"
 
 __all__ = ["__version__", "load", "train"]
 
+find_old_modules()
+
 
 def __getattr__(name: str) -> Any:
     # On first use: workers import this package too, and must not import torch.
     if name in ("load", "train"):
-        from ml_pipeline import api
+        from ml_pipeline.assembly import api
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
 """``python -m ml_pipeline COMMAND``, and ``ml-pipeline COMMAND`` of an installed package.
 
-A command is a file in ``commands/``: its name, ``HELP``, ``add_arguments`` and ``run``.
+A command is a file in ``commands/``, or in that of a world or an algorithm: its name, ``HELP``,
+``add_arguments`` and ``run``.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import NoReturn
 
-from ml_pipeline import commands
-from ml_pipeline.door.exits import exit_code
+from ml_pipeline.assembly.exits import exit_code
+from ml_pipeline.shelves import command_modules
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,10 +41,8 @@ def _parser() -> _Parser:
         description="Train agents, look at what they learned, and use their policies.",
     )
     choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name in sorted(module.name for module in iter_modules(commands.__path__)):
-        if name.startswith("_"):
-            continue
-        command = import_module(f"{commands.__name__}.{name}")
+    for name, module in sorted(command_modules().items()):
+        command = import_module(module)
         command_parser = choices.add_parser(
             name.replace("_", "-"), help=command.HELP, description=command.HELP
         )

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from threadpoolctl import threadpool_limits
 
 from ml_pipeline.errors import UserError
 
@@ -100,3 +101,22 @@ def total_memory(device: torch.device) -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Windows has no sysconf
         return None
+
+
+@contextmanager
+def torch_threads(device: torch.device, n_threads: int = 1) -> Iterator[None]:
+    """``n_threads`` of torch on the CPU during a run: a second one makes small networks slower.
+
+    NumPy's linear algebra always gets one, so that results do not depend on the number of cores.
+    """
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        keep_freed_memory()
+    try:
+        with threadpool_limits(limits=1, user_api="blas"):
+            if device.type == "cpu":
+                torch.set_num_threads(n_threads)  # after the limit, which may apply to torch too
+                map_blas_memory()
+            yield
+    finally:
+        torch.set_num_threads(before)

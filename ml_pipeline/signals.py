@@ -7,9 +7,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 _ECHO_SECONDS = 0.5
 _GRACE_SECONDS = 4.0  # SIGKILL follows SIGTERM after about 10 s; saving needs the rest
@@ -51,6 +51,26 @@ class Transaction:
         self._on_commit()
 
 
+class Signals(Protocol):
+    """When a stop signal may interrupt a run."""
+
+    @property
+    def pending(self) -> int:
+        """The number of a signal that waits, or 0."""
+
+    def dismiss(self) -> None:
+        """Ignore signals from now on, also one that waits: the run is ending already."""
+
+    def shielded(self) -> AbstractContextManager[None]:
+        """A block that always finishes: a stop signal waits for its end."""
+
+    def whole_run(self) -> AbstractContextManager[None]:
+        """The block of all iterations."""
+
+    def transaction(self) -> AbstractContextManager[Transaction]:
+        """The block of one iteration."""
+
+
 class NoSignals:
     """Replaces ``StopSignals`` where signals are not handled."""
 
@@ -66,6 +86,8 @@ class NoSignals:
     @contextmanager
     def shielded(self) -> Iterator[None]:
         yield
+
+    whole_run = shielded
 
 
 class StopSignals:
@@ -146,6 +168,11 @@ class StopSignals:
         finally:
             self._transaction = None
         self._raise_if_due()
+
+    @contextmanager
+    def whole_run(self) -> Iterator[None]:
+        """A stop signal may interrupt it: each iteration is a transaction of its own."""
+        yield
 
     def _raise_if_due(self) -> None:
         if self._pending is not None and not self._must_wait():

@@ -15,25 +15,10 @@ from typing import Any
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import INSTALL_COMMANDS, missing_extra
-
-# Modules and classes that moved. Older run folders and exported policies name the old paths.
-_MOVED = {
-    "ml_pipeline.agents.networks.CNN": "ml_pipeline.agents.image_networks.CNN",
-    "ml_pipeline.agents.networks.DictNetwork": "ml_pipeline.agents.image_networks.DictNetwork",
-    "ml_pipeline.agents.networks.Recurrent": "ml_pipeline.agents.recurrent.Recurrent",
-    "ml_pipeline.envs.atari": "ml_pipeline.envs.wrappers.atari",
-    "ml_pipeline.envs.tasks.acrobot": "ml_pipeline.envs.tensor_tasks.acrobot",
-    "ml_pipeline.envs.tasks.cartpole": "ml_pipeline.envs.tensor_tasks.cartpole",
-    "ml_pipeline.envs.tasks.hide_velocity": "ml_pipeline.envs.wrappers.hide_velocity",
-    "ml_pipeline.envs.tasks.mountain_car_continuous": (
-        "ml_pipeline.envs.tensor_tasks.mountain_car_continuous"
-    ),
-    "ml_pipeline.envs.tasks.pendulum": "ml_pipeline.envs.tensor_tasks.pendulum",
-}
-
+from ml_pipeline.moved import moved
 
 # Runs that are older than the key agent.algorithm do not name theirs.
-ALGORITHM_OF_OLD_RUNS = "ml_pipeline.algorithms.ppo.PPO"
+ALGORITHM_OF_OLD_RUNS = "ml_pipeline.algorithms.ppo.algorithm.PPO"
 
 
 class TargetError(UserError):
@@ -51,11 +36,6 @@ def import_dotted(path: str, *, key: str) -> Any:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise TargetError(f"{key}={path}: module {module_name} has no {name!r}{hint}")
     return getattr(module, name)
-
-
-def moved(path: str) -> str:
-    """The current path of a module or class of this package; ``path`` may be an older one."""
-    return _MOVED.get(path, path)
 
 
 def import_module(name: str, *, key: str, path: str) -> ModuleType:

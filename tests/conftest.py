@@ -252,7 +252,7 @@ def small_auto(**more: Any) -> list[str]:
 @pytest.fixture(scope="session")
 def _template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of ``finished_run``; copied, never changed."""
-    from ml_pipeline.build import train  # imports torch, which many tests do not need
+    from ml_pipeline.assembly.run import train  # imports torch, which many tests do not need
 
     folder = tmp_path_factory.mktemp("template")
     with pytest.MonkeyPatch.context() as patch:

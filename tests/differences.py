@@ -18,10 +18,11 @@ from gymnasium import spaces
 from small_agents import agent_for
 from torch import Tensor
 
-from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.protocols import Minibatch, PolicyInput, Rates, UpdateResult
-from ml_pipeline.training.tensor.returns import RolloutOutcome, gae_step_by_step
+from ml_pipeline.algorithms.ppo.agent import PPOAgent
+from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.policy.contracts import PolicyInput
+from ml_pipeline.policy.networks import MLP
+from ml_pipeline.training.tensor_returns import RolloutOutcome, gae_step_by_step
 
 TWO, FIVE = spaces.Discrete(2), spaces.Discrete(5)
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -103,7 +104,7 @@ class Pair:
         self.plain.fast = None
         self.fast = self._agent(case, device, precision=precision)
         if backend == "triton":
-            from ml_pipeline.agents.fast.triton_ppo import TritonPPO
+            from ml_pipeline.algorithms.ppo.fast.triton_ppo import TritonPPO
 
             assert TritonPPO.covers(self.fast.model)
             self.fast.fast = TritonPPO(self.fast.plain)
@@ -258,7 +259,7 @@ def random_outcome(n_steps: int, n_envs: int, seed: int, device: Any = "cpu") ->
 
 def gae_differences(n_steps: int, n_envs: int, device: torch.device) -> dict[str, float]:
     """Differences between the kernel and the loop over time."""
-    from ml_pipeline.training.tensor.gae_kernel import gae_in_one_kernel
+    from ml_pipeline.training.gae_kernel import gae_in_one_kernel
 
     outcome = random_outcome(n_steps, n_envs, 1, device)
     ours = gae_in_one_kernel(*outcome, gamma=0.99, lam=0.95)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ml_pipeline.data.bars import Bars
+from ml_pipeline.worlds.trading.data.bars import Bars
 
 FILES = Path(__file__).parent / "data" / "files"
 HOUR = 3_600_000_000_000

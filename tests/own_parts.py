@@ -19,9 +19,10 @@ import torch
 from tiny_envs import CountingEnv
 from torch import Tensor, nn
 
-from ml_pipeline.algorithms.ppo import PPO
+from ml_pipeline.algorithms.ppo.algorithm import PPO
 from ml_pipeline.envs.vec_env import ParallelEnv
-from ml_pipeline.protocols import Callback, Metrics, Trainer
+from ml_pipeline.records import Metrics
+from ml_pipeline.training.contracts import Callback, Trainer
 
 ONE_PROCESS = PPO._replace(trains_on_ranks=False)  # an algorithm that ignores ``Place.world``
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from conftest import only_run, small
 from market_rows import write_table
 
-from ml_pipeline.build import train
-from ml_pipeline.data.bars import Bars
-from ml_pipeline.data.synthetic import synthetic_bars
-from ml_pipeline.door.load import export_run
+from ml_pipeline.assembly.load import export_run
+from ml_pipeline.assembly.run import train
+from ml_pipeline.worlds.trading.data.bars import Bars
+from ml_pipeline.worlds.trading.data.synthetic import synthetic_bars
 
 N_BARS = 300
 

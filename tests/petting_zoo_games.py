@@ -9,8 +9,8 @@ import numpy as np
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
 
-from ml_pipeline.envs.parallel_api import TwoPlayerParallelEnv
-from ml_pipeline.envs.two_players import both_spaces
+from ml_pipeline.games.parallel_api import TwoPlayerParallelEnv
+from ml_pipeline.games.two_players import both_spaces
 
 OBS = spaces.Box(-100.0, 100.0, (2,), np.float32)
 

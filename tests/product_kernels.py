@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ml_pipeline.agents.fast.triton_kernels import _product
+from ml_pipeline.algorithms.ppo.fast.triton_kernels import _product
 
 
 @triton.jit

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ml_pipeline.agents.adam import FlatAdam
-from ml_pipeline.build import train
-from ml_pipeline.protocols import Callback
+from ml_pipeline.assembly.run import train
+from ml_pipeline.policy.optimiser import FlatAdam
+from ml_pipeline.training.contracts import Callback
 from ml_pipeline.training.loop import Loop
 
 # 8 envs in all; 3 iterations of 2 epochs of 2 minibatches: 12 gradient steps.

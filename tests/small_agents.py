@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.observations import batched
-from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.config.ppo import PPOConfig
+from ml_pipeline.algorithms.ppo.agent import PPOAgent
+from ml_pipeline.algorithms.ppo.collect import Collector
+from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.ppo.records import Minibatch
+from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
-from ml_pipeline.protocols import Minibatch, PolicyInput
-from ml_pipeline.training.collector import Collector
-from ml_pipeline.training.gpu.programs import Programs
-from ml_pipeline.training.tensor.collector import TensorCollector
+from ml_pipeline.policy.contracts import PolicyInput
+from ml_pipeline.policy.networks import MLP
+from ml_pipeline.policy.observations import batched
+from ml_pipeline.training.graphs import Programs
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from ml_pipeline.envs.two_players import both_spaces
+from ml_pipeline.games.two_players import both_spaces
 
 
 class Line(gym.Env[Any, Any]):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from ml_pipeline.protocols import Callback
 from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.signals import Interrupted
+from ml_pipeline.training.contracts import Callback
 from ml_pipeline.training.loop import Loop
 
 

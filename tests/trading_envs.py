@@ -7,8 +7,8 @@ from typing import Any
 import gymnasium as gym
 from trading_markets import random_market
 
-from ml_pipeline.envs.tasks.trading import Trading
-from ml_pipeline.envs.tensor_tasks.trading import TorchTrading
+from ml_pipeline.worlds.trading.env import Trading
+from ml_pipeline.worlds.trading.tensor_env import TorchTrading
 
 MARKET = random_market(300, volatility=0.004)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ml_pipeline.data.market import Market
+from ml_pipeline.worlds.trading.data.market import Market
 
 
 def random_market(

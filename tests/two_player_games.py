@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from ml_pipeline.envs.two_players import both_spaces
+from ml_pipeline.games.two_players import both_spaces
 
 PULLS = np.array([[0.0], [0.3], [1.0]], dtype=np.float32)  # of the discrete actions
 

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from ml_pipeline.envs.episode_stats import row_numbers
+from ml_pipeline.envs.episode_stats import Episode, row_numbers
 from ml_pipeline.envs.evaluation import (
     END,
     EVALUATED,
@@ -21,7 +21,7 @@ from ml_pipeline.envs.evaluation import (
     EvaluationEnv,
 )
 from ml_pipeline.envs.vec_env import SerialEnv
-from ml_pipeline.protocols import Episode, Policy
+from ml_pipeline.policy.contracts import Policy
 
 
 class Evaluation(NamedTuple):

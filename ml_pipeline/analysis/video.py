@@ -15,7 +15,7 @@ from ml_pipeline.analysis.evaluate import Evaluation, evaluate
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import import_extra, missing_extra
-from ml_pipeline.protocols import Policy
+from ml_pipeline.policy.contracts import Policy
 
 
 def check_video(make_env: Callable[[], gym.Env[Any, Any]]) -> None:

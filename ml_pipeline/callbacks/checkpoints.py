@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from ml_pipeline.callbacks.every_steps import EverySteps
 from ml_pipeline.config.checks import check
 from ml_pipeline.metrics import EVAL_RETURN
-from ml_pipeline.protocols import StateDict
+from ml_pipeline.records import StateDict
 from ml_pipeline.runs.checkpoint import BEST, save_checkpoint
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.resuming import save_latest
 from ml_pipeline.runs.run_folder import RunFolder
-from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.contracts import RunningLoop
 
 
 class Checkpoints(EverySteps):
@@ -36,7 +36,7 @@ class Checkpoints(EverySteps):
         self.best_metric = best_metric
         self.best_value = -math.inf
 
-    def on_iteration_logged(self, loop: Loop, metrics: Mapping[str, float]) -> None:
+    def on_iteration_logged(self, loop: RunningLoop, metrics: Mapping[str, float]) -> None:
         value = metrics.get(self.best_metric, -math.inf)
         if value > self.best_value:
             self.best_value = value
@@ -44,7 +44,7 @@ class Checkpoints(EverySteps):
         if self.is_due(loop):
             save_latest(self.run, loop, keep=self.keep)
 
-    def on_train_end(self, loop: Loop) -> None:
+    def on_train_end(self, loop: RunningLoop) -> None:
         # A run without evaluation intends to have no best checkpoint; another metric may be a typo.
         if self.best_value == -math.inf and self.best_metric != EVAL_RETURN:
             say(f"best_metric={self.best_metric}: no iteration logged it, so best.pt was not saved")

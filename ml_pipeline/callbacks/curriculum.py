@@ -13,10 +13,10 @@ from typing import Any
 from ml_pipeline.config.curriculum import CurriculumConfig, PhaseConfig, UntilConfig
 from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import PHASE
-from ml_pipeline.protocols import Callback, KeepsReplay, Metrics, StateDict
+from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.runs.console import say
+from ml_pipeline.training.contracts import Callback, Forgets, RunningLoop
 from ml_pipeline.training.episode_window import N_RECENT
-from ml_pipeline.training.loop import Loop
 
 
 class Curriculum(Callback):
@@ -34,7 +34,7 @@ class Curriculum(Callback):
         """Of the current phase, from 1."""
         return len(self.config.names_until(self.phase))
 
-    def on_train_start(self, loop: Loop) -> None:
+    def on_train_start(self, loop: RunningLoop) -> None:
         is_resumed = self._first_step is not None
         if self._first_step is None:
             self._first_step = loop.env_steps
@@ -42,10 +42,10 @@ class Curriculum(Callback):
         self._apply(loop)
         say(f"curriculum: {'continues with' if is_resumed else 'starts with'} {self._shown()}")
 
-    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
+    def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
         metrics[PHASE] = self.number
 
-    def on_iteration_logged(self, loop: Loop, metrics: Mapping[str, float]) -> None:
+    def on_iteration_logged(self, loop: RunningLoop, metrics: Mapping[str, float]) -> None:
         # Not in on_iteration_end: a stop signal can skip that hook, and evaluations come after it.
         n_episodes = int(metrics.get("rollout/total_episodes", 0))
         if self._first_episode is None:
@@ -56,8 +56,8 @@ class Curriculum(Callback):
         self.phase = list(self.config.phases)[self.number]
         self._first_step, self._first_episode = loop.env_steps, n_episodes
         self._n_reached = 0
-        if self._now.replay == "clear" and isinstance(loop.trainer, KeepsReplay):
-            loop.trainer.replay.clear()
+        if self._now.replay == "clear" and isinstance(loop.trainer, Forgets):
+            loop.trainer.forget()
         self._apply(loop)  # last: it raises if a worker is lost, and a resumed run repeats it
         say(f"curriculum: {self._shown()} starts at env step {loop.env_steps:,}: {reached}")
 
@@ -68,7 +68,7 @@ class Curriculum(Callback):
     def _shown(self) -> str:
         return f"phase {self.number} of {len(self.config.phases)}, {self.phase}"
 
-    def _reached(self, loop: Loop, metrics: Mapping[str, float], n_episodes: int) -> str:
+    def _reached(self, loop: RunningLoop, metrics: Mapping[str, float], n_episodes: int) -> str:
         """The goal that the phase has reached, or an empty string."""
         until = self._now.until
         n_steps = loop.env_steps - (self._first_step or 0)
@@ -84,7 +84,7 @@ class Curriculum(Callback):
             return f"{n_steps:,} env steps"
         return ""
 
-    def _apply(self, loop: Loop) -> None:
+    def _apply(self, loop: RunningLoop) -> None:
         """Tell all envs the settings of the phase; they use them from their next reset on."""
         for env in loop.envs:
             # Not every VectorEnv has it, and a wrapper may pass it on by __getattr__.

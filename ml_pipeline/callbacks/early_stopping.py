@@ -6,9 +6,9 @@ import math
 
 from ml_pipeline.config.checks import check, integer_steps
 from ml_pipeline.metrics import EVAL_RETURN
-from ml_pipeline.protocols import Callback, Metrics, StateDict
+from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.runs.console import say
-from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.contracts import Callback, RunningLoop
 
 
 class EarlyStopping(Callback):
@@ -39,7 +39,7 @@ class EarlyStopping(Callback):
         self.best: float | None = None  # None: no value yet
         self.n_waited = 0
 
-    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
+    def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
         # Not in on_iteration_logged: a stop must be known before the last checkpoint is saved.
         if self.metric not in metrics:
             return
@@ -62,7 +62,7 @@ class EarlyStopping(Callback):
     def _reaches(self, value: float, threshold: float) -> bool:
         return value == threshold or self._is_better(value, threshold)
 
-    def on_train_end(self, loop: Loop) -> None:
+    def on_train_end(self, loop: RunningLoop) -> None:
         if self.best is None:
             say(f"early stopping: no iteration logged {self.metric}")
 

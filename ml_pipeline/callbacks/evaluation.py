@@ -16,10 +16,10 @@ from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.vec_env import HasWorkers, ParallelEnv, SerialEnv, WorkerError
 from ml_pipeline.errors import first_line
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
-from ml_pipeline.protocols import Metrics, StateDict
+from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.runs.console import say
 from ml_pipeline.seeding import stream_seed
-from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.contracts import RunningLoop
 
 _FIRST_LIMIT = 1_000  # steps of an evaluated episode before a training episode has ended
 
@@ -49,7 +49,7 @@ class PeriodicEvaluation(EverySteps):
         self._has_warned = False
         self._envs: SerialEnv | ParallelEnv | None = None  # kept, because workers start slowly
 
-    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
+    def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
         self._is_pending |= self.is_due(loop)
         if not self._is_pending:
             return
@@ -64,7 +64,7 @@ class PeriodicEvaluation(EverySteps):
         for name, mean in info_means(result.episodes).items():
             metrics[f"eval/info/{name}"] = mean
 
-    def _evaluate(self, loop: Loop, *, has_ended: bool) -> Evaluation | None:
+    def _evaluate(self, loop: RunningLoop, *, has_ended: bool) -> Evaluation | None:
         """None if its workers died twice and the run continues after such deaths."""
         try:
             return self._played(loop, has_ended=has_ended)
@@ -81,7 +81,7 @@ class PeriodicEvaluation(EverySteps):
             say(f"evaluation at env step {loop.env_steps:,} left out: {first_line(error)}")
             return None
 
-    def _played(self, loop: Loop, *, has_ended: bool) -> Evaluation:
+    def _played(self, loop: RunningLoop, *, has_ended: bool) -> Evaluation:
         n_envs = min(self.n_episodes, sum(env.num_envs for env in loop.envs))
         if self._envs is not None and self._envs.num_envs != n_envs:
             self.close()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ml_pipeline.config.checks import integer_steps
-from ml_pipeline.protocols import Callback
-from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.contracts import Callback, RunningLoop
 
 
 class EverySteps(Callback):
@@ -18,11 +17,11 @@ class EverySteps(Callback):
         self.n_steps = integer_steps(key, n_steps)
         self._next = self.n_steps
 
-    def on_train_start(self, loop: Loop) -> None:
+    def on_train_start(self, loop: RunningLoop) -> None:
         """Skip the multiples that a resumed run has already passed."""
         self._next = (loop.env_steps // self.n_steps + 1) * self.n_steps
 
-    def is_due(self, loop: Loop) -> bool:
+    def is_due(self, loop: RunningLoop) -> bool:
         if loop.env_steps < self._next and not loop.is_last_iteration():
             return False
         self._next = (loop.env_steps // self.n_steps + 1) * self.n_steps

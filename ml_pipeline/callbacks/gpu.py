@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from ml_pipeline.device import held_memory
-from ml_pipeline.protocols import Callback, Metrics
-from ml_pipeline.training.loop import Loop
+from ml_pipeline.records import Metrics
+from ml_pipeline.training.contracts import Callback, RunningLoop
 
 
 class GpuReport(Callback):
@@ -36,7 +36,7 @@ class GpuReport(Callback):
         self._read_utilization = read_utilization if device.type == "cuda" else None
         self._last_read = -math.inf
 
-    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
+    def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
         if self.device.type == "cpu":
             return
         now = time.monotonic()

@@ -10,7 +10,7 @@ from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.runs.checkpoint import best_or_latest, checkpoint_path
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.seeding import stream_seed
-from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.contracts import RunningLoop
 
 
 class Media(EverySteps):
@@ -23,14 +23,14 @@ class Media(EverySteps):
         super().__init__("every_steps", every_steps)
         self.run = run
 
-    def on_iteration_logged(self, loop: Loop, metrics: Mapping[str, float]) -> None:
+    def on_iteration_logged(self, loop: RunningLoop, metrics: Mapping[str, float]) -> None:
         if not self.is_due(loop):
             return
         for logger in loop.loggers:
             if hasattr(logger, "log_histograms"):
                 logger.log_histograms(loop.last_rollout(), env_steps=loop.env_steps)
 
-    def on_train_end(self, loop: Loop) -> None:
+    def on_train_end(self, loop: RunningLoop) -> None:
         path = checkpoint_path(self.run, best_or_latest(self.run))
         for logger in loop.loggers:
             if hasattr(logger, "log_file") and path.is_file():
@@ -49,7 +49,7 @@ class PolicyVideo(EverySteps):
         check_video(self._make_env)
         self._seed = stream_seed(seed, "video")
 
-    def on_iteration_logged(self, loop: Loop, metrics: Mapping[str, float]) -> None:
+    def on_iteration_logged(self, loop: RunningLoop, metrics: Mapping[str, float]) -> None:
         if not self.is_due(loop):
             return
         _, paths = record_video(

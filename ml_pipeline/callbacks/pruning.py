@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from ml_pipeline.config.checks import integer_steps
 from ml_pipeline.metrics import EVAL_RETURN, shown_return
-from ml_pipeline.protocols import Callback, Metrics
-from ml_pipeline.training.loop import Loop
+from ml_pipeline.records import Metrics
+from ml_pipeline.training.contracts import Callback, RunningLoop
 
 
 class PrunableTrial(Protocol):
@@ -42,7 +42,7 @@ class Pruning(Callback):
         self._every_steps = integer_steps("every_steps", every_steps)
         self._reported = set(reported)
 
-    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
+    def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
         # Not in on_iteration_logged: a stop must be known before the last checkpoint is saved.
         value = metrics.get(self._metric)
         if value is None or loop.is_last_iteration():

@@ -8,9 +8,9 @@ from ml_pipeline.config.checks import check, integer_steps
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError
-from ml_pipeline.protocols import Callback, Metrics
+from ml_pipeline.records import Metrics
 from ml_pipeline.runs.console import say
-from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.contracts import Callback, RunningLoop
 
 
 class FollowFreeCores(Callback):
@@ -32,7 +32,7 @@ class FollowFreeCores(Callback):
         self.max_envs = max_envs
         self.every = every
 
-    def on_train_start(self, loop: Loop) -> None:
+    def on_train_start(self, loop: RunningLoop) -> None:
         if _resizable_env(loop) is None:
             raise UserError(
                 "callbacks=scaling: needs envs in workers and collector=sync; choose "
@@ -43,7 +43,7 @@ class FollowFreeCores(Callback):
                 "callbacks=scaling: this system does not report its load; choose callbacks=default"
             )
 
-    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
+    def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
         env = _resizable_env(loop)
         if loop.iteration % self.every or env is None:
             return
@@ -59,7 +59,7 @@ class FollowFreeCores(Callback):
             )
 
 
-def _resizable_env(loop: Loop) -> ParallelEnv | None:
+def _resizable_env(loop: RunningLoop) -> ParallelEnv | None:
     """The only vector env of the run, if its size can change."""
     env = loop.envs[0].unwrapped
     return env if isinstance(env, ParallelEnv) and len(loop.envs) == 1 else None

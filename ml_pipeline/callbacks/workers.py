@@ -6,9 +6,9 @@ import statistics
 
 from ml_pipeline.envs.vec_env import HasWorkers, WorkerLoad
 from ml_pipeline.envs.workers.errors import env_names
-from ml_pipeline.protocols import Callback, Metrics
+from ml_pipeline.records import Metrics
 from ml_pipeline.runs.console import say
-from ml_pipeline.training.loop import Loop
+from ml_pipeline.training.contracts import Callback, RunningLoop
 
 _PATIENCE = 3  # iterations; a single slow episode does not make a straggler
 
@@ -28,10 +28,10 @@ class WorkerReport(Callback):
         self._suspect: tuple[int, int] = (-1, 0)  # pid, iterations in a row
         self._named: set[int] = set()
 
-    def on_train_start(self, loop: Loop) -> None:
+    def on_train_start(self, loop: RunningLoop) -> None:
         self._last = {load.pid: load.busy_seconds for load in _worker_loads(loop)}
 
-    def on_iteration_end(self, loop: Loop, metrics: Metrics) -> None:
+    def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
         loads = _worker_loads(loop)
         if not loads:
             return
@@ -62,7 +62,7 @@ class WorkerReport(Callback):
             )
 
 
-def _worker_loads(loop: Loop) -> list[WorkerLoad]:
+def _worker_loads(loop: RunningLoop) -> list[WorkerLoad]:
     """The load of every worker; env numbers continue from one vector env to the next."""
     loads: list[WorkerLoad] = []
     first = 0

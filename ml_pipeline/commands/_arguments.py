@@ -13,7 +13,7 @@ from ml_pipeline.config.train import RUN_ROOT
 from ml_pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from ml_pipeline.door.players import Player
+    from ml_pipeline.assembly.players import Player
 
 LATEST_RUN = "latest"
 RUN_HELP = f"run folder, or {LATEST_RUN}: the run that was started or resumed last"

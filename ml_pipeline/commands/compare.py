@@ -83,7 +83,7 @@ def run(options: Namespace) -> None:
 
 def _read_runs(arguments: Sequence[str], *, trust: bool) -> list[RunData]:
     from ml_pipeline.analysis.run_data import read_run
-    from ml_pipeline.door.compose import plain_config
+    from ml_pipeline.assembly.compose import plain_config
 
     runs = []
     for path in (path for given in arguments for path in _run_folders(given)):
@@ -99,7 +99,7 @@ def _read_runs(arguments: Sequence[str], *, trust: bool) -> list[RunData]:
 def _run_folders(given: str) -> Sequence[Path | str]:
     """The runs that an argument names: one, or those of a sweep, a study or a W&B project."""
     from ml_pipeline.analysis.wandb_runs import PREFIX, download
-    from ml_pipeline.sweeps import job_runs, read_jobs
+    from ml_pipeline.assembly.sweeps import job_runs, read_jobs
 
     if given.startswith(PREFIX):
         return download(given)

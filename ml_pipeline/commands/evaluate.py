@@ -23,8 +23,8 @@ from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import shown_return
 
 if TYPE_CHECKING:
-    from ml_pipeline.analysis.games import Games
-    from ml_pipeline.door.players import Arena, Player
+    from ml_pipeline.assembly.players import Arena, Player
+    from ml_pipeline.games.matches import Games
 
 _MOST_ENVS = 8  # played at the same time
 _N_EPISODES, _N_GAMES, _N_SHOWN_GAMES = 20, 200, 2
@@ -90,10 +90,10 @@ def _render_mode(options: Namespace) -> str | None:
 def _play_episodes(options: Namespace) -> None:
     from ml_pipeline.analysis.evaluate import evaluate, evaluate_batch
     from ml_pipeline.analysis.video import record_video
-    from ml_pipeline.door.load import load_agent
-    from ml_pipeline.door.players import chosen_env
+    from ml_pipeline.assembly.load import load_agent
+    from ml_pipeline.assembly.players import chosen_env
     from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
-    from ml_pipeline.envs.tasks.trading import Trading
+    from ml_pipeline.envs.judged import JudgedEnv
     from ml_pipeline.runs.console import user_command
     from ml_pipeline.runs.run_folder import RunFolder
     from ml_pipeline.seeding import stream_seed
@@ -137,17 +137,19 @@ def _play_episodes(options: Namespace) -> None:
     print(f"return: {figures}   mean length {result.mean_length:.1f}")
     if result.n_cut:
         print(f"{result.n_cut} episodes did not end and were cut at {MAX_EPISODE_STEPS:,} steps")
-    if isinstance(trained.env.unwrapped, Trading):
-        print(f"returns are not a judgement; see: {user_command('judge')} {shlex.quote(run_dir)}")
+    kind = type(trained.env.unwrapped)
+    if isinstance(kind, JudgedEnv):
+        command = user_command(kind.judge_command)
+        print(f"returns are not a judgement; see: {command} {shlex.quote(run_dir)}")
 
 
 def _play_games(options: Namespace) -> None:
     import torch
 
-    from ml_pipeline.analysis.tournament import DRAWS_HINT, MANY_DRAWS, counts_lines
-    from ml_pipeline.door.parts import torch_threads
-    from ml_pipeline.door.players import chosen_env, env_of, load_player, open_arena
+    from ml_pipeline.assembly.players import chosen_env, env_of, load_player, open_arena
+    from ml_pipeline.device import torch_threads
     from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
+    from ml_pipeline.games.tournament import DRAWS_HINT, MANY_DRAWS, counts_lines
     from ml_pipeline.seeding import stream_seed
 
     run_dir = chosen_run(options.run, options.root)
@@ -183,8 +185,8 @@ def _play_games(options: Namespace) -> None:
 
 def _played(options: Namespace, arena: Arena, first: Player, second: Player, seed: int) -> Games:
     from ml_pipeline.analysis.evaluate import Evaluation, evaluate
-    from ml_pipeline.analysis.games import Side, play_games, play_sides
     from ml_pipeline.analysis.video import record_video
+    from ml_pipeline.games.matches import Side, play_games, play_sides
     from ml_pipeline.runs.run_folder import RunFolder
 
     policies = first.policy, second.policy

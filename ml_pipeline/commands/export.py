@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    from ml_pipeline.door.load import export_run
+    from ml_pipeline.assembly.load import export_run
     from ml_pipeline.runs.console import user_command
 
     trained, path, policy, agreement = export_run(

@@ -19,7 +19,7 @@ from ml_pipeline.metrics import shown_return
 if TYPE_CHECKING:
     import gymnasium as gym
 
-    from ml_pipeline.protocols import Policy
+    from ml_pipeline.policy.contracts import Policy
 
 _OUTCOMES = {1: "won", 0: "drawn", -1: "lost"}
 
@@ -52,11 +52,11 @@ def run(options: Namespace) -> None:
     import torch
 
     from ml_pipeline.analysis.evaluate import evaluate
-    from ml_pipeline.analysis.games import winner_of
-    from ml_pipeline.door.load import load_policy
-    from ml_pipeline.door.parts import torch_threads
+    from ml_pipeline.assembly.load import load_policy
+    from ml_pipeline.device import torch_threads
     from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
     from ml_pipeline.envs.factory import close_env
+    from ml_pipeline.games.matches import winner_of
 
     path = chosen_run(options.policy, options.root)
     prepare_window(options.render)
@@ -90,8 +90,8 @@ def run(options: Namespace) -> None:
 
 def _load_pair(path: str, options: Namespace) -> tuple[Policy, gym.Env[Any, Any], str]:
     """Both players as one policy, the two-player env, and a title."""
-    from ml_pipeline.analysis.games import PairPolicy
-    from ml_pipeline.door.players import env_of, load_player, open_arena
+    from ml_pipeline.assembly.players import env_of, load_player, open_arena
+    from ml_pipeline.games.matches import PairPolicy
 
     arena = open_arena(env_of(path, trust=options.trust), render_mode=options.render)
     rival = chosen_run(options.opponent, options.root)

@@ -23,8 +23,8 @@ from ml_pipeline.commands._arguments import (
 from ml_pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from ml_pipeline.analysis.tournament import Match
-    from ml_pipeline.door.players import Arena, Player
+    from ml_pipeline.assembly.players import Arena, Player
+    from ml_pipeline.games.tournament import Match
 
 HELP = "let runs and scripted opponents play each other, and rate them"
 
@@ -66,10 +66,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> None:
     import torch
 
-    from ml_pipeline.analysis import tournament
-    from ml_pipeline.analysis.tournament_report import write_page
-    from ml_pipeline.door.parts import torch_threads
+    from ml_pipeline.device import torch_threads
     from ml_pipeline.extras import MissingExtraError
+    from ml_pipeline.games import tournament
+    from ml_pipeline.games.tournament_report import write_page
     from ml_pipeline.runs.console import wide_console
 
     arena, players = _loaded(options)
@@ -105,7 +105,7 @@ def run(options: Namespace) -> None:
 
 def _loaded(options: Namespace) -> tuple[Arena, dict[str, Player]]:
     """The env, and the players by the words that name them."""
-    from ml_pipeline.door.players import chosen_env, is_path, load_player, open_arena
+    from ml_pipeline.assembly.players import chosen_env, is_path, load_player, open_arena
     from ml_pipeline.seeding import stream_seed
 
     given = [chosen_run(each, options.root) for each in options.players]
@@ -147,8 +147,8 @@ def _anchor(given: str | None, players: dict[str, Player]) -> str | None:
 
 
 def _played(arena: Arena, first: Player, second: Player, options: Namespace) -> Match:
-    from ml_pipeline.analysis.games import play_games
-    from ml_pipeline.analysis.tournament import Match
+    from ml_pipeline.games.matches import play_games
+    from ml_pipeline.games.tournament import Match
     from ml_pipeline.seeding import stream_seed
 
     with closing(arena.make_envs(n_envs=min(options.games, MOST_GAMES))) as envs:

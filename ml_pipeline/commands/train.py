@@ -15,6 +15,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    from ml_pipeline.door.entry import train
+    from ml_pipeline.assembly.entry import train
 
     train([f"{sys.argv[0]} train", *options.arguments])

@@ -29,6 +29,10 @@ class AgentConfig:
         """Why these sizes do not fit together, or None if they do."""
         return None
 
+    def why_not_double(self) -> str | None:
+        """Why the collector cannot be double-buffered, or None if it can."""
+        return None
+
     def remark(self, env_steps: int) -> str | None:
         """What a user should know about a run of this length, or None."""
         return None

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from ml_pipeline.config.checks import check, integer_steps
-from ml_pipeline.config.off_policy import OffPolicyConfig
 from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.errors import shorten
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
@@ -149,10 +148,8 @@ class TrainConfig:
         if self.collector == "double":
             even = self.n_envs != "auto" and self.n_envs % 2 == 0
             check(even, "n_envs", "even with collector=double", self.n_envs)
-            if isinstance(self.agent, OffPolicyConfig):
-                raise ValueError(
-                    "collector=double: replay learns while envs step; use collector=sync"
-                )
+            if reason := self.agent.why_not_double():
+                raise ValueError(f"collector=double: {reason}; use collector=sync")
         if self.n_envs != "auto":
             reason = self.agent.why_not(self.n_envs)
             if reason is not None:

@@ -21,9 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.agents.observations import batched
-from ml_pipeline.agents.policy import NEXT_MEMORY, GreedyPolicy
-from ml_pipeline.agents.space_data import space_to_data, without_infinities
 from ml_pipeline.deploy.exported import (
     METADATA_FILE,
     METADATA_FORMAT,
@@ -33,9 +30,12 @@ from ml_pipeline.deploy.exported import (
 )
 from ml_pipeline.errors import UserError, type_and_line
 from ml_pipeline.extras import import_extra
-from ml_pipeline.protocols import Agent
+from ml_pipeline.policy.actor_critic import NEXT_MEMORY, GreedyPolicy
+from ml_pipeline.policy.observations import batched
+from ml_pipeline.policy.space_data import space_to_data, without_infinities
 from ml_pipeline.runs.run_folder import write_atomically
 from ml_pipeline.runs.signatures import SIGNATURE_SIZE, signature
+from ml_pipeline.training.contracts import Agent
 
 FORMATS = ("pt2", "onnx")
 N_OBSERVATIONS = 1_000

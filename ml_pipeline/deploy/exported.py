@@ -24,14 +24,14 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.agents.distributions import Categorical, Distribution, MultiCategorical
-from ml_pipeline.agents.masks import MaskError, checked_mask, masks_in
-from ml_pipeline.agents.observations import ObservationReader
-from ml_pipeline.agents.policy import MASK, MEMORY, NEXT_MEMORY
-from ml_pipeline.agents.space_data import space_from_data
 from ml_pipeline.deploy.onnx_data import check_self_contained
 from ml_pipeline.errors import UserError, first_line, printable, shorten, type_and_line
 from ml_pipeline.extras import import_extra
+from ml_pipeline.policy.actor_critic import MASK, MEMORY, NEXT_MEMORY
+from ml_pipeline.policy.distributions import Categorical, Distribution, MultiCategorical
+from ml_pipeline.policy.masks import MaskError, checked_mask, masks_in
+from ml_pipeline.policy.observations import ObservationReader
+from ml_pipeline.policy.space_data import space_from_data
 from ml_pipeline.runs.signatures import UntrustedError, is_signed
 
 METADATA_FORMAT = 1  # increased when older readers cannot use the metadata

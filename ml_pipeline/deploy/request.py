@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.agents.policy import MASK, MEMORY
 from ml_pipeline.deploy.exported import Arrays, ExportedPolicy, TensorSpec
 from ml_pipeline.errors import UserError
+from ml_pipeline.policy.actor_critic import MASK, MEMORY
 
 LARGE_BYTES = 64 * 1024  # read larger bodies in another thread
 _KEY_BYTES = 1_024  # for each key of a request, with some white space

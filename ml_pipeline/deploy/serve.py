@@ -24,12 +24,12 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from ml_pipeline.agents.policy import MEMORY, NEXT_MEMORY
 from ml_pipeline.deploy.batcher import Batcher
 from ml_pipeline.deploy.connection import Connection, to_json
 from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.deploy.request import LARGE_BYTES, RefusedError, RequestReader
 from ml_pipeline.errors import UserError, type_and_line
+from ml_pipeline.policy.actor_critic import MEMORY, NEXT_MEMORY
 from ml_pipeline.signals import Interrupted, StopSignals, signals_to_handle
 
 _ROUTES = {"/health": "GET", "/metadata": "GET", "/predict": "POST"}

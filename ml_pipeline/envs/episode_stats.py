@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.protocols import Episode, StateDict
+from ml_pipeline.records import StateDict
 
 MAX_INFOS = 20  # names per run: each is a metric
 _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
+
+
+class Episode(NamedTuple):
+    """A finished episode, or the mean of ``n`` of them."""
+
+    episode_return: float  # undiscounted sum of the env's rewards
+    length: float
+    n: int = 1
+    infos: Mapping[str, float] = MappingProxyType({})  # the numbers in the info of its last step
 
 
 class EpisodeStats:

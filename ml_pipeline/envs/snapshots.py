@@ -22,7 +22,7 @@ from gymnasium.utils import EzPickle
 
 from ml_pipeline.envs.factory import allowed_action, close_env
 from ml_pipeline.errors import type_and_line
-from ml_pipeline.targets import moved
+from ml_pipeline.moved import moved
 
 _BASE = "the env below all wrappers"  # its name in a pickle that leaves it out; a file format
 _TRIAL_STEPS = 24
@@ -158,7 +158,8 @@ class _Unpickler(pickle.Unpickler):
         self._base = base
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        return super().find_class(moved(module_name), global_name)
+        path = moved(f"{module_name}.{global_name}").removesuffix(f".{global_name}")
+        return super().find_class(path, global_name)
 
     def persistent_load(self, name: Any) -> Any:
         if name != _BASE:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ml_pipeline.errors import UserError, first_line, shorten
-from ml_pipeline.protocols import StateDict
+from ml_pipeline.errors import UserError, first_line
+from ml_pipeline.records import StateDict
 from ml_pipeline.runs.run_folder import (
     RunFolder,
     is_checkpoint_file,
@@ -190,29 +190,6 @@ def check_fits(own: Any, saved: Any, what: str) -> None:
         raise ValueError(f"{what} must be a {kinds[0]}, got a {kinds[1]}")
     for one, other, name in parts:
         check_fits(one, other, f"{what}[{name}]")
-
-
-def first_difference(own: Any, saved: Any, what: str = "") -> str | None:
-    """Where two states differ in names, shapes, types or plain values; None: they fit each other.
-
-    The values of tensors may differ.
-    """
-    if isinstance(own, dict) and isinstance(saved, dict):
-        for name in dict.fromkeys([*own, *saved]):
-            place = f"{what}.{name}" if what else str(name)
-            if name not in own or name not in saved:
-                return f"{place} exists only {'here' if name in own else 'there'}"
-            if (difference := first_difference(own[name], saved[name], place)) is not None:
-                return difference
-        return None
-    shown = [_form(each) for each in (saved, own)]
-    return None if shown[0] == shown[1] else f"{what} is {shown[0]} there and {shown[1]} here"
-
-
-def _form(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return shorten(repr(value))
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ml_pipeline.metrics import MEAN_RETURN, shown_return
-from ml_pipeline.protocols import Logger
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
 from ml_pipeline.runs.console import ConsoleLogger, is_job, say, typed_training, user_command
 from ml_pipeline.runs.loggers import CsvLogger, last_values
 from ml_pipeline.runs.metric_names import MetricNames
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 from ml_pipeline.runs.source_code import Code, package_code, user_code
+from ml_pipeline.training.contracts import Logger
 
 
 class LastValues:

@@ -9,7 +9,7 @@ import yaml
 
 from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.errors import last_line
-from ml_pipeline.protocols import StateDict
+from ml_pipeline.records import StateDict
 from ml_pipeline.runs.checkpoint import (
     LATEST,
     CheckpointError,
@@ -28,27 +28,27 @@ from ml_pipeline.runs.env_snapshots import (
     save_snapshots,
     sweep_snapshots,
 )
-from ml_pipeline.runs.replay_files import save_replay, sweep_replay
+from ml_pipeline.runs.large_files import save_files, sweep_files
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml
+from ml_pipeline.training.contracts import RunningLoop
 from ml_pipeline.training.loop import Loop
-from ml_pipeline.training.rank_loop import RankLoop
 
 # Replaces the token of tensor envs, whose state is part of the checkpoint.
 _IN_CHECKPOINT = "in the checkpoint"
 
 
-def save_latest(run: RunFolder, loop: Loop, *, keep: int = 0) -> None:
+def save_latest(run: RunFolder, loop: RunningLoop, *, keep: int = 0) -> None:
     """Save the envs, then the checkpoint that refers to them.
 
     A kill between the two leaves the previous checkpoint with its envs. With ``keep``, the same
     state also becomes a numbered checkpoint; then all but the last ``keep`` of them are removed.
     """
-    if isinstance(loop, RankLoop) and not loop.can_save:
+    if not loop.can_save:
         return  # a rank failed; the last checkpoint has the replay of all ranks
     token = _save_envs(run, loop, numbered=loop.env_steps if keep else None)
     if token is None and _is_saved_with_envs(run, loop.env_steps):
         return  # stopped during a rollout: the existing checkpoint has these weights and its envs
-    save_replay(run, loop)
+    save_files(run, loop.trainer)
     state = {**loop.state_dict(), "env_snapshots": token}
     save_checkpoint(run, LATEST, state)
     if keep:
@@ -56,10 +56,10 @@ def save_latest(run: RunFolder, loop: Loop, *, keep: int = 0) -> None:
         drop_numbered(run, keep=keep, last=loop.env_steps)
     others = [each for each in numbered_steps(run) if not keep or each != loop.env_steps]
     sweep_snapshots(run, keep=token, numbered=others)
-    sweep_replay(run, state)
+    sweep_files(run, loop.trainer, state)
 
 
-def _save_envs(run: RunFolder, loop: Loop, *, numbered: int | None) -> str | None:
+def _save_envs(run: RunFolder, loop: RunningLoop, *, numbered: int | None) -> str | None:
     try:
         snapshots = loop.env_snapshots()
         if snapshots is None:

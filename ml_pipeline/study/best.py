@@ -20,16 +20,21 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 from optuna.trial import FrozenTrial, TrialState
 
-from ml_pipeline.door.compose import compose_config, plain_config, stored_config, with_config_dir
-from ml_pipeline.door.load import export_run
+from ml_pipeline.assembly.compose import (
+    compose_config,
+    plain_config,
+    stored_config,
+    with_config_dir,
+)
+from ml_pipeline.assembly.load import export_run
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import BEST, best_or_latest, checkpoint_path
 from ml_pipeline.runs.console import say, user_command
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.study.folder import StudyError, StudyFolder, StudySettings, finished
+from ml_pipeline.study.judging import judged_facts
 from ml_pipeline.study.report import figure, ranked
 from ml_pipeline.study.space import is_group, param_overrides
-from ml_pipeline.study.trading import judged_facts
 from ml_pipeline.study.trials import evaluate_run
 
 DEPLOYED = "deployed.json"
@@ -43,7 +48,7 @@ def write_best(
 ) -> None:
     """Write the best trial as an experiment; deploy its policy if the deployed one is worse.
 
-    A trading policy must also have an edge on the validation period, given the number of trials.
+    An env that judges its runs, such as trading, may refuse the deployment.
 
     ``trust`` accepts a deployed policy of another user that can run code.
     """

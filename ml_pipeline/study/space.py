@@ -24,9 +24,16 @@ from optuna.distributions import (
 )
 from yaml import YAMLError
 
+from ml_pipeline.assembly.compose import (
+    CONF,
+    ConfigError,
+    checked_config,
+    compose_config,
+    own_folders,
+)
 from ml_pipeline.config.train import TrainConfig
-from ml_pipeline.door.compose import CONF, ConfigError, checked_config, compose_config, own_folders
 from ml_pipeline.errors import first_line
+from ml_pipeline.shelves import conf_folders
 
 Space = dict[str, dict[str, Any]]
 
@@ -41,7 +48,8 @@ def default_space(config: TrainConfig) -> str:
 def read_space(name: str, config_dir: str | None = None) -> Space:
     """Read a space; ``name`` is the path of a YAML file, or a file of study/ in a config folder."""
     is_path = name.endswith((".yaml", ".yml")) or "/" in name
-    folders = [each / "study" for each in (CONF, *own_folders(config_dir))]  # as Hydra searches
+    places = [CONF, *conf_folders(), *own_folders(config_dir)]  # as Hydra searches
+    folders = [each / "study" for each in places]
     paths = [Path(name)] if is_path else [each / f"{name}.yaml" for each in folders]
     path = next((each for each in paths if each.is_file()), paths[0])
     if not path.is_file():
@@ -114,7 +122,7 @@ def _text(value: Any) -> str:
 
 def is_group(key: str) -> bool:
     """Whether the values of a key are files of conf/."""
-    return (CONF / key).is_dir()
+    return any((each / key).is_dir() for each in (CONF, *conf_folders()))
 
 
 def check_space(space: Space, cfg: DictConfig, overrides: Sequence[str]) -> None:

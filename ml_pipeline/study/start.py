@@ -18,6 +18,7 @@ from typing import NamedTuple
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from ml_pipeline.assembly.sweeps import share_of_cores
 from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
 from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.runs.console import python_command, say
@@ -32,7 +33,6 @@ from ml_pipeline.study.folder import (
 )
 from ml_pipeline.study.journal import HOST
 from ml_pipeline.study.report import headline, trial_line
-from ml_pipeline.sweeps import share_of_cores
 
 _LOOK_SECONDS = 0.5
 _OWN_KEYS = ("n_trials", "n_jobs", "space")
@@ -113,16 +113,16 @@ def start(name: str, arguments: Sequence[str]) -> None:
 def _new_settings(name: str, request: Request) -> StudySettings:
     """Settings of a new study; refuses settings with which trials would fail."""
     # Importing torch takes seconds; joining a study does not need it.
-    from ml_pipeline.door.compose import checked_config, compose_config, with_config_dir
+    from ml_pipeline.assembly.compose import checked_config, compose_config, with_config_dir
+    from ml_pipeline.study.judging import check_selection
     from ml_pipeline.study.space import check_space, default_space, read_space
-    from ml_pipeline.study.trading import check_period
 
     if request.n_trials is None:
         raise StudyError(f"study {name} is new; say how many trials it gets: n_trials=100")
     searched = with_config_dir(request.config_dir)
     cfg = compose_config([f"objective={EVAL_RETURN}", *request.overrides, *searched])
     config = checked_config(cfg)
-    check_period(config)
+    check_selection(config)
     space = read_space(request.space or default_space(config), request.config_dir)
     fixed = [key for key in space if key.lstrip("+") in _by_key(request.overrides)]
     for key in fixed:

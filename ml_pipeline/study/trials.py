@@ -22,17 +22,22 @@ from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from ml_pipeline.analysis.evaluate import Evaluation, evaluate_batch
-from ml_pipeline.build import RunResult
-from ml_pipeline.build import run as run_once
+from ml_pipeline.assembly.compose import (
+    checked_config,
+    compose_config,
+    stored_config,
+    with_config_dir,
+)
+from ml_pipeline.assembly.load import load_agent
+from ml_pipeline.assembly.plan import new_folder
+from ml_pipeline.assembly.run import RunResult
+from ml_pipeline.assembly.run import run as run_once
+from ml_pipeline.assembly.sweeps import end_with_parent
 from ml_pipeline.callbacks.pruning import Pruning
 from ml_pipeline.config.train import TrainConfig
-from ml_pipeline.door.compose import checked_config, compose_config, stored_config, with_config_dir
-from ml_pipeline.door.load import load_agent
-from ml_pipeline.door.plan import new_folder
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.errors import UserError, one_line
 from ml_pipeline.metrics import EVAL_RETURN
-from ml_pipeline.protocols import Callback
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path, load_checkpoint
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.loggers import read_metrics
@@ -51,7 +56,7 @@ from ml_pipeline.study.folder import (
 )
 from ml_pipeline.study.journal import HOST
 from ml_pipeline.study.space import distributions, param_overrides
-from ml_pipeline.sweeps import end_with_parent
+from ml_pipeline.training.contracts import Callback
 
 _LOOK_SECONDS = 0.5
 

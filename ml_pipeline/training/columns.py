@@ -11,13 +11,14 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.agents.masks import Mask
-from ml_pipeline.agents.senses import array_input
-from ml_pipeline.envs.episode_stats import EpisodeStats
+from ml_pipeline.envs.episode_stats import Episode, EpisodeStats
 from ml_pipeline.envs.vec_env import Resizable
-from ml_pipeline.protocols import Episode, PolicyInput, StateDict
+from ml_pipeline.policy.contracts import PolicyInput
+from ml_pipeline.policy.masks import Mask
+from ml_pipeline.policy.observation_input import array_input
+from ml_pipeline.records import StateDict
+from ml_pipeline.training.acting import GpuActing
 from ml_pipeline.training.contracts import Observer
-from ml_pipeline.training.gpu.acting import GpuActing
 
 
 class Step(NamedTuple):

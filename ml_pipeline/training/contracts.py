@@ -1,33 +1,58 @@
-"""Protocols between agent, collector and buffer, which have several implementations each."""
+"""What the parts of a training ask of each other: agent, trainer, algorithm, callback, logger.
+
+Spawned workers import the script of a user, which may import this module: it imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-import torch
-from gymnasium.vector import VectorEnv
-from numpy.typing import NDArray
-from torch import Tensor
-
-from ml_pipeline.protocols import (
-    Agent,
-    BatchPart,
-    Episode,
-    Minibatch,
-    Obs,
+from ml_pipeline.envs.episode_stats import Episode
+from ml_pipeline.policy.contracts import (
+    NetworkBuilder,
+    Policy,
     PolicyInput,
     PolicySample,
-    Rates,
-    ReplayBatch,
-    StateDict,
+    Spaces,
 )
+from ml_pipeline.records import Metrics, StateDict
 
 if TYPE_CHECKING:
-    from ml_pipeline.agents.distributions import Distribution
-    from ml_pipeline.agents.masks import ActionMasks, Mask
-    from ml_pipeline.agents.observations import ObservationReader
-    from ml_pipeline.distributed import World
+    import torch
+    from gymnasium.vector import VectorEnv
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from ml_pipeline.config.agent import AgentConfig
+    from ml_pipeline.policy.distributions import Distribution
+    from ml_pipeline.policy.masks import ActionMasks, Mask
+    from ml_pipeline.policy.observations import ObservationReader
+    from ml_pipeline.ranks.world import World
+    from ml_pipeline.training.graphs import Programs
+
+
+class Envs(NamedTuple):
+    """The envs of a run, as passed to a trainer."""
+
+    parts: Sequence[VectorEnv[Any, Any, Any]]  # one, or two halves of a double-buffered collector
+    first_seed: int  # env i is reset with first_seed + i
+    infos_have_episodes: bool  # an inner wrapper reports true episodes in infos["episode"]
+
+
+class Place(NamedTuple):
+    """Where and how the parts of a run compute."""
+
+    device: torch.device
+    seed: int
+    precision: str  # of matrix products on a GPU: float32, tf32 or bf16
+    programs: Programs  # compiles and captures the work on a GPU
+    world: World
+
+    def __str__(self) -> str:
+        n_ranks = self.world.size
+        return f"{self.device}" if n_ranks == 1 else f"{n_ranks} ranks, {self.device}"
 
 
 class Observer(Protocol):
@@ -66,127 +91,208 @@ class Actor(Observer, Protocol):
     ) -> PolicySample: ...
 
 
-class ReplayAgent(Agent, Observer, Protocol):
-    """Learns from a replay buffer."""
+class Agent(Policy, Protocol):
+    """A Policy that can also be trained, exported, saved and loaded."""
 
-    # Field of the result of ``update`` -> name in the log.
-    metric_names: ClassVar[dict[str, str]]
-    config: Any  # OffPolicyConfig
+    def update(self, batch: Any, rates: Any) -> Any:
+        """One gradient step."""
 
-    @property
-    def takes_arrays(self) -> bool:
-        """Whether ``explore`` and ``gradient_step`` take NumPy arrays in the place of tensors."""
+    def greedy(self) -> Any:
+        """The ``agents.policy.GreedyPolicy`` that export writes."""
 
-    @property
-    def update_generator(self) -> torch.Generator | None:
-        """For the noise of updates, on the agent's device."""
-
-    def rates(self, progress: float, learning_rate: float) -> Any: ...
-
-    def new_memory(self, n_envs: int) -> None: ...
-
-    def explore(
-        self, inputs: PolicyInput, noise: Tensor, rates: Any, *, is_random: bool
-    ) -> PolicySample: ...
-
-    def begin_update(self) -> bool:
-        """Count an update; returns whether it has the part that only some updates have."""
-
-    def gradient_step(self, batch: ReplayBatch, rates: Any, is_turn: bool, /) -> Any:
-        """One update that only changes tensors, with or without that part."""
-
-    def learn_moments(self, obs: Obs) -> None: ...
-
-
-class RankAgent(ReplayAgent, Protocol):
-    """Learns together with other ranks; ``Algorithm.trains_on_ranks`` requires it of replay."""
-
-    def join(self, world: World) -> None:
-        """Start from the state of rank 0, and average gradients with the others from now on."""
-
-    def take_part(self, part: BatchPart) -> None:
-        """The next batch consists of these rows of the whole batch."""
-
-    def learnt(self) -> list[Tensor]:
-        """All float32 tensors that must be equal on all ranks."""
-
-
-class Learner(Protocol):
-    """Learns from a rollout, one epoch at a time."""
-
-    device: torch.device
-
-    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor: ...
-
-
-class RolloutQuality(NamedTuple):
-    """How well the critic fits a finished rollout, and whether the envs returned finite values."""
-
-    explained_variance: float
-    is_finite: bool  # all observations and rewards
-
-
-class Rollout(Protocol):
-    """``RolloutBuffer``, or ``TensorBuffer`` for tensor envs."""
-
-    n_steps: int
-    n_envs: int
-
-    def finish(self, last: PolicyInput, *, gamma: float, lam: float, scaler: Any) -> None: ...
-
-    def finished(self) -> Minibatch: ...
-
-    def shuffle(self, generator: torch.Generator, n_orders: int) -> None: ...
-
-    def order(self, epoch: int) -> Tensor: ...
-
-    def new_order(self, n: int, generator: torch.Generator) -> Tensor: ...
-
-    def quality(self) -> RolloutQuality: ...
-
-    def observations(self) -> Obs: ...
-
-    def arrays(self) -> dict[str, NDArray[Any]]: ...
-
-
-class Stats(Protocol):
-    """What happened in a rollout; ``TensorRolloutStats`` reads it from the device on demand."""
-
-    @property
-    def episodes(self) -> list[Episode]: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-
-class RolloutCollector(Protocol):
-    """``Collector``, or ``TensorCollector`` for tensor envs."""
-
-    n_envs: int
-    on_host: bool  # whether the rollout is collected in host memory
-
-    @property
-    def envs(self) -> list[VectorEnv[Any, Any, Any]]: ...
-
-    @property
-    def is_between_rollouts(self) -> bool: ...
-
-    def new_buffer(self, n_steps: int, agent: Any) -> Any: ...
-
-    def new_scaler(self, *, gamma: float, clip: float) -> Any: ...
-
-    def collect(self, agent: Any, buffer: Any) -> Stats: ...
-
-    def commit(self, n_steps: int) -> None: ...
-
-    def last_inputs(self, agent: Any) -> PolicyInput: ...
-
-    def resize(self, n_envs: int, agent: Any) -> None: ...
-
-    def snapshots(self) -> list[bytes]: ...
-
-    def resume_at(self, positions: Any, snapshots: Sequence[bytes], agent: Any) -> None: ...
+    def for_playing(self) -> Policy:
+        """The fastest policy for a few envs: this agent, or a copy on the CPU."""
 
     def state_dict(self) -> StateDict: ...
 
     def load_state_dict(self, state: StateDict) -> None: ...
+
+
+class RolloutStats(NamedTuple):
+    """What happened while a rollout was collected."""
+
+    episodes: list[Episode]  # those that ended, in order of time
+    seconds: float
+
+
+class Trainer(Protocol):
+    """Runs one iteration at a time: collects, then improves the agent."""
+
+    progress: float  # 0 at the start of the run, 1 at its end; the loop sets it for schedules
+
+    @property
+    def agent(self) -> Agent: ...
+
+    @property
+    def envs(self) -> Sequence[VectorEnv[Any, Any, Any]]: ...
+
+    @property
+    def iteration_steps(self) -> int:
+        """Env steps of the next iteration."""
+
+    def train_episode_vectorized(self, hold: Callable[[], None] = ...) -> Metrics:
+        """One iteration. Call ``hold`` before the first change that must not be left half done."""
+
+    def state_dict(self) -> StateDict: ...
+
+    def load_state_dict(self, state: StateDict) -> None: ...
+
+
+@runtime_checkable
+class ResumesEpisodes(Protocol):
+    """A trainer whose envs continue within their episodes when a run is resumed."""
+
+    def env_snapshots(self) -> list[bytes] | None:
+        """All envs as bytes; empty if ``state_dict`` holds them, None while they are busy."""
+
+    def resume_episodes(self, state: StateDict, snapshots: Sequence[bytes]) -> None: ...
+
+
+class FileStore(Protocol):
+    """Files beside the checkpoints of a run; see ``runs.large_files``."""
+
+    def write(self, name: str, content: StateDict) -> None: ...
+
+    def read(self, name: str) -> StateDict: ...
+
+
+@runtime_checkable
+class KeepsFiles(Protocol):
+    """A trainer whose transitions are too large for a checkpoint, which names files instead."""
+
+    def save_files(self, files: FileStore) -> None:
+        """Write what is in no file yet; the next ``state_dict`` names the files."""
+
+    def load_files(self, files: FileStore, state: StateDict) -> None:
+        """Read the files of ``state``, which was loaded before."""
+
+    def files_in(self, state: StateDict) -> set[str]:
+        """The files that a checkpoint of all ranks names."""
+
+
+@runtime_checkable
+class Forgets(Protocol):
+    """A trainer that can drop what it has collected, for a new phase of a curriculum."""
+
+    def forget(self) -> None: ...
+
+
+@runtime_checkable
+class Resizes(Protocol):
+    """A trainer that can change its number of envs between two iterations."""
+
+    def resize(self, n_envs: int) -> int: ...
+
+
+@runtime_checkable
+class ShowsRollouts(Protocol):
+    """A trainer that provides arrays of its last rollout, for histograms."""
+
+    def last_rollout(self) -> dict[str, NDArray[Any]]: ...
+
+
+class Algorithm(NamedTuple):
+    """How an algorithm builds its parts; ``agent.algorithm`` names one by dotted path."""
+
+    config: type[AgentConfig]
+    make_agent: Callable[[Spaces, NetworkBuilder, Any, Place], Agent]
+    make_trainer: Callable[[Any, Envs, Any, Place], Trainer]
+    # Explains what needs memory and how to reduce it: (agent, config, n_envs, tensor_envs) -> text
+    memory_advice: Callable[[Any, Any, int, bool], str] = lambda *_: "use fewer envs"
+    # Loads what another agent has learnt from its state; the optimiser stays new. For init_from=
+    start_from: Callable[[Any, StateDict], None] | None = None
+    trains_on_ranks: bool = False  # its trainer uses ``Place.world``
+    # What a rank loads of a checkpoint: (state, parts of the ranks that saved it, world, n_envs)
+    state_of_rank: Callable[[StateDict, Sequence[StateDict], World, int], StateDict] = (
+        lambda state, *_: state
+    )
+
+
+class RunningLoop(Protocol):
+    """The loop of a run, as callbacks see it; ``training.loop.Loop`` is one."""
+
+    trainer: Trainer
+    loggers: list[Logger]
+    iteration: int
+    env_steps: int
+    stop_reason: str | None
+
+    @property
+    def agent(self) -> Agent: ...
+
+    @property
+    def envs(self) -> Sequence[VectorEnv[Any, Any, Any]]: ...
+
+    @property
+    def can_save(self) -> bool:
+        """Whether a checkpoint would be complete now."""
+
+    def is_last_iteration(self) -> bool:
+        """Whether training ends after the iteration that was counted last."""
+
+    def request_stop(self, reason: str) -> None:
+        """End training after this iteration."""
+
+    def resize(self, n_envs: int) -> int:
+        """Train in about ``n_envs`` envs from the next iteration on; returns the actual number."""
+
+    def last_rollout(self) -> dict[str, NDArray[Any]]:
+        """Arrays of the last rollout, for histograms; empty if the trainer has none."""
+
+    def env_snapshots(self) -> list[bytes] | None:
+        """All envs as bytes, or None if they cannot be saved now."""
+
+    def state_dict(self) -> StateDict:
+        """Everything that a resumed run continues from."""
+
+
+class Callback:
+    """Reacts to events of a run; override the hooks you need.
+
+    A callback in the config gets its keys as arguments. Its constructor may also have the
+    parameters ``make_env`` (an ``EnvFactory``), ``vec_env`` (a ``VecEnvConfig``), ``run`` (a
+    ``RunFolder``), ``seed``, ``device`` and ``best_metric``: the run passes them by name.
+    """
+
+    def __init_subclass__(cls) -> None:
+        """Refuse a method that looks like a hook but would never be called."""
+        hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in dir(cls):
+            if name.startswith("on_") and name not in hooks and callable(getattr(cls, name)):
+                close = get_close_matches(name, hooks, n=1)
+                fix = f"did you mean {close[0]}?" if close else f"hooks are {', '.join(hooks)}"
+                raise TypeError(f"{cls.__name__}.{name} is not a hook of Callback; {fix}")
+
+    def on_train_start(self, loop: RunningLoop) -> None:
+        """Before the first iteration, also of a resumed run."""
+
+    def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
+        """After each iteration; may add to ``metrics`` before they are logged."""
+
+    def on_iteration_logged(self, loop: RunningLoop, metrics: Mapping[str, float]) -> None:
+        """After the metrics of this iteration were written; a hook may save the run here."""
+
+    def on_train_end(self, loop: RunningLoop) -> None:
+        """After the last iteration; not after an error."""
+
+    def close(self) -> None:
+        """The run is over, also after an error."""
+
+    def state_dict(self) -> StateDict:
+        """In every checkpoint; returns what a resumed run needs."""
+        return {}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Before ``on_train_start`` when a run is resumed."""
+
+
+class Logger(Protocol):
+    """Receives metrics; ``env_steps`` is the x-axis of every plot.
+
+    Two methods are optional: ``log_histograms(values, *, env_steps)`` takes arrays by name, and
+    ``log_file(path, *, kind, env_steps)`` takes a "checkpoint" or a "video".
+    """
+
+    def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None: ...
+
+    def close(self) -> None: ...

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ml_pipeline.envs.episode_stats import MAX_INFOS, info_means
-from ml_pipeline.protocols import Episode, Metrics, StateDict
+from ml_pipeline.envs.episode_stats import MAX_INFOS, Episode, info_means
+from ml_pipeline.records import Metrics, StateDict
 
 N_RECENT = 100
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.distributed import ALONE, World
 from ml_pipeline.moments import merge_moments
-from ml_pipeline.protocols import StateDict
+from ml_pipeline.ranks.world import ALONE, World
+from ml_pipeline.records import StateDict
 
 Array = NDArray[np.float32]
 

@@ -19,10 +19,10 @@ from ml_pipeline.__main__ import main
 from ml_pipeline.analysis.compare import Group, figures, grouped, remarks, runs_table, verdicts
 from ml_pipeline.analysis.run_data import ComparisonError, RunData, chosen_metric
 from ml_pipeline.analysis.wandb_runs import WandbError, download
-from ml_pipeline.build import train
+from ml_pipeline.assembly.run import train
+from ml_pipeline.assembly.sweeps import JobNote
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 from ml_pipeline.runs.run_folder import RunFolder
-from ml_pipeline.sweeps import JobNote
 
 pytestmark = pytest.mark.xdist_group("compare")  # the runs are trained once
 

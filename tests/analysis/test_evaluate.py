@@ -13,13 +13,13 @@ from conftest import Capture, read_rows, small, summary_of
 from tiny_envs import CountingEnv, LivesEnv, NoisyEnv
 
 from ml_pipeline.analysis.evaluate import evaluate, evaluate_batch
-from ml_pipeline.build import load_agent, train
+from ml_pipeline.assembly.compose import ConfigError
+from ml_pipeline.assembly.run import load_agent, train
 from ml_pipeline.config.train import VecEnvConfig
-from ml_pipeline.door.compose import ConfigError
+from ml_pipeline.envs.episode_stats import Episode
 from ml_pipeline.envs.evaluation import make_evaluation_envs, make_evaluation_workers
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.metrics import EVAL_RETURN
-from ml_pipeline.protocols import Episode
 from ml_pipeline.seeding import stream_seed
 
 

@@ -16,7 +16,7 @@ from conftest import small
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.analysis.listing import find_runs, prune, runs_table
-from ml_pipeline.build import train
+from ml_pipeline.assembly.run import train
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
 pytestmark = pytest.mark.xdist_group("listing")  # the run is trained once

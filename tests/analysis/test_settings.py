@@ -63,7 +63,7 @@ def test_class_is_shown_without_its_module_and_a_missing_key_as_a_dash() -> None
     assert (
         shown_value({"network._target_": "ml_pipeline.networks.MLP"}, "network._target_") == "MLP"
     )
-    algorithm = {"agent.algorithm": "ml_pipeline.algorithms.dqn.DQN"}
+    algorithm = {"agent.algorithm": "ml_pipeline.algorithms.dqn.algorithm.DQN"}
     assert shown_value(algorithm, "agent.algorithm") == "DQN"
     assert shown_value({}, "network._target_") == "-"
 

@@ -16,7 +16,7 @@ import torch
 from conftest import Capture, read_rows, small
 from tiny_envs import SlowEnv
 
-from ml_pipeline.build import train
+from ml_pipeline.assembly.run import train
 from ml_pipeline.callbacks.checkpoints import Checkpoints
 from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
 from ml_pipeline.callbacks.gpu import GpuReport
@@ -25,10 +25,10 @@ from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import EVAL_RETURN
-from ml_pipeline.protocols import Callback
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.signals import Interrupted
+from ml_pipeline.training.contracts import Callback
 
 
 def evaluated_steps(run: Path) -> list[int]:
@@ -202,7 +202,7 @@ def test_callback_with_a_misspelt_hook_is_refused_in_one_line(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (here / "typo_parts.py").write_text(
-        "from ml_pipeline.protocols import Callback\n"
+        "from ml_pipeline.training.contracts import Callback\n"
         "class Mine(Callback):\n"
         "    def on_iteraton_end(self, loop, metrics): ...\n"
     )

@@ -11,10 +11,10 @@ import torch
 from conftest import Capture, read_rows, small
 from staged_envs import Line
 
-from ml_pipeline.build import train
+from ml_pipeline.assembly.phases import EPISODE_METRICS, EVALUATION_METRICS
+from ml_pipeline.assembly.run import train
 from ml_pipeline.callbacks.curriculum import Curriculum
 from ml_pipeline.config.curriculum import CurriculumConfig, PhaseConfig, UntilConfig
-from ml_pipeline.door.phases import EPISODE_METRICS, EVALUATION_METRICS
 from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import PHASE
 from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import Capture, read_rows, small, summary_of
 
-from ml_pipeline.build import train
+from ml_pipeline.assembly.run import train
 from ml_pipeline.callbacks.early_stopping import EarlyStopping
 from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.runs.checkpoint import load_checkpoint

@@ -16,7 +16,7 @@ from tensorboard.plugins.hparams import metadata
 from wandb.proto import wandb_internal_pb2
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.build import train
+from ml_pipeline.assembly.run import train
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import MissingExtraError
 

@@ -24,9 +24,9 @@ from gymnasium import spaces
 from small_agents import CPU, agent_for, minibatch, seen
 from torch import Tensor, nn
 
-from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.protocols import Minibatch, Rates
+from ml_pipeline.algorithms.ppo.agent import PPOAgent
+from ml_pipeline.algorithms.ppo.records import Minibatch, Rates
+from ml_pipeline.policy.networks import MLP
 
 OBS = spaces.Box(-1, 1, (3,), np.float32)
 RATES = Rates(learning_rate=1e-2, clip_range=0.2, entropy_coef=0.01)
@@ -116,7 +116,7 @@ def test_a_minibatch_with_a_nan_changes_nothing(
 def test_tiles_for_little_shared_memory_compute_the_same(
     case: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ml_pipeline.agents.fast.triton_ppo._ENOUGH_MEMORY", 2**30)
+    monkeypatch.setattr("ml_pipeline.algorithms.ppo.fast.triton_ppo._ENOUGH_MEMORY", 2**30)
 
     found = measured.differences(CASES[case], "triton", device_of("triton"), precision)
 
@@ -386,7 +386,7 @@ def test_on_the_cpu_numpy_is_used_where_it_covers_the_model(
 def test_triton_covers_two_narrow_layers_of_a_plain_policy(
     is_covered: bool, action_space: Any, hidden_sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    from ml_pipeline.agents.fast.triton_ppo import TritonPPO
+    from ml_pipeline.algorithms.ppo.fast.triton_ppo import TritonPPO
 
     network = partial(MLP, hidden_sizes=hidden_sizes)
     options = {"n_obs": 3, **options}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ml_pipeline.training import returns
 from ml_pipeline.training.reward_scaler import RewardScaler
-from ml_pipeline.training.tensor.returns import RolloutOutcome, TensorRewardScaler, gae_step_by_step
+from ml_pipeline.training.tensor_returns import RolloutOutcome, TensorRewardScaler, gae_step_by_step
 
 CPU = torch.device("cpu")
 

@@ -27,12 +27,12 @@ from tiny_envs import ForbiddingEnv, SpaceEnv
 from vec_envs import linux_only
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.agents.policy import _leaf_names
 from ml_pipeline.analysis.evaluate import evaluate
-from ml_pipeline.build import train
+from ml_pipeline.assembly.load import load_agent
+from ml_pipeline.assembly.run import train
 from ml_pipeline.deploy.exported import ExportedPolicy, PolicyFileError
-from ml_pipeline.door.load import load_agent
 from ml_pipeline.metrics import shown_return
+from ml_pipeline.policy.actor_critic import _leaf_names
 
 pytestmark = pytest.mark.xdist_group("export")  # a case is trained and exported once
 

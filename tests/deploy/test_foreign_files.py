@@ -19,10 +19,10 @@ from conftest import small
 from onnx import TensorProto, helper
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.build import train
+from ml_pipeline.assembly.load import export_run
+from ml_pipeline.assembly.run import train
 from ml_pipeline.deploy import export
 from ml_pipeline.deploy.exported import ExportedPolicy, PolicyFileError
-from ml_pipeline.door.load import export_run
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.signatures import UntrustedError
 

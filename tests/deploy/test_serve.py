@@ -24,13 +24,13 @@ import pytest
 from conftest import REPOSITORY, TESTS, small
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.build import train
+from ml_pipeline.assembly.load import load_agent
+from ml_pipeline.assembly.run import train
 from ml_pipeline.deploy import export
 from ml_pipeline.deploy.batcher import Batcher
 from ml_pipeline.deploy.exported import Arrays, ExportedPolicy
 from ml_pipeline.deploy.request import Query, RefusedError, RequestReader
 from ml_pipeline.deploy.serve import Limits, PolicyServer
-from ml_pipeline.door.load import load_agent
 
 pytestmark = pytest.mark.xdist_group("serve")  # the policies are trained once
 
@@ -601,7 +601,7 @@ SLOW_SERVER = """
 import sys, time
 from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.deploy.serve import Limits, serve
-from ml_pipeline.door.exits import exit_code
+from ml_pipeline.assembly.exits import exit_code
 
 plain = ExportedPolicy.load(sys.argv[1])
 

@@ -152,7 +152,7 @@ def test_a_missing_hockey_env_comes_with_its_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "hockey.hockey_env", None)
-    target = "ml_pipeline.envs.tasks.real_hockey.RealHockey"
+    target = "ml_pipeline.worlds.hockey.real_hockey.RealHockey"
 
     with pytest.raises(MissingExtraError) as caught:
         EnvFactory(None, target=target)()

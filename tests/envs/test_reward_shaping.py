@@ -12,16 +12,16 @@ import pytest
 from conftest import read_rows, small
 from staged_envs import Duel, Line
 
-from ml_pipeline.build import train
-from ml_pipeline.door.trust import check_names
+from ml_pipeline.assembly.run import train
+from ml_pipeline.assembly.trust import check_names
 from ml_pipeline.envs.evaluation import END, EVALUATED, MAX_STEPS, STRIDE, EvaluationEnv
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot
 from ml_pipeline.envs.vec_env import SerialEnv
-from ml_pipeline.envs.wrappers import hockey_terms
 from ml_pipeline.envs.wrappers.reward_shaping import RewardShaping
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.signatures import UntrustedError
+from ml_pipeline.worlds.hockey import shaping_terms as hockey_terms
 
 POTENTIAL = {"_target_": "staged_envs.position", "kind": "potential"}
 PLAIN = {"_target_": "staged_envs.moved", "kind": "plain"}
@@ -195,7 +195,7 @@ def test_a_config_of_another_user_may_name_our_terms_and_no_other_function() -> 
         terms = {"a": {"_target_": target}}
         return {"env": {"wrappers": {"shaping": {"_target_": SHAPING, "terms": terms}}}}
 
-    check_names(config("ml_pipeline.envs.wrappers.hockey_terms.touch"), "config.yaml")
+    check_names(config("ml_pipeline.worlds.hockey.shaping_terms.touch"), "config.yaml")
     for target in ("staged_envs.moved", "os.system", "ml_pipeline.targets.import_module"):
         with pytest.raises(UntrustedError, match="can run any code"):
             check_names(config(target), "config.yaml")

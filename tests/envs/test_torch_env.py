@@ -15,8 +15,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from tiny_torch_envs import Stages
 from torch import Tensor
 
+from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
 from ml_pipeline.envs.tensor_env import EnvState, SingleTorchEnv, TorchVectorEnv
-from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
 
 
 class Walk(TorchVectorEnv):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ml_pipeline.envs.classic_control.acrobot import TorchAcrobot
+from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
+from ml_pipeline.envs.classic_control.mountain_car_continuous import TorchMountainCarContinuous
+from ml_pipeline.envs.classic_control.pendulum import TorchPendulum
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
-from ml_pipeline.envs.tensor_tasks.acrobot import TorchAcrobot
-from ml_pipeline.envs.tensor_tasks.cartpole import TorchCartPole
-from ml_pipeline.envs.tensor_tasks.mountain_car_continuous import TorchMountainCarContinuous
-from ml_pipeline.envs.tensor_tasks.pendulum import TorchPendulum
 
 TASKS = [TorchCartPole, TorchPendulum, TorchAcrobot, TorchMountainCarContinuous]
 Task = type[TorchVectorEnv]

@@ -14,9 +14,9 @@ from gymnasium import spaces
 from tiny_envs import BreakingEnv, CountingEnv, EndlessEnv, FaultyEnv, ForbiddingEnv, NoisyEnv
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.build import train
+from ml_pipeline.assembly import plan
+from ml_pipeline.assembly.run import train
 from ml_pipeline.config.train import VecEnvConfig
-from ml_pipeline.door import plan
 from ml_pipeline.envs.factory import EnvError
 from ml_pipeline.envs.trial import slow_trial, try_env, try_env_in_worker
 from ml_pipeline.runs.console import say_if_slow

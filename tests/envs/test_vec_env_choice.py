@@ -16,8 +16,8 @@ import pytest
 from conftest import Capture, only_run, small
 from tiny_envs import CountingEnv
 
-from ml_pipeline.build import train
-from ml_pipeline.door.compose import plain_config
+from ml_pipeline.assembly.compose import plain_config
+from ml_pipeline.assembly.run import train
 from ml_pipeline.envs import choice, trial
 from ml_pipeline.envs.choice import choose_mode, choose_n_envs
 from ml_pipeline.envs.trial import EnvTrial, try_env

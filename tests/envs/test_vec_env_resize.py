@@ -16,7 +16,7 @@ from gymnasium import spaces
 from tiny_envs import CountingEnv, NoisyEnv, SpaceEnv
 from vec_envs import zeros
 
-from ml_pipeline.build import train
+from ml_pipeline.assembly.run import train
 from ml_pipeline.envs.vec_env import WorkerError
 
 

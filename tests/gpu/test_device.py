@@ -21,8 +21,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ml_pipeline.agents.ppo import PPOAgent
-from ml_pipeline.build import train
+from ml_pipeline.algorithms.ppo.agent import PPOAgent
+from ml_pipeline.algorithms.ppo.collect import Collector
+from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
+from ml_pipeline.assembly.agent import build_env_factory, build_network
+from ml_pipeline.assembly.compose import checked_config, compose_config
+from ml_pipeline.assembly.plan import with_mask_source
+from ml_pipeline.assembly.run import train
 from ml_pipeline.device import (
     DeviceError,
     precision_of_products,
@@ -30,14 +35,9 @@ from ml_pipeline.device import (
     resolve_device,
     total_memory,
 )
-from ml_pipeline.door.compose import checked_config, compose_config
-from ml_pipeline.door.parts import build_env_factory, build_network
-from ml_pipeline.door.plan import with_mask_source
 from ml_pipeline.envs.trial import try_env
 from ml_pipeline.envs.vec_env import SerialEnv
-from ml_pipeline.training.collector import Collector
 from ml_pipeline.training.loop import Loop
-from ml_pipeline.training.ppo_trainer import PPOTrainer
 
 # Spaces, policies, networks, normalisation and masks of all kinds.
 KINDS = [

@@ -10,7 +10,7 @@ import torch
 from conftest import read_rows
 from test_gpu_runs import assert_close, fallbacks
 
-from ml_pipeline.build import load_agent, train
+from ml_pipeline.assembly.run import load_agent, train
 from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 

@@ -13,12 +13,13 @@ from conftest import only_run, read_rows, small_auto
 from stopped_runs import StopAfter, checkpoint_numbers
 from test_device import allows_tf32
 
-from ml_pipeline.build import load_agent, train
+from ml_pipeline.assembly.run import load_agent, train
 from ml_pipeline.device import DeviceError, resolve_device, total_memory
-from ml_pipeline.protocols import Callback, Metrics
+from ml_pipeline.records import Metrics
 from ml_pipeline.runs.loggers import read_metrics
 from ml_pipeline.signals import Interrupted
 from ml_pipeline.training.checks import TrainingError
+from ml_pipeline.training.contracts import Callback
 from ml_pipeline.training.loop import Loop
 from ml_pipeline.training.out_of_memory import DeviceMemoryError
 

@@ -9,7 +9,7 @@ import torch
 from conftest import read_rows
 from test_gpu_runs import assert_close, fallbacks
 
-from ml_pipeline.build import train
+from ml_pipeline.assembly.run import train
 
 pytestmark = [
     pytest.mark.gpu,

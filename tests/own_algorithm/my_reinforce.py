@@ -13,14 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ml_pipeline.agents.distributions import Categorical
-from ml_pipeline.agents.masks import ActionMasks
-from ml_pipeline.agents.networks import out_features
-from ml_pipeline.agents.observations import ObservationReader, Preprocess
-from ml_pipeline.agents.policy import GreedyPolicy
 from ml_pipeline.config.agent import AgentConfig
 from ml_pipeline.envs.episode_stats import EpisodeStats
-from ml_pipeline.protocols import Algorithm, Envs, NetworkBuilder, Place, Spaces, StateDict
+from ml_pipeline.policy.actor_critic import GreedyPolicy
+from ml_pipeline.policy.contracts import NetworkBuilder, Spaces
+from ml_pipeline.policy.distributions import Categorical
+from ml_pipeline.policy.masks import ActionMasks
+from ml_pipeline.policy.networks import out_features
+from ml_pipeline.policy.observations import ObservationReader, Preprocess
+from ml_pipeline.records import StateDict
+from ml_pipeline.training.contracts import Algorithm, Envs, Place
 from ml_pipeline.training.episode_window import EpisodeWindow
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import Trap, small
 
-from ml_pipeline.build import load_agent, train
+from ml_pipeline.assembly.run import load_agent, train
 from ml_pipeline.runs.checkpoint import LATEST, CheckpointError, load_checkpoint, save_checkpoint
 from ml_pipeline.runs.env_snapshots import load_snapshots, save_snapshots, sweep_snapshots
 from ml_pipeline.runs.run_folder import RunFolder, write_atomically, write_text

@@ -18,11 +18,11 @@ import yaml
 from conftest import small
 from omegaconf import DictConfig
 
-from ml_pipeline import build
 from ml_pipeline.__main__ import main
-from ml_pipeline.build import RunResult, load_agent, train
-from ml_pipeline.door.compose import compose_config, plain_config
-from ml_pipeline.door.exits import exit_code
+from ml_pipeline.assembly import run as build
+from ml_pipeline.assembly.compose import compose_config, plain_config
+from ml_pipeline.assembly.exits import exit_code
+from ml_pipeline.assembly.run import RunResult, load_agent, train
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.runs.signatures import UntrustedError, is_signed
@@ -34,8 +34,8 @@ SETTINGS = [*small(), "vec_env=serial", "~callbacks.evaluation", "~callbacks.med
 EVIL = """
 import pathlib
 import gymnasium
-from ml_pipeline.algorithms.ppo import PPO
-from ml_pipeline.protocols import Callback as Base
+from ml_pipeline.algorithms.ppo.algorithm import PPO
+from ml_pipeline.training.contracts import Callback as Base
 pathlib.Path("sprung").touch()
 class Env(gymnasium.Env): ...
 class Callback(Base): ...
@@ -114,7 +114,7 @@ NAMES: list[tuple[str, Any, str]] = [
     (
         "network",
         {
-            "_target_": "ml_pipeline.agents.recurrent.Recurrent",
+            "_target_": "ml_pipeline.policy.recurrent.Recurrent",
             "encoder": {"_target_": "evil.Network"},
         },
         "network.encoder._target_=evil.Network",
@@ -140,7 +140,7 @@ NAMES: list[tuple[str, Any, str]] = [
     (
         "env",
         {
-            "target": "ml_pipeline.envs.tasks.petting_zoo.PettingZoo",
+            "target": "ml_pipeline.games.petting_zoo.PettingZoo",
             "kwargs": {"game": {"_target_": "evil.Env"}},
         },
         "env.kwargs.game._target_=evil.Env",
@@ -353,7 +353,7 @@ CONFIGS: dict[str, bytes] = {
     "python tag": b"!!python/object/apply:os.system [touch sprung]",
     "huge": b"env: " + b"x" * 2_000_000,
     "two documents": b"seed: 1\n---\nseed: 2\n",
-    "unknown key": b"colour: red\nnetwork: {_target_: ml_pipeline.agents.networks.MLP}\n",
+    "unknown key": b"colour: red\nnetwork: {_target_: ml_pipeline.policy.networks.MLP}\n",
     "list as key": b"? [a]\n: b\n",
 }
 VALUES: list[tuple[str, Any]] = [

@@ -8,7 +8,7 @@ import pytest
 from conftest import read_rows
 from stopped_runs import checkpoint_numbers
 
-from ml_pipeline.build import train
+from ml_pipeline.assembly.run import train
 from ml_pipeline.training.checks import TrainingError
 
 STACK = "+env.wrappers.stack={_target_: gymnasium.wrappers.FrameStackObservation, stack_size: 4}"

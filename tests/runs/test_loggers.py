@@ -20,7 +20,7 @@ import pytest
 import wandb
 from conftest import REPOSITORY, Capture, children_of, read_rows, small, wait_until
 
-from ml_pipeline.build import train
+from ml_pipeline.assembly.run import train
 from ml_pipeline.runs.loggers import CsvLogger, WandbLogger, has_wandb_key
 from ml_pipeline.runs.run_folder import RunFolder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from conftest import Capture, small
 
-from ml_pipeline.build import train
+from ml_pipeline.assembly.run import train
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
 from ml_pipeline.runs.metric_names import MetricNames
 

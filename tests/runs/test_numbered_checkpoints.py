@@ -8,7 +8,7 @@ import pytest
 from conftest import Capture, only_run, read_rows, small
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.build import load_agent, train
+from ml_pipeline.assembly.run import load_agent, train
 from ml_pipeline.runs.checkpoint import CheckpointError, load_checkpoint, numbered_steps
 from ml_pipeline.runs.run_folder import RunFolder
 

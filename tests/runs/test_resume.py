@@ -26,7 +26,7 @@ from conftest import (
 )
 from stopped_runs import checkpoint_numbers
 
-from ml_pipeline.build import load_agent, train
+from ml_pipeline.assembly.run import load_agent, train
 from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
 from ml_pipeline.runs.env_snapshots import (

@@ -23,7 +23,7 @@ from conftest import (
 )
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.build import train
+from ml_pipeline.assembly.run import train
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
@@ -172,7 +172,7 @@ def test_commands_that_need_a_checkpoint_are_not_printed_without_one(
 def test_a_script_without_a_main_guard_gets_a_clear_error(here: Path) -> None:
     arguments = [*small(), "vec_env=parallel"]
     (here / "unguarded.py").write_text(
-        f"from ml_pipeline.build import train\ntrain({arguments!r})\n"
+        f"from ml_pipeline.assembly.run import train\ntrain({arguments!r})\n"
     )
 
     result = call(sys.executable, "unguarded.py", cwd=here, PYTHONPATH=str(REPOSITORY))

@@ -9,7 +9,7 @@ from conftest import Capture, error_line, read_rows, small, summary_of
 
 from ml_pipeline import train
 from ml_pipeline.__main__ import main
-from ml_pipeline.door.compose import plain_config
+from ml_pipeline.assembly.compose import plain_config
 from ml_pipeline.errors import UserError
 
 

@@ -12,13 +12,13 @@ import torch
 from conftest import Capture, contents, read_rows, small
 from omegaconf import OmegaConf
 
-from ml_pipeline.algorithms import ppo
-from ml_pipeline.build import train
-from ml_pipeline.door.compose import ConfigError
-from ml_pipeline.protocols import Callback
+from ml_pipeline.algorithms.ppo import algorithm as ppo
+from ml_pipeline.assembly.compose import ConfigError
+from ml_pipeline.assembly.run import train
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.console import numbered_output
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.training.contracts import Callback
 
 SERIAL = [*small(), "vec_env=serial"]
 

@@ -8,7 +8,7 @@ import pytest
 
 optuna = pytest.importorskip("optuna", reason="needs the extra: pip install -e '.[study]'")
 
-from ml_pipeline.door.compose import ConfigError, checked_config, compose_config  # noqa: E402
+from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config  # noqa: E402
 from ml_pipeline.study.folder import StudyError  # noqa: E402
 from ml_pipeline.study.space import (  # noqa: E402
     check_space,

@@ -39,10 +39,10 @@ optuna = pytest.importorskip("optuna", reason="needs the extra: pip install -e '
 from optuna.trial import FrozenTrial, TrialState  # noqa: E402
 
 from ml_pipeline.__main__ import main  # noqa: E402
-from ml_pipeline.build import RunResult, train  # noqa: E402
+from ml_pipeline.assembly.compose import plain_config  # noqa: E402
+from ml_pipeline.assembly.run import RunResult, train  # noqa: E402
 from ml_pipeline.callbacks.pruning import Pruning  # noqa: E402
 from ml_pipeline.deploy.exported import ExportedPolicy  # noqa: E402
-from ml_pipeline.door.compose import plain_config  # noqa: E402
 from ml_pipeline.runs.loggers import read_metrics  # noqa: E402
 from ml_pipeline.runs.run_folder import RunFolder  # noqa: E402
 from ml_pipeline.study import best  # noqa: E402

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ml_pipeline.protocols import Episode
+from ml_pipeline.envs.episode_stats import Episode
 from ml_pipeline.training.episode_window import EpisodeWindow
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from conftest import read_rows, small
 
-from ml_pipeline.build import train
-from ml_pipeline.envs.episode_stats import final_numbers, info_means
-from ml_pipeline.protocols import Episode
+from ml_pipeline.assembly.run import train
+from ml_pipeline.envs.episode_stats import Episode, final_numbers, info_means
 from ml_pipeline.training.episode_window import EpisodeWindow
 
 SCORING = [*small(total_steps=96), "env.target=tiny_envs.ScoringEnv"]

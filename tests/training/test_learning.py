@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.build import train
+from ml_pipeline.assembly.run import train
 from ml_pipeline.runs.loggers import read_metrics
 
 

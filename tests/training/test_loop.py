@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from ml_pipeline.protocols import Callback, Metrics
+from ml_pipeline.records import Metrics
 from ml_pipeline.training.checks import TrainingError
+from ml_pipeline.training.contracts import Callback
 from ml_pipeline.training.loop import Loop
 
 

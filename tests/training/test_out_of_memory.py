@@ -13,22 +13,18 @@ from conftest import only_run, small
 from gymnasium import spaces
 from small_agents import agent_for
 
-from ml_pipeline.agents.networks import MLP
-from ml_pipeline.agents.recurrent import Recurrent
-from ml_pipeline.build import train
+from ml_pipeline.algorithms.ppo.memory import memory_advice, rollout_bytes
+from ml_pipeline.assembly.run import train
 from ml_pipeline.envs.vec_env import WorkerError
+from ml_pipeline.policy.networks import MLP
 from ml_pipeline.training.out_of_memory import (
     DeviceMemoryError,
-    activation_bytes,
-    memory_advice,
     memory_explained,
     ran_out_of_memory,
-    rollout_bytes,
     shown_bytes,
 )
 
 VECTOR, THREE = spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(3)
-ONE_OBS = {"": np.zeros((1, 4), dtype=np.float32)}
 CAMERA = spaces.Dict(
     {"camera": spaces.Box(0, 255, (8, 8, 3), np.uint8), "arm": spaces.Box(-1, 1, (2,), np.float64)}
 )
@@ -57,21 +53,6 @@ def test_noise_of_several_steps_is_counted_once() -> None:
 
     fields = 4 * 4 + 2 * 4 + 5 * 4 + 3
     assert rollout_bytes(agent, n_steps=10, n_envs=7) == 7 * (10 * fields + 3 * (6 * 2 * 4))
-
-
-def test_a_minibatch_needs_the_outputs_of_the_layers() -> None:
-    agent = agent_for(VECTOR, THREE, partial(MLP, hidden_sizes=[6, 5]))
-
-    per_transition = activation_bytes(agent, agent.model, ONE_OBS)
-
-    # The observation, and each tanh of actor and critic.
-    assert per_transition == 4 * (4 + 2 * (6 + 5))
-
-
-def test_a_recurrent_network_is_measured_too() -> None:
-    agent = agent_for(VECTOR, THREE, Recurrent)
-
-    assert activation_bytes(agent, agent.model, ONE_OBS) > 4 * 2 * 64
 
 
 @pytest.mark.parametrize(
@@ -128,10 +109,10 @@ def test_a_kept_error_keeps_no_tensor_alive() -> None:
 def test_the_advice_names_the_needs_and_the_settings_to_change() -> None:
     agent = agent_for(VECTOR, THREE)
 
-    advice = memory_advice(agent, 1_000, n_steps=1_000, n_envs=100, n_minibatches=4)
+    advice = memory_advice(agent, n_steps=1_000, n_envs=100, n_minibatches=4)
 
     assert "n_steps=1000 x n_envs=100 needs about 5.1 MB, 51 bytes per env and step" in advice
-    assert "a minibatch of 25000 about 25 MB in the network; cpu has " in advice
+    assert "; cpu has " in advice
     assert "Lower n_envs or agent.n_steps" in advice
     assert "raise agent.n_minibatches=4" in advice
 

@@ -15,8 +15,8 @@ from small_agents import CPU, agent_in
 from tiny_torch_envs import Drift
 from torch import Tensor
 
-from ml_pipeline.training.gpu.programs import Programs
-from ml_pipeline.training.tensor.collector import TensorCollector
+from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
+from ml_pipeline.training.graphs import Programs
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="there is no compiler"
@@ -141,7 +141,7 @@ def test_the_step_of_a_rollout_is_compiled_once() -> None:
 
 COMPILES_LATER = """
 import atexit, sys, threading, torch
-from ml_pipeline.training.gpu.programs import Programs
+from ml_pipeline.training.graphs import Programs
 programs = Programs(torch.device("cpu"), "compiled")
 def is_importing():
     return "import of torch's compiler" in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,289 @@
+"""PPOAgent: an actor, a critic, and the clipped update that improves both.
+
+``ppo_loss`` is the algorithm; ``TorchPPO`` differentiates it. For small MLPs ``agents/fast`` has
+faster backends that compute the same. Every run checks that they do, and otherwise uses plain
+torch. So an edit of the code below always takes effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.ppo.fast.choice import FastPPO, PPOBackend, fastest
+from ml_pipeline.algorithms.ppo.fast.self_check import why_not
+from ml_pipeline.algorithms.ppo.loss import policy_change, ppo_loss
+from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.policy.acting_noise import ActingNoise
+from ml_pipeline.policy.actor_critic import ActorCritic, GreedyPolicy, one_step
+from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, PolicySample
+from ml_pipeline.policy.masks import ActionMasks, Mask, find_mask_leaf
+from ml_pipeline.policy.observation_input import array_input, policy_input
+from ml_pipeline.policy.observations import ObservationReader, map_obs
+from ml_pipeline.policy.optimiser import FlatAdam
+from ml_pipeline.policy.space_data import check_spaces, space_to_data
+from ml_pipeline.records import StateDict
+from ml_pipeline.seeding import stream_seed
+from ml_pipeline.targets import check_arguments, import_entry
+
+
+class TorchPPO:
+    """PPO's arithmetic in plain torch: works for every network, and is the reference."""
+
+    acts_faster_on_cpu = takes_arrays = False
+
+    def __init__(
+        self, model: ActorCritic, adam: FlatAdam, config: PPOConfig, *, precision: str = "float32"
+    ) -> None:
+        self.model = model
+        self.adam = adam
+        self.config = config
+        self.precision = precision
+        self._device = adam.values.device
+        loss, options = import_entry(config.loss, key="agent.loss")
+        check_arguments(loss, options, key="agent.loss", given=6)
+        self.has_standard_loss = loss is ppo_loss
+        self.loss = partial(loss, **options)
+
+    def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
+        """Outputs for the action distribution of one step, and the next recurrent state."""
+        with self._rounding():
+            if inputs.memory is None:
+                return self.model.policy(inputs).float(), None
+            outputs, _, memory = self.model(one_step(inputs))
+        return outputs[0].float(), memory
+
+    @torch.no_grad()
+    def sample(self, inputs: PolicyInput, noise: Tensor, out: Tensor | None) -> PolicySample:
+        """Actions; a backend may write them straight into ``out``."""
+        outputs, memory = self.outputs(inputs)
+        if self.config.on_nonfinite == "skip":
+            outputs = outputs.nan_to_num()  # the envs need a valid action
+        return PolicySample(self.model.distribution.sample(outputs, noise), memory)
+
+    def score(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
+        """log_prob and value of ``action``: [B] each, or [T, B] for a recurrent policy."""
+        with self._rounding():
+            outputs, value, _ = self.model(inputs)
+        log_prob, _ = self.model.distribution.log_prob_and_entropy(outputs.float(), action)
+        return log_prob, value.float()
+
+    def value(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor:
+        """Values, [B]; any finite number where the mask ``wanted`` is False."""
+        is_recurrent = inputs.memory is not None
+        with self._rounding():
+            value: Tensor = self.model(one_step(inputs) if is_recurrent else inputs)[1]
+        return (value[0] if is_recurrent else value).float()
+
+    def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
+        """One gradient step on one minibatch."""
+        self.model.train()
+        with self._rounding():
+            outputs, value, _ = self.model(batch.inputs)
+        self.model.eval()
+        distribution = self.model.distribution
+        log_prob, entropy = distribution.log_prob_and_entropy(outputs.float(), batch.action)
+        terms = self.loss(log_prob, entropy, value.float(), batch, rates, self.config)
+        self.adam.grad.zero_()
+        torch.autograd.backward(terms.total)
+        norm, finite = self.adam.step(rates.learning_rate, terms.total.detach())
+        _, *logged = (each.detach() for each in terms)
+        change = policy_change(log_prob, batch, rates.clip_range)
+        return UpdateResult._make([*logged, *change, norm, finite])
+
+    def refresh(self) -> None:
+        """Called after the weights or the normaliser were replaced; nothing is cached here."""
+
+    def _rounding(self) -> AbstractContextManager[Any]:
+        """Autocast to bf16 if configured; tf32 is a global setting of torch."""
+        wanted = self.precision == "bf16" and self._device.type != "cpu"
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=wanted)
+
+
+class PPOAgent:
+    """Proximal policy optimisation (Schulman et al., 2017)."""
+
+    def __init__(
+        self,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        build_network: NetworkBuilder,
+        config: PPOConfig,
+        *,
+        device: torch.device,
+        seed: int,
+        precision: str = "float32",
+    ) -> None:
+        """``precision`` of matrix products on a GPU: float32, tf32 or bf16."""
+        self.config = config
+        self.device = device
+        self.spaces = {"observation_space": observation_space, "action_space": action_space}
+        self._build_network = build_network
+        self._seed = seed
+        self._player: PPOAgent | None = None
+        self.reader = ObservationReader(observation_space)
+        self.inputs = partial(policy_input, self.reader, device)
+        self.model = ActorCritic(
+            self.reader,
+            action_space,
+            build_network,
+            config,
+            mask_leaf=find_mask_leaf(config.action_mask, self.reader),
+            generator=torch.Generator().manual_seed(stream_seed(seed, "weights")),
+        )
+        self.model.to(device).eval()  # except in updates: a network may have Dropout layers
+        self.distribution = self.model.distribution
+        self.masks = ActionMasks(config.action_mask, self.reader, self.distribution)
+        self.memory_size = sum(self.model.memory_sizes)  # 0: not recurrent
+        self.adam = FlatAdam(self.model, eps=config.adam_eps, max_grad_norm=config.max_grad_norm)
+        self._noise = ActingNoise(
+            self.distribution, n_steps=config.n_steps, seed=stream_seed(seed, "act")
+        )
+        self.plain = TorchPPO(self.model, self.adam, config, precision=precision)
+        self.fast: FastPPO | None = None
+        if config.fast == "auto" and self.plain.has_standard_loss:
+            self.fast = fastest(self.plain, masked=self.masks.are_used)
+
+    @property
+    def backend(self) -> PPOBackend:
+        return self.plain if self.fast is None else self.fast
+
+    @property
+    def takes_arrays(self) -> bool:
+        return self.backend.takes_arrays
+
+    def check_fast(self) -> str:
+        """Use plain torch from now on if the fast backend computes something else; returns why."""
+        if self.fast is None or (reason := why_not(self, self.fast)) is None:
+            return ""
+        name, self.fast = type(self.fast).__name__, None
+        return f"plain torch runs instead of {name}: {reason}; agent.fast=off skips this check"
+
+    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
+        """Noise for a rollout, [T, n_envs, ...], on the agent's device."""
+        return self.distribution.draw_noise(n_steps, n_envs, generator).to(self.device)
+
+    def sample_batch(
+        self, inputs: PolicyInput, noise: Tensor, out: Tensor | None = None
+    ) -> PolicySample:
+        """Act in all envs with noise [n_envs, ...]; actions are also written to ``out``."""
+        sample = self.backend.sample(inputs, noise, out)
+        if out is not None and sample.action is not out:
+            out.copy_(sample.action)
+        return sample
+
+    @torch.no_grad()
+    def score_batch(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
+        """log_prob and value of ``action``: [B] each, or [T, B] for a recurrent policy."""
+        return self.backend.score(inputs, action)
+
+    @torch.no_grad()
+    def value_batch(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor:
+        """Values, [B]; any finite number where the mask ``wanted`` is False."""
+        return self.backend.value(inputs, wanted)
+
+    @torch.no_grad()
+    def act_batch(
+        self,
+        obs: Any,
+        deterministic: bool = False,
+        *,
+        action_mask: Mask | None = None,
+        memory: Tensor | None = None,
+    ) -> NDArray[np.generic]:
+        """[n_envs, *obs] -> [n_envs, *act], ready for ``env.step``; updates ``memory`` in place.
+
+        Sampled actions of gSDE keep their noise for several calls, as in a rollout.
+        """
+        if self.memory_size and memory is None:
+            raise ValueError("this policy is recurrent; pass memory=agent.new_memory(n_envs)")
+        leaves = self.reader.read(obs)
+        mask = self.masks.in_call(leaves, action_mask)
+        if deterministic and self.takes_arrays:
+            outputs, _ = self.backend.outputs(array_input(self.reader, leaves, mask))
+            return self.distribution.chosen(outputs, None)
+        n_envs = len(next(iter(leaves.values())))
+        start = torch.zeros(n_envs, dtype=torch.bool, device=self.device)
+        inputs = self.inputs(leaves, mask, memory, start if self.memory_size else None)
+        outputs, next_memory = self.backend.outputs(inputs)
+        if memory is not None and next_memory is not None:
+            memory.copy_(next_memory)
+        noise = None if deterministic else self._noise.next(n_envs).to(self.device)
+        return self.distribution.chosen(outputs, noise)
+
+    def new_memory(self, n_envs: int) -> Tensor | None:
+        """Recurrent state at the start of ``n_envs`` episodes, or None without one."""
+        size = self.memory_size
+        return torch.zeros(n_envs, size, device=self.device) if size else None
+
+    def mask_of(self, infos: Mapping[str, Any]) -> Mask | None:
+        """The masks in a vector env's infos, or None if this policy does not read them there."""
+        return self.masks.of_infos(infos)
+
+    def greedy(self) -> GreedyPolicy:
+        return self.model.greedy(self.reader, self.masks)
+
+    def on_cpu(self) -> PPOAgent:
+        """A new agent with the same settings on the CPU; its weights are not copied."""
+        given: dict[str, Any] = {**self.spaces, "build_network": self._build_network}
+        return PPOAgent(**given, config=self.config, device=torch.device("cpu"), seed=self._seed)
+
+    def for_playing(self) -> PPOAgent:
+        """This agent, or a CPU copy if launching GPU kernels takes longer than running them."""
+        if not self.backend.acts_faster_on_cpu:
+            return self
+        self._player = self._player or self.on_cpu()
+        self._player.model.load_state_dict(self.model.state_dict())
+        return self._player
+
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
+        """One gradient step per minibatch; each row of the result is its ``UpdateResult``.
+
+        ``rollout`` is flat, [N, ...], and ``order`` shuffles its rows. For a recurrent policy it
+        is [T, n_envs, ...], and ``order`` shuffles the envs. ``order`` is [n_minibatches, B].
+        """
+        if self.fast is not None:
+            return self.fast.epoch(rollout, order, rates)  # check_fast compares it with this loop
+        stops_early = self.device.type == "cpu" and self.config.on_nonfinite == "stop"
+        results: list[UpdateResult] = []
+        for index in order:
+            results.append(self.update(rollout.take(index), rates))
+            if stops_early and not results[-1].finite:
+                break
+        return torch.stack([torch.stack([*each[:-1], each.finite.float()]) for each in results])
+
+    def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
+        """One gradient step on one minibatch."""
+        return self.backend.update(batch, rates)
+
+    def learn_moments(self, obs: Obs) -> None:
+        """Add a rollout's observations, [T, n_envs, ...], to the running normalisation."""
+        if self.config.normalize_obs:
+            flat = map_obs(lambda leaf: leaf.flatten(0, 1), obs)
+            self.model.preprocess.learn_moments(flat, self.adam.world)
+            self.backend.refresh()
+
+    def state_dict(self) -> StateDict:
+        spaces = {name: space_to_data(space) for name, space in self.spaces.items()}
+        return {
+            "spaces": spaces,
+            "model": self.model.state_dict(),
+            "adam": self.adam.state_dict(),
+            **self._noise.state_dict(),
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        check_spaces(self.spaces, state["spaces"])
+        self.model.load_state_dict(state["model"])
+        self.adam.load_state_dict(state["adam"])
+        self.backend.refresh()
+        self._noise.load_state_dict(state)

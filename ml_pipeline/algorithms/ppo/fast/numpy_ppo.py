@@ -1,0 +1,258 @@
+"""NumpyPPO: acting and the gradient of PPO's loss for two plain MLPs on the CPU, in NumPy.
+
+It computes the same as ``TorchPPO``, up to rounding. At these sizes autograd and torch's
+dispatch take several times as long as the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.policy.contracts import PolicyInput, PolicySample
+from ml_pipeline.policy.distributions import (
+    FORBIDDEN,
+    LOG_SQRT_2PI,
+    Categorical,
+    DiagonalGaussian,
+)
+from ml_pipeline.policy.networks import MLP
+from ml_pipeline.policy.numpy_mlp import Array, Normaliser, Tower
+from ml_pipeline.policy.optimiser import FlatAdam
+
+
+class NumpyPPO:
+    """Acts, scores and computes gradients in NumPy; shares weights and gradients with the model."""
+
+    acts_faster_on_cpu = False  # it already runs there
+    takes_arrays = True  # conversions to tensors and back took a third of a CartPole rollout
+
+    @staticmethod
+    def covers(model: Any) -> bool:
+        """Whether the model is two MLPs over one Box, with a Categorical or a Gaussian."""
+        trunks = (model.actor, model.critic)
+        return (
+            all(type(each) is MLP and each.activation in ("tanh", "relu") for each in trunks)
+            and type(model.distribution) in (Categorical, DiagonalGaussian)
+            and model.preprocess.is_plain
+        )
+
+    def __init__(self, model: Any, adam: FlatAdam, config: PPOConfig) -> None:
+        self.config = config
+        self._adam = adam
+        self.actor = Tower.with_head(model.actor, "actor", "policy_head", adam)
+        self.critic = Tower.with_head(model.critic, "critic", "value_head", adam)
+        self._discrete = isinstance(model.distribution, Categorical)
+        self.prepared = Normaliser(model.preprocess, config.clip_obs)
+        if not self._discrete:
+            values, grad = adam.views["distribution.log_std"]
+            self._log_std, self._log_std_grad = values.numpy(), grad.numpy()
+
+    def refresh(self) -> None:
+        """Nothing is cached: all arrays are views of torch's memory."""
+
+    def outputs(self, inputs: PolicyInput) -> tuple[Tensor, None]:
+        outputs = self._policy(_numpy(inputs.obs))
+        return torch.from_numpy(_masked(outputs, inputs.action_mask)), None
+
+    def sample(self, inputs: PolicyInput, noise: Any, out: Tensor | None) -> PolicySample:
+        """Draws the same actions as ``Categorical`` and ``DiagonalGaussian``.
+
+        They are an array if ``noise`` is one.
+        """
+        action: Any = self._draw(inputs, _numpy(noise))
+        is_array = isinstance(noise, np.ndarray)
+        return PolicySample(action if is_array else torch.from_numpy(action), None)
+
+    def _draw(self, inputs: PolicyInput, noise: NDArray[Any]) -> NDArray[Any]:
+        outputs = self._policy(_numpy(inputs.obs))
+        if self.config.on_nonfinite == "skip":
+            outputs = np.nan_to_num(outputs)
+        if not self._discrete:
+            return outputs + np.exp(self._log_std) * noise  # type: ignore[no-any-return]
+        logits = _columns(outputs, inputs.action_mask)
+        logits -= np.maximum.reduce(logits)
+        cumulative = np.add.accumulate(np.exp(logits, out=logits))
+        below = cumulative[:-1] <= noise * cumulative[-1]
+        return np.add.reduce(below, dtype=np.int64)  # type: ignore[no-any-return]
+
+    def score(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.prepared(_numpy(inputs.obs))
+        outputs = self.actor.forward(x)[-1]
+        value = self.critic.forward(x)[-1][:, 0]
+        if self._discrete:
+            log_probs = _log_softmax(outputs, inputs.action_mask)
+            log_prob = np.take_along_axis(log_probs, _numpy(action)[None], axis=0)[0]
+        else:
+            log_prob = self._log_density((_numpy(action) - outputs) * np.exp(-self._log_std))
+        return torch.from_numpy(log_prob), torch.from_numpy(value)
+
+    def value(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor:
+        obs = _numpy(inputs.obs)
+        if wanted is None:
+            return torch.from_numpy(self._value(obs))
+        value = torch.zeros(len(obs))
+        if wanted.any():
+            value[wanted] = torch.from_numpy(self._value(obs[wanted.numpy()]))
+        return value
+
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
+        # One gather for the whole epoch; the minibatches are then slices without a copy. They hold
+        # arrays, because torch takes longer for both.
+        index = order.numpy().ravel()
+
+        def gathered(field: Tensor) -> Any:
+            return field.numpy().take(index, axis=0)
+
+        shuffled = rollout.mapped(gathered, None)
+        n_minibatches, size = order.shape
+        results = []
+        for begin in range(0, n_minibatches * size, size):
+            part = slice(begin, begin + size)
+            batch = shuffled.mapped(lambda field: field[part], None)  # noqa: B023
+            results.append(self._step(batch, rates))
+            if not results[-1][-1] and self.config.on_nonfinite == "stop":
+                break
+        return torch.from_numpy(np.array(results))  # torch.tensor takes longer
+
+    def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
+        return UpdateResult._make(self._step(batch, rates))
+
+    def _step(self, batch: Minibatch, rates: Rates) -> list[float]:
+        """One gradient step; returns the fields of ``UpdateResult`` as plain numbers."""
+        learning_rate, clip_range, entropy_coef = map(float, rates)
+        *report, loss = self._gradient(batch, clip_range, entropy_coef)
+        norm, finite = self._adam.step_on_cpu(learning_rate, loss)
+        return [*report, norm, float(finite)]
+
+    def _policy(self, obs: Any) -> Array:
+        """Outputs of the policy head, [B, n_outputs]."""
+        return self.actor.forward(self.prepared(obs))[-1]
+
+    def _value(self, obs: Any) -> Array:
+        return self.critic.forward(self.prepared(obs))[-1][:, 0]
+
+    def _gradient(self, batch: Minibatch, clip_range: float, entropy_coef: float) -> list[float]:
+        """Write the gradients; returns policy and value loss, entropy, KL, clip fraction, loss."""
+        x = self.prepared(_numpy(batch.inputs.obs))
+        policy_loss, entropy, kl, clip_fraction = self._actor_gradient(
+            x, batch, clip_range, entropy_coef
+        )
+        value_loss = self._critic_gradient(x, batch, clip_range)
+        loss = policy_loss + self.config.value_coef * value_loss - entropy_coef * entropy
+        return [policy_loss, value_loss, entropy, kl, clip_fraction, loss]
+
+    def _actor_gradient(
+        self, x: Array, batch: Minibatch, clip_range: float, entropy_coef: float
+    ) -> tuple[float, float, float, float]:
+        config, size = self.config, len(x)
+        passed = self.actor.forward(x)
+        outputs, action, mask = passed[-1], _numpy(batch.action), batch.inputs.action_mask
+        if self._discrete:
+            log_probs = _log_softmax(outputs, mask)
+            places = action * size  # of the actions taken
+            places += np.arange(size)
+            log_prob = log_probs.ravel().take(places)
+        else:
+            inverse_std = np.exp(-self._log_std)
+            z = (action - outputs) * inverse_std
+            log_prob = self._log_density(z)
+
+        log_ratio = log_prob - _numpy(batch.log_prob)
+        ratio = np.exp(log_ratio)
+        advantage = _numpy(batch.advantage)
+        if config.normalize_advantage:
+            advantage = advantage - np.add.reduce(advantage) / np.float32(size)
+            advantage /= math.sqrt(float(advantage @ advantage) / size) + 1e-8
+        clipped = np.minimum(np.maximum(ratio, 1.0 - clip_range), 1.0 + clip_range)
+        gain = advantage * ratio
+        bounded = advantage * clipped
+        counts = gain <= bounded  # where the ratio is not clipped, so that it has a gradient
+        np.minimum(gain, bounded, out=bounded)
+        if config.dual_clip is not None:
+            floor = np.where(advantage < 0, advantage * np.float32(config.dual_clip), -np.inf)
+            counts &= bounded >= floor
+            bounded = np.maximum(bounded, floor)
+        grad_log_prob = gain * counts
+        grad_log_prob *= -1.0 / size
+
+        if self._discrete:
+            probs = np.exp(log_probs)
+            weighted = probs * log_probs
+            entropies = -np.add.reduce(weighted)
+            entropy = float(np.add.reduce(entropies)) / size
+            grad = probs * -grad_log_prob
+            grad.ravel()[places] += grad_log_prob
+            if entropy_coef:
+                weighted += probs * entropies
+                weighted *= entropy_coef / size
+                grad += weighted
+            grad = grad.T.copy()  # the rounding of products depends on the layout
+            if mask is not None:
+                grad *= _numpy(mask)
+        else:
+            entropy = float(np.add.reduce(self._log_std)) + len(self._log_std) * (
+                LOG_SQRT_2PI + 0.5
+            )
+            grad = grad_log_prob[:, None] * z
+            grad *= inverse_std
+            np.matmul(grad_log_prob, z * z - 1.0, out=self._log_std_grad)
+            self._log_std_grad -= entropy_coef
+        self.actor.backward(passed, grad)
+
+        policy_loss = -float(np.add.reduce(bounded)) / size
+        kl = float(np.add.reduce(ratio - log_ratio)) / size - 1.0
+        n_clipped = np.count_nonzero(ratio != clipped)
+        return policy_loss, entropy, kl, n_clipped / size
+
+    def _critic_gradient(self, x: Array, batch: Minibatch, clip_range: float) -> float:
+        size = len(x)
+        passed = self.critic.forward(x)
+        value, target = passed[-1][:, 0], _numpy(batch.value_target)
+        error = value - target
+        grad, squared = error, error * error
+        if self.config.clip_value_loss:
+            old = _numpy(batch.value)
+            moved = value - old
+            bounded = np.minimum(np.maximum(moved, -clip_range), clip_range)
+            other = old + bounded - target
+            counts = other * other > squared
+            grad = np.where(counts, other * (moved == bounded), error)
+            squared = np.maximum(squared, other * other)
+        self.critic.backward(passed, (grad * (self.config.value_coef / size))[:, None])
+        return 0.5 * float(np.add.reduce(squared)) / size
+
+    def _log_density(self, z: Array) -> Array:
+        """Log density of a diagonal Gaussian, ``z`` standard deviations from its mean."""
+        constant = float(np.add.reduce(self._log_std)) + len(self._log_std) * LOG_SQRT_2PI
+        return np.einsum("ij,ij->i", z, z) * -0.5 - constant  # type: ignore[no-any-return]
+
+
+def _masked(outputs: Array, mask: Tensor | None) -> Array:
+    return outputs if mask is None else np.where(_numpy(mask), outputs, np.float32(FORBIDDEN))
+
+
+def _columns(outputs: Array, mask: Tensor | None) -> Array:
+    """A copy, [n_actions, B]: NumPy is faster over the first axis if actions are few."""
+    columns: Array = _masked(outputs, mask).T.copy()
+    return columns
+
+
+def _log_softmax(outputs: Array, mask: Tensor | None) -> Array:
+    """[n_actions, B] from [B, n_actions]."""
+    log_probs = _columns(outputs, mask)
+    log_probs -= np.maximum.reduce(log_probs)
+    log_probs -= np.log(np.add.reduce(np.exp(log_probs)))
+    return log_probs
+
+
+def _numpy(numbers: Any) -> NDArray[Any]:
+    array: NDArray[Any] = numbers if isinstance(numbers, np.ndarray) else numbers.numpy()
+    return array

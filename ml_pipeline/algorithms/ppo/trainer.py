@@ -1,0 +1,190 @@
+"""PPOTrainer: one iteration of PPO. It collects a rollout, then runs epochs of gradient steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ml_pipeline.algorithms.ppo.agent import PPOAgent
+from ml_pipeline.algorithms.ppo.checks import check_rollout, check_updates
+from ml_pipeline.algorithms.ppo.contracts import Rollout, RolloutCollector
+from ml_pipeline.algorithms.ppo.epochs import update_means
+from ml_pipeline.algorithms.ppo.rank_epochs import new_epochs, quality_of_all
+from ml_pipeline.algorithms.ppo.records import Rates
+from ml_pipeline.algorithms.ppo.schedules import Schedules
+from ml_pipeline.algorithms.ppo.undo import undone_if_stopped
+from ml_pipeline.ranks.world import ALONE, World
+from ml_pipeline.records import Metrics, StateDict
+from ml_pipeline.seeding import stream_seed
+from ml_pipeline.training.episode_window import EpisodeWindow
+from ml_pipeline.training.graphs import Programs
+
+_LONG_UPDATE = 100  # epochs; more of them run one by one also on a GPU
+
+
+class PPOTrainer:
+    """Trains ``agent`` on rollouts of ``collector``, each [n_steps, n_envs]."""
+
+    def __init__(
+        self,
+        agent: PPOAgent,
+        collector: RolloutCollector,
+        *,
+        seed: int,
+        programs: Programs | None = None,
+        world: World = ALONE,
+    ) -> None:
+        """``programs`` compiles and captures the work on a GPU; None: it runs eagerly."""
+        self.agent, self.collector, self.world = agent, collector, world
+        self.config = config = agent.config
+        reason = config.why_not(collector.n_envs, recurrent=bool(agent.memory_size))
+        if reason is not None:
+            raise ValueError(reason)
+        self.progress = 0.0  # through the run, for the schedules
+        self.schedules = Schedules(config)
+        self.episodes = EpisodeWindow()
+        self._programs = programs or Programs(agent.device)
+        if remark := agent.check_fast():
+            self._programs.tell(remark)
+        self._scaler = None
+        if config.scale_reward:
+            self._scaler = collector.new_scaler(gamma=config.gamma, clip=config.clip_reward)
+        self._on_host = collector.on_host and agent.device.type == "cpu"
+        self._make_buffer()
+        self._generator = torch.Generator().manual_seed(stream_seed(seed, "minibatches"))
+
+    def _make_buffer(self) -> None:
+        n_epochs = self.config.n_epochs
+        self.buffer: Rollout = self.collector.new_buffer(self.config.n_steps, self.agent)
+        # One epoch at a time if the KL, a check or a stop signal affects the next epoch.
+        self._is_stoppable = self._on_host or self.schedules.uses_kl or n_epochs > _LONG_UPDATE
+        parts = self.world, self.agent, self.buffer, self._programs
+        self._epochs = new_epochs(
+            *parts,
+            n_epochs=1 if self._is_stoppable else n_epochs,
+            n_minibatches=self.config.n_minibatches,
+            on_host=self._on_host,
+        )
+
+    @property
+    def envs(self) -> list[VectorEnv[Any, Any, Any]]:
+        return self.collector.envs
+
+    @property
+    def iteration_steps(self) -> int:
+        return self.world.size * self.config.iteration_steps(self.collector.n_envs)
+
+    def train_episode_vectorized(self, hold: Callable[[], None] = lambda: None) -> Metrics:
+        """One iteration: collect a [T, n_envs] rollout, improve on it, return the metrics.
+
+        An interrupt before ``hold`` discards the iteration; a later one waits for the end.
+        """
+        rates = self.schedules.rates(self.progress)
+        # Silence NumPy; non-finite values raise our own errors.
+        with np.errstate(over="ignore", invalid="ignore"):
+            stats = self.collector.collect(self.agent, self.buffer)
+            if not self._is_stoppable:
+                hold()  # the update is one launch on a GPU, which ends soon
+            with undone_if_stopped(self._learnt, self._load_learnt, enabled=self._is_stoppable):
+                means = self._improve(rates)
+                hold()
+        self.collector.commit(self.buffer.n_steps)
+        return {
+            "n_envs": self.world.size * self.buffer.n_envs,
+            **self.episodes.add(self.world.joined(stats.episodes)),
+            **means,
+            "policy/learning_rate": rates.learning_rate,
+            "time/collect_seconds": stats.seconds,
+        }
+
+    def _improve(self, rates: Rates) -> Metrics:
+        """Run all epochs; wait for a GPU only at the end, unless each epoch needs the KL."""
+        config, buffer = self.config, self.buffer
+        stops = config.on_nonfinite == "stop"
+        check = partial(check_updates, n_minibatches=config.n_minibatches, loss=config.loss)
+        last = self.collector.last_inputs(self.agent)
+        buffer.finish(last, gamma=config.gamma, lam=config.gae_lambda, scaler=self._scaler)
+        tables: list[Tensor] = []
+        n_epochs = 0
+        while n_epochs < config.n_epochs:
+            tables.append(self._epochs.run(rates, self._generator))
+            n_epochs += self._epochs.n_epochs
+            if self._on_host and stops:
+                find_broken = self.agent.adam.broken_gradients
+                check(tables[-1].numpy(), first_epoch=n_epochs, find_broken=find_broken)
+            if self.schedules.uses_kl:
+                table = tables[-1].cpu().numpy()
+                kl = update_means(table)["policy/approx_kl"]
+                if table[:, -1].any():  # otherwise no step was taken
+                    rates = self.schedules.adapted(rates, kl)
+                if self.schedules.is_kl_too_large(kl):
+                    break
+        self.agent.learn_moments(buffer.observations())
+        table, quality = torch.cat(tables).cpu().numpy(), quality_of_all(self.world, buffer)
+        if stops:
+            check_rollout(quality.is_finite)
+            check(table)
+        return {
+            **update_means(table),
+            "value/explained_variance": quality.explained_variance,
+            "policy/n_epochs": float(n_epochs),
+        }
+
+    def resize(self, n_envs: int) -> int:
+        """Train in about ``n_envs`` envs; returns the actual number, which fits the minibatches."""
+        n_envs = self.config.fitting_n_envs(n_envs, recurrent=bool(self.agent.memory_size))
+        if n_envs != self.collector.n_envs:
+            self.collector.resize(n_envs, self.agent)
+            self._make_buffer()
+            if self._scaler is not None:
+                self._scaler.resize(n_envs)
+        return n_envs
+
+    def last_rollout(self) -> dict[str, NDArray[Any]]:
+        """Actions and advantages, for histograms."""
+        return self.buffer.arrays()
+
+    def env_snapshots(self) -> list[bytes] | None:
+        """All envs as bytes; empty if ``state_dict`` holds them, None during a rollout."""
+        return self.collector.snapshots() if self.collector.is_between_rollouts else None
+
+    def resume_episodes(self, state: StateDict, snapshots: Sequence[bytes]) -> None:
+        """Let the envs continue where they were when ``state`` was saved."""
+        self.collector.resume_at(state["collector"]["position"], snapshots, self.agent)
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def _learnt(self) -> StateDict:
+        """The state that an update changes."""
+        return {
+            "agent": self.agent.state_dict(),
+            "generator": self._generator.get_state(),
+            "learning_rate": self.schedules.adaptive_learning_rate,
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+        }
+
+    def _load_learnt(self, state: StateDict) -> None:
+        self.agent.load_state_dict(state["agent"])
+        self._generator.set_state(state["generator"])
+        self.schedules.adaptive_learning_rate = state["learning_rate"]
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def state_dict(self) -> StateDict:
+        collector = self.collector.state_dict()
+        return {**self._learnt(), "collector": collector, **self.episodes.state_dict()}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Everything except the current episodes: see ``resume_episodes``."""
+        self._load_learnt(state)
+        self.collector.load_state_dict(state["collector"])
+        if self._scaler is not None:
+            self._scaler.begin_episodes()
+        self.episodes.load_state_dict(state)

@@ -1,0 +1,379 @@
+"""ReplayBuffer: the last transitions of all envs, in a ring of rows, [n_rows, n_envs].
+
+Row t holds the observation before step t and what the step returned. The next observation is that
+of row t + 1, so each is stored once. Only a truncated episode needs its final observation as
+well: the next row begins with that of the reset. The row at the write head holds the current
+observation, so a window of n steps may end there and still bootstrap from the true successor.
+Stacked frames are stored once each; see ``FrameStacks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ml_pipeline.algorithms.replay.contracts import ReplayBatch
+from ml_pipeline.algorithms.replay.device_rows import DeviceRows
+from ml_pipeline.algorithms.replay.final_observations import FinalObservation, FinalObservations
+from ml_pipeline.algorithms.replay.frame_stacks import FrameStacks
+from ml_pipeline.algorithms.replay.priorities import SumTree
+from ml_pipeline.algorithms.replay.windows import Windows
+from ml_pipeline.policy.distributions import Distribution
+from ml_pipeline.policy.masks import Mask
+from ml_pipeline.policy.observations import ObservationReader
+from ml_pipeline.records import StateDict
+from ml_pipeline.training.graphs import Programs
+
+
+class ReplayBuffer:
+    """Transitions of ``n_envs`` envs; observations are stored as the env returns them."""
+
+    def __init__(
+        self,
+        capacity: int,
+        n_envs: int,
+        reader: ObservationReader,
+        distribution: Distribution,
+        *,
+        n_step: int,
+        gamma: float,
+        device: torch.device,
+        has_masks: bool = False,
+        priority_exponent: float = 0.0,
+        stacked_frames: int = 1,
+        programs: Programs | None = None,
+        on_device: bool = False,
+        n_ranks: int = 1,
+    ) -> None:
+        """``capacity`` is that of all envs together; ``on_device``: ``insert`` writes the rows.
+
+        Each of ``n_ranks`` stores its own ``n_envs``. Draws and priorities cover those of all.
+        """
+        self.n_envs = n_envs
+        self.n_all_envs = n_ranks * n_envs
+        self.capacity_rows = max(capacity // self.n_all_envs, 1)  # those that are drawn
+        # One more for the current observation, and those that complete the oldest stack.
+        self.n_rows = self.capacity_rows + stacked_frames
+        self.stacks = FrameStacks(stacked_frames, reader.shapes)
+        self.device = device
+        self.n_written = 0  # rows since the start of the run
+        self.first = 0  # no row before this one can be drawn
+        self._exponent = priority_exponent
+        mask_size = distribution.mask_size if has_masks else 0
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        n = self.n_rows * n_envs
+        dtypes = {name: _torch_dtype(dtype) for name, dtype in reader.dtypes.items()}
+        self.obs = {
+            name: zeros(n, *self.stacks.stored_shape(name, shape), dtype=dtypes[name])
+            for name, shape in reader.shapes.items()
+        }
+        self.mask = zeros(n, mask_size, dtype=torch.bool) if mask_size else None
+        self.action = zeros(n, *distribution.action_shape, dtype=distribution.action_dtype)
+        self.reward = zeros(n)
+        self.terminated = zeros(n, dtype=torch.bool)
+        self.done = ~zeros(n, dtype=torch.bool)  # no episode reaches back beyond the first row
+        self.finals = FinalObservations(
+            {name: zeros(0, *shape, dtype=dtypes[name]) for name, shape in reader.shapes.items()},
+            None if self.mask is None else self.mask[:0].clone(),
+            n,
+            has_all_slots=on_device,
+        )
+        self.tree = SumTree(n_ranks * n, device) if priority_exponent > 0 else None
+        # Files that hold the transitions: written by runs.replay_files, named in the checkpoint.
+        self.segments: list[dict[str, Any]] = []
+        self.n_saved = 0  # rows that are in these files
+        self._top = zeros() + 1.0  # the largest priority so far, which new transitions get
+        self._device_rows: DeviceRows | None = None
+        if device.type != "cpu" or on_device:
+            self._device_rows = DeviceRows(
+                self._row_tables(),
+                self._next_tables(),
+                programs or Programs(device),
+                n_envs=n_envs,
+                n_all_envs=self.n_all_envs,
+                n_drawn=self.capacity_rows,
+            )
+        self.windows = Windows(
+            {**self._row_tables(), **self._next_tables()},
+            self.finals,
+            self.stacks,
+            is_single=reader.is_single,
+            n_envs=n_envs,
+            n_step=n_step,
+            gamma=gamma,
+        )
+        self._is_reset = True  # the next ``begin`` starts episodes
+        self._sample: Callable[..., tuple[ReplayBatch, Any]] = self._plain_sample
+        if device.type == "cuda" and programs is not None:
+
+            def sample(uniform: Tensor, beta: Any) -> tuple[ReplayBatch, Any]:
+                return self._plain_sample(uniform, beta)
+
+            self._sample = programs.compiled(sample, "the batches of replay")
+
+    def __len__(self) -> int:
+        """Transitions that can be drawn, of all ranks."""
+        return (self.n_written - self.first_drawn) * self.n_all_envs
+
+    @property
+    def first_drawn(self) -> int:
+        """The first row that can be drawn, counted from the start of the run."""
+        return max(self.n_written - self.capacity_rows, self.first)
+
+    @property
+    def oldest(self) -> int:
+        """The first row that is still needed, counted from the start of the run."""
+        return max(self.first_drawn - (self.stacks.n_frames - 1), 0)
+
+    def begin(self, leaves: Mapping[str, Any], mask: Mask | None) -> None:
+        """Store the current observations of all envs: after ``end_episodes`` and a resume."""
+        self._observe(leaves, mask, np.ones(self.n_envs, bool) if self._is_reset else None)
+        self._is_reset = False
+
+    def _observe(
+        self, leaves: Mapping[str, NDArray[Any]], mask: Mask | None, start: NDArray[Any] | None
+    ) -> None:
+        self.stacks.check(leaves, start)
+        place = self.place(self.n_written)
+        seen = {f"obs {name}": self.stacks.newest(name, leaf) for name, leaf in leaves.items()}
+        if self.mask is not None and mask is not None:
+            seen["mask"] = mask
+        for name, values in seen.items():
+            on_host = self.device.type == "cpu"
+            table = self.windows.tables[name]
+            table[place] = values if on_host else torch.as_tensor(values).to(table)
+
+    def end_episodes(self) -> None:
+        """The envs start new episodes: the current observations are final ones."""
+        self._is_reset = True
+        self.n_saved = min(self.n_saved, max(self.n_written - 1, 0))  # that row changes
+        if not self.n_written:
+            return
+        newest, head = self.place(self.n_written - 1), self.place(self.n_written)
+        seen = self.windows.observed(torch.arange(head.start, head.stop, device=self.device))
+        current = {name: leaf.cpu().numpy() for name, leaf in seen.items()}
+        for env in torch.nonzero(~self.done[newest]).flatten().tolist():
+            leaves = {name: leaf[env] for name, leaf in current.items()}
+            mask = None if self.mask is None else self.mask[head.start + env].cpu().numpy()
+            self.finals.keep(newest.start + env, FinalObservation(env, leaves, mask))
+        self.done[newest] = True
+
+    def forget_newest(self) -> None:
+        """Drop the newest row, whose successor is not known; its observations are current."""
+        if not self.n_written:
+            return
+        self.first = min(self.first_drawn, self.n_written - 1)  # the row before is overwritten
+        self.n_written -= 1
+        self._tell_device()
+        self._set_priority(self.n_written, self.n_written + 1, 0.0 * self._top)
+
+    def clear(self) -> None:
+        """Draw none of the transitions so far; the current episodes continue."""
+        self._set_priority(self.first_drawn, self.n_written, 0.0 * self._top)
+        self.first = self.n_written
+        self._tell_device()
+
+    def forget_before(self, row: int) -> None:
+        """Draw no transition that needs a row before this one."""
+        first_drawn = self.first_drawn
+        self.first = row + self.stacks.n_frames - 1 if row else 0
+        self._tell_device()
+        self._set_priority(first_drawn, self.first, 0.0 * self._top)
+
+    def write(
+        self,
+        action: NDArray[Any],
+        reward: NDArray[Any],
+        terminated: NDArray[Any],
+        truncated: NDArray[Any],
+        leaves: Mapping[str, NDArray[Any]],
+        mask: Mask | None,
+        finals: Sequence[FinalObservation],
+    ) -> None:
+        """Complete the current row, and store the observations that follow it.
+
+        ``finals``: one for each episode that was truncated and not terminated.
+        """
+        place = self.place(self.n_written)
+        done = terminated | truncated
+        row = {
+            "action": action,
+            "reward": reward,
+            "terminated": terminated,
+            "done": done,
+            "final": self.finals.replace(place, finals),
+        }
+        self.n_written += 1
+        if self._device_rows is not None:
+            self.stacks.check(leaves, done)
+            seen = {f"obs {name}": self.stacks.newest(name, leaf) for name, leaf in leaves.items()}
+            self._device_rows.write({**row, **seen, **({} if mask is None else {"mask": mask})})
+        else:
+            for name, values in row.items():
+                self.windows.tables[name][place] = values
+            self._observe(leaves, mask, done)
+        if self.tree is not None:
+            new, left = self.n_written - 1, self.n_written - 1 - self.capacity_rows
+            self._set_priority(new, new + 1, self._top)
+            self._set_priority(left, left + 1, 0.0 * self._top)
+
+    def insert(
+        self,
+        action: Tensor,
+        reward: Tensor,
+        terminated: Tensor,
+        truncated: Tensor,
+        obs: Tensor,
+        final_obs: Tensor,
+    ) -> None:
+        """``write`` for envs on the device; call ``count_row`` as well, which is not captured."""
+        rows = self._on_device()
+        here = rows.place()
+        row = {
+            "action": action,
+            "reward": reward,
+            "terminated": terminated,
+            "done": terminated | truncated,
+            "final": torch.where(truncated & ~terminated, here, -1),
+        }
+        self.finals.leaves[""].index_copy_(0, here, final_obs)
+        rows.insert({**row, "obs ": obs})
+        if self.tree is not None:
+            self.tree.set(here, self._top.expand(self.n_envs))
+            leaving = rows.place(before=1 + self.capacity_rows)
+            self.tree.set(leaving, torch.zeros(self.n_envs, device=self.device))
+
+    def count_row(self) -> None:
+        """Count the row of an ``insert``."""
+        self.n_written += 1
+
+    def current_obs(self) -> Tensor:
+        """What the envs on the device observe, [n_envs, *obs]."""
+        return self.windows.observed(self._on_device().place())[""]
+
+    @property
+    def n_tables_moved(self) -> int:
+        """Changes when tables are at a new address, which a captured graph must learn."""
+        return len(self.finals)
+
+    def _on_device(self) -> DeviceRows:
+        if self._device_rows is None:
+            raise RuntimeError("this buffer is written by the host; call write")
+        return self._device_rows
+
+    def _tell_device(self) -> None:
+        if self._device_rows is not None:
+            self._device_rows.count(self.n_written, self.first)
+
+    def _set_priority(self, first: int, last: int, priority: Tensor) -> None:
+        """Give the rows from ``first`` to ``last`` one priority."""
+        if self.tree is not None and first < last:
+            n_envs = self.n_all_envs
+            number = torch.arange(first * n_envs, last * n_envs, device=self.device)
+            self.tree.set(number % self.tree.n_leaves, priority.expand(len(number)))
+
+    def place(self, row: int) -> slice:
+        """Indices of a row, which is counted from the start of the run."""
+        start = (row % self.n_rows) * self.n_envs
+        return slice(start, start + self.n_envs)
+
+    def sample(self, uniform: Any, *, beta: Any = 1.0) -> tuple[ReplayBatch, Any]:
+        """Transitions for uniform numbers [B] in [0, 1), and their indices for ``prioritise``.
+
+        All are tensors, or arrays if ``uniform`` is an array, which is faster on the CPU.
+        """
+        return self._sample(uniform, beta)
+
+    def _plain_sample(self, uniform: Any, beta: Any) -> tuple[ReplayBatch, Any]:
+        index, weight = self.draw(uniform, beta=beta)
+        return self.batch(index, weight), index
+
+    def draw(self, uniform: Any, *, beta: Any = 1.0) -> tuple[Any, Any]:
+        """Indices [B] into the envs of all ranks, row by row, and the importance weights."""
+        n_valid, first, _ = self._counts()
+        index: Any
+        weight: Any
+        is_array = isinstance(uniform, np.ndarray)
+        if self.tree is not None:
+            index = self.tree.draw(torch.as_tensor(uniform))
+            share = self.tree.priorities[index] / self.tree.total
+            weight = (n_valid * share).pow(-beta)
+            weight = (weight / weight.max()).float()
+            if is_array:
+                index, weight = index.numpy(), weight.numpy()
+        else:
+            # torch draws float32 numbers of 24 bits, so the integers are exact.
+            number = uniform * 2**24
+            number = number.astype(np.int64) if is_array else number.long()
+            index = ((number * n_valid >> 24) + first) % (self.n_rows * self.n_all_envs)
+            weight = np.ones_like(uniform) if is_array else torch.ones_like(uniform)
+        return index, weight
+
+    def _counts(self) -> tuple[Any, Any, Any]:
+        """Transitions that can be drawn, index of the first, newest row; tensors on a device."""
+        if self.device.type != "cpu":
+            n_valid, first, newest = self._on_device().counts
+            return n_valid, first, newest
+        first_row, newest_row = self.first_drawn % self.n_rows, (self.n_written - 1) % self.n_rows
+        return len(self), first_row * self.n_all_envs, newest_row
+
+    def batch(self, index: Any, weight: Any) -> ReplayBatch:
+        """The windows of n steps that begin at ``index``."""
+        return self.windows.batch(index, weight, self._counts()[2])
+
+    def prioritise(self, index: Any, error: Any) -> None:
+        """Set priorities by the absolute TD error, [B]; without prioritised replay does nothing."""
+        if self.tree is None:
+            return
+        priority = (torch.as_tensor(error).abs() + 1e-6).pow(self._exponent)
+        # The same transition may be drawn twice; its errors are equal, so any of them will do.
+        self.tree.set(torch.as_tensor(index), priority)
+        self._top.copy_(torch.maximum(self._top, priority.max()))
+
+    def _row_tables(self) -> dict[str, Tensor]:
+        """What a step completes; the tables of observations and masks hold what follows it."""
+        names = ("action", "reward", "terminated", "done")
+        return {**{name: getattr(self, name) for name in names}, "final": self.finals.slot_of}
+
+    def _next_tables(self) -> dict[str, Tensor]:
+        seen = {f"obs {name}": leaf for name, leaf in self.obs.items()}
+        return seen if self.mask is None else {**seen, "mask": self.mask}
+
+    def state_dict(self) -> StateDict:
+        """The counters and priorities; ``runs.replay_files`` saves the transitions."""
+        return {
+            "n_envs": self.n_all_envs,
+            "n_written": self.n_written,
+            "first": self.first,
+            "segments": [dict(segment) for segment in self.segments],
+            "n_saved": self.n_saved,
+            "priorities": None if self.tree is None else self.tree.priorities.float(),
+            "top_priority": self._top,
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.n_written = state["n_written"]
+        self.first = state.get("first", 0)
+        self.segments = [dict(segment) for segment in state["segments"]]
+        self.n_saved = state["n_saved"]
+        self._top.copy_(state["top_priority"])
+        self._tell_device()
+        self._is_reset = False  # the saved episodes continue, unless ``end_episodes`` is called
+        priorities = state["priorities"]
+        tree = self.tree
+        if tree is not None and priorities is not None and len(priorities) == tree.n_leaves:
+            tree.load(priorities)
+        else:  # agent.priority_exponent was 0, or agent.buffer_size has changed
+            self._set_priority(self.first_drawn, self.n_written, self._top)
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    return torch.from_numpy(np.zeros(0, dtype)).dtype

@@ -1,0 +1,79 @@
+"""Replay files: the transitions of an off-policy run on disk, each written once.
+
+A checkpoint names the files that hold its transitions. Saving writes the rows since the last
+checkpoint into new files. Each of several ranks writes its own files.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
+from ml_pipeline.algorithms.replay.rank_replay import own_rows
+from ml_pipeline.algorithms.replay.rows import load_rows, row_bytes, rows_of
+from ml_pipeline.errors import UserError
+from ml_pipeline.records import StateDict
+from ml_pipeline.training.contracts import FileStore
+
+_FILE_BYTES = 2**28  # about the size of a file at most, since saving copies its content in memory
+
+
+def write_replay(files: FileStore, buffer: ReplayBuffer) -> None:
+    """Write the rows that are not in a file yet, and name the files in the buffer's state."""
+    first, last = max(buffer.n_saved, buffer.oldest), buffer.n_written
+    buffer.segments = [each for each in buffer.segments if each["last"] > buffer.oldest]
+    n_rows = max(_FILE_BYTES // row_bytes(buffer), 1)
+    for start in range(first, last, n_rows):
+        _write(files, buffer, start, min(start + n_rows, last))
+
+
+def _write(files: FileStore, buffer: ReplayBuffer, first: int, last: int) -> None:
+    name = f"{first}-{last}-{secrets.token_hex(8)}.rows"
+    files.write(name, rows_of(buffer, first, last))
+    buffer.segments = [*buffer.segments, {"name": name, "first": first, "last": last}]
+    buffer.n_saved = last
+
+
+def read_replay(
+    files: FileStore,
+    buffer: ReplayBuffer,
+    rank_segments: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+    rank: int = 0,
+) -> None:
+    """Read the files that the state of ``buffer`` names.
+
+    ``rank_segments``: the files of another number of ranks; ``buffer`` takes the envs of ``rank``.
+    """
+    segments = buffer.segments if rank_segments is None else rank_segments[0]
+    others = [] if rank_segments is None else rank_segments[1:]
+    own = slice(rank * buffer.n_envs, (rank + 1) * buffer.n_envs)
+    # In order: a later file replaces rows of an earlier one.
+    for segment, *rest in zip(segments, *others, strict=True):
+        span = first, last = segment["first"], segment["last"]
+        if any((each["first"], each["last"]) != span for each in rest):
+            raise UserError("the ranks of the checkpoint saved different rows; train it again")
+        parts = [files.read(str(each["name"])) for each in (segment, *rest)]
+        rows = parts[0] if rank_segments is None else own_rows(parts, last - first, own)
+        load_rows(buffer, first, last, rows)
+    _check_complete(buffer, segments)
+
+
+def _check_complete(buffer: ReplayBuffer, segments: Sequence[Mapping[str, Any]]) -> None:
+    first = buffer.n_written
+    for segment in reversed(segments):
+        if segment["last"] >= first:
+            first = min(first, segment["first"])
+    if first == buffer.n_written > buffer.oldest:
+        raise UserError(
+            "the checkpoint was saved without its newest transitions; resume from latest"
+        )
+    if first > buffer.oldest:  # agent.buffer_size is larger than it was
+        buffer.forget_before(first)
+
+
+def replay_names(state: StateDict) -> set[str]:
+    """The files that a checkpoint needs, of all ranks."""
+    parts = [state, *state.get("ranks", [])]
+    return {segment["name"] for part in parts for segment in part["replay"]["segments"]}

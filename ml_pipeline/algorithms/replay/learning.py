@@ -1,0 +1,144 @@
+"""ReplayLearning: gradient steps on transitions from a replay buffer.
+
+On a device, sampling, the gradient step and new priorities are captured as one graph, eight times
+in a row if as many updates are due. The metrics of an iteration are added up there and read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
+from ml_pipeline.algorithms.replay.contracts import ReplayAgent
+from ml_pipeline.records import Metrics
+from ml_pipeline.seeding import set_generator_state
+from ml_pipeline.training.checks import TrainingError
+from ml_pipeline.training.graphs import Programs, send
+
+_NOT_FINITE = (
+    "a loss or a gradient is not finite, and that step changed nothing. Try a smaller "
+    "agent.learning_rate, and look for huge observations or rewards (agent.normalize_obs)"
+)
+
+_IN_A_GRAPH = 8  # updates: a launch leaves a short gap, so several at once are faster
+
+
+class ReplayLearning:
+    """Improves ``agent`` with batches of ``replay``."""
+
+    def __init__(
+        self,
+        agent: ReplayAgent,
+        replay: ReplayBuffer,
+        programs: Programs,
+        *,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        self._agent = agent
+        self._replay = replay
+        self._programs = programs
+        self._batch_size = batch_size
+        self.n_updates = 0
+        self._generator = torch.Generator(replay.device).manual_seed(seed)
+        self._names = agent.metric_names
+        self._on_host = replay.device.type == "cpu"
+        self._rates: Any = None
+        self._uniform: Any = None  # [n_updates, B] in host memory, for the updates of an iteration
+        self._n_results = 0
+        self._sums = [0.0] * (len(self._names) + 1)  # the last one: steps that were finite
+        self._device_sums = torch.zeros(len(self._sums), device=replay.device)
+        self._add_to = programs.compiled(_add_to, "the metrics of an update")
+        self._captured: dict[tuple[bool, int, int], Callable[[], None]] = {}
+
+    def begin(self, rates: Any, n_updates: int) -> Any:
+        """Prepare for up to ``n_updates``; returns the rates as the agent must read them."""
+        if self._on_host:
+            self._rates = rates
+            uniform = torch.rand(n_updates, self._batch_size, generator=self._generator)
+            self._uniform = uniform.numpy() if self._agent.takes_arrays else uniform
+        else:
+            if self._rates is None:
+                place = torch.zeros(len(rates), device=self._replay.device)
+                self._rates = type(rates)(*place.unbind())
+                self._rate_place = place
+            send(torch.tensor(rates), self._rate_place)
+        return self._rates
+
+    def run(self, n_updates: int) -> None:
+        if self._on_host:
+            for _ in range(n_updates):
+                is_turn = self._agent.begin_update()
+                self._add(self._update(is_turn, self._uniform[self._n_results]))
+                self._n_results += 1
+        else:
+            for done in range(0, n_updates, _IN_A_GRAPH):
+                size = min(n_updates - done, _IN_A_GRAPH)
+                self._run_block([self._agent.begin_update() for _ in range(size)])
+            self._n_results += n_updates
+        self.n_updates += n_updates
+
+    def _run_block(self, turns: list[bool]) -> None:
+        """One graph if the block is full and all ``turns`` are equal: other blocks are too many."""
+        if len(turns) == _IN_A_GRAPH and len(set(turns)) == 1:
+            self._program(turns[0], _IN_A_GRAPH)()
+        else:
+            for is_turn in turns:
+                self._program(is_turn, 1)()
+
+    def _program(self, is_turn: bool, n_updates: int) -> Callable[[], None]:
+        key = is_turn, n_updates, self._replay.n_tables_moved
+        if key not in self._captured:
+            self._captured = {each: p for each, p in self._captured.items() if each[2] == key[2]}
+
+            def updates() -> None:
+                shape, device = (self._batch_size,), self._replay.device
+                for _ in range(n_updates):
+                    uniform = torch.rand(shape, generator=self._generator, device=device)
+                    result = self._update(is_turn, uniform)
+                    report = [*(getattr(result, name) for name in self._names), result.finite]
+                    self._add_to(self._device_sums, report)
+
+            generators = self._generator, self._agent.update_generator
+            self._captured[key] = self._programs.captured(updates, "the update", generators)
+        return self._captured[key]
+
+    def _update(self, is_turn: bool, uniform: Any) -> Any:
+        replay, rates = self._replay, self._rates
+        batch, index = replay.sample(uniform, beta=getattr(rates, "beta", 1.0))
+        result = self._agent.gradient_step(batch, rates, is_turn)
+        if replay.tree is not None:
+            replay.prioritise(index, result.error)
+        return result
+
+    def _add(self, result: Any) -> None:
+        for place, name in enumerate(self._names):
+            self._sums[place] += float(getattr(result, name))
+        self._sums[-1] += float(result.finite)
+
+    def means(self) -> Metrics:
+        """The mean of each metric since the last call; waits for the device."""
+        n, self._n_results = self._n_results, 0
+        if not n:
+            return {}
+        *sums, n_finite = self._sums if self._on_host else self._device_sums.tolist()
+        self._sums = [0.0] * len(self._sums)
+        self._device_sums.zero_()
+        if n_finite != n:
+            raise TrainingError(_NOT_FINITE)
+        return {self._names[name]: each / n for name, each in zip(self._names, sums, strict=True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_updates": self.n_updates, "draw_generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n_updates = state["n_updates"]
+        set_generator_state(self._generator, state["draw_generator"])
+
+
+def _add_to(sums: Tensor, report: list[Tensor]) -> None:
+    sums += torch.stack([each.float() for each in report])

@@ -1,0 +1,287 @@
+"""The config of a run: composed by Hydra, read from a run folder, and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ml_pipeline.assembly.explain import explained
+from ml_pipeline.assembly.trust import check_algorithm, check_names
+from ml_pipeline.config.curriculum import CurriculumConfig
+from ml_pipeline.config.train import TrainConfig
+from ml_pipeline.errors import UserError, first_line, shorten
+from ml_pipeline.runs.run_folder import RunFolder, check_yaml
+from ml_pipeline.runs.signatures import is_signed, signature
+from ml_pipeline.shelves import conf_folders
+from ml_pipeline.targets import ALGORITHM_OF_OLD_RUNS, import_dotted
+from ml_pipeline.training.contracts import Algorithm
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+REPOSITORY = _PACKAGE.parent
+# A wheel has conf/ inside the package, a clone next to it.
+CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else REPOSITORY / "conf"
+
+
+_PURPOSE = "config"  # of the signature
+
+
+class ConfigError(UserError):
+    """The config contains a mistake."""
+
+
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """Compose conf/ and ``overrides`` with Hydra, which refuses unknown keys and wrong types."""
+    store_schema()
+    # The caller may be a Hydra program itself, and Hydra is a singleton.
+    callers = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            words = accepted_with_resume([*overrides, *own_conf(overrides)])
+            return compose("train", overrides=words)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(explained(error)) from error
+    finally:
+        GlobalHydra.instance().hydra = callers
+
+
+def store_schema() -> None:
+    """Let conf/train.yaml find its schema; agent.algorithm adds that of ``agent`` later."""
+    ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+    if _ShelfConfigs not in Plugins.instance().discover(SearchPathPlugin):
+        Plugins.instance().register(_ShelfConfigs)
+
+
+class _ShelfConfigs(SearchPathPlugin):
+    """Lets Hydra also search the conf/ of every world and algorithm."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in conf_folders():
+            search_path.append(provider="ml_pipeline", path=f"file://{folder}")
+
+
+def preset_files(group: str) -> dict[str, Path]:
+    """The options of a config group that this package and its worlds bring, by name."""
+    folders = [each / group for each in (CONF, *conf_folders())]
+    files = (path for folder in folders for path in sorted(folder.glob("*.yaml")))
+    return {path.stem: path for path in files}
+
+
+def accepted_with_resume(words: Sequence[str]) -> list[str]:
+    """With resume=, let Hydra accept every key of agent: the stored run decides which exist."""
+    if not any(word.startswith("resume=") for word in words):
+        return list(words)
+    return [f"++{word}" if word.startswith("agent.") else word for word in words]
+
+
+def own_conf(arguments: Sequence[str]) -> list[str]:
+    """The override that lets Hydra also search conf/ of the current folder, if there is one."""
+    if any(each.startswith("hydra.searchpath") for each in arguments):
+        return []
+    return _searching(own_folders(None))
+
+
+def with_config_dir(config_dir: Path | str | None) -> list[str]:
+    """The override that lets Hydra also search ``config_dir``; none for None."""
+    if config_dir is None:
+        return []
+    if not Path(config_dir).is_dir():
+        raise ConfigError(f"config_dir={config_dir}: no such folder")
+    return _searching(own_folders(config_dir))
+
+
+def own_folders(config_dir: Path | str | None) -> list[Path]:
+    """The user's config folders, the first one first: ``config_dir`` and conf/ in this folder."""
+    folders = {Path(each).resolve(): None for each in (config_dir, "conf") if each is not None}
+    return [each for each in folders if each.is_dir() and not each.samefile(CONF)]
+
+
+def _searching(folders: Sequence[Path]) -> list[str]:
+    # Quoted for Hydra, whose strings escape only the quote.
+    quoted = ("'file://{}'".format(str(folder).replace("'", "\\'")) for folder in folders)
+    return [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
+
+
+def checked_config(cfg: DictConfig) -> TrainConfig:
+    """The config as checked dataclasses; agent.algorithm chooses the class of ``agent``."""
+    config_class: Any = find_algorithm(cfg).config
+    try:
+        parts = {"agent": _typed("agent", config_class, cfg)}
+        if cfg.curriculum is not None:
+            if OmegaConf.is_list(OmegaConf.select(cfg, "curriculum.phases")):
+                raise ConfigError("curriculum.phases is a list; write phases: {NAME: {...}, ...}")
+            parts["curriculum"] = _typed("curriculum", CurriculumConfig, cfg)
+        values = {str(key): cfg[key] for key in cfg} | parts
+        return TrainConfig(**{key: _plain(value) for key, value in values.items()})
+    except OmegaConfBaseException as error:
+        raise ConfigError(explained(error)) from error
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _typed(key: str, config_class: Any, cfg: DictConfig) -> Any:
+    """The config at ``key``, as a node of this class."""
+    merged = OmegaConf.merge(_schema(key, config_class), {key: cfg[key]})
+    return getattr(merged, key)
+
+
+@cache
+def _schema(key: str, config_class: Any) -> DictConfig:
+    return OmegaConf.create({key: OmegaConf.structured(config_class)})
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+
+
+def find_algorithm(cfg: DictConfig | TrainConfig) -> Algorithm:
+    """The algorithm that agent.algorithm names; runs without the key have the oldest one."""
+    name = getattr(cfg.agent, "algorithm", None) or ALGORITHM_OF_OLD_RUNS
+    algorithm = import_dotted(str(name), key="agent.algorithm")
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigError(
+            f"agent.algorithm={name}: must be an ml_pipeline.training.contracts.Algorithm, got a "
+            f"{type(algorithm).__name__}"
+        )
+    return algorithm
+
+
+def resumed_folder(path: str) -> RunFolder:
+    """The run folder that resume= names."""
+    with errors_of_resume(path):
+        return RunFolder.open(path)
+
+
+@contextmanager
+def errors_of_resume(path: str) -> Iterator[None]:
+    """Let the errors of a wrong run folder begin with the key that names it."""
+    try:
+        yield
+    except UserError as error:
+        raise ConfigError(f"resume={shorten(path, 300)}: {error}") from error
+
+
+def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The config of the run to resume, changed only where this command line says so."""
+    run_folder = resumed_folder(str(cfg.resume))
+    with errors_of_resume(str(cfg.resume)):
+        base, is_own = _read_config(run_folder)
+    named = [
+        each.key_or_group for each in OverridesParser.create().parse_overrides(list(overrides))
+    ]
+    if "experiment" in named:
+        raise ConfigError("experiment= cannot be combined with resume=; name single keys")
+    if "init_from" in named:
+        raise ConfigError("init_from= cannot be combined with resume=; choose one of them")
+    # Never from the folder: otherwise its author decides whether to trust it.
+    base.trust = cfg.trust
+    if "total_steps" in named and "num_episodes" not in named:
+        base.num_episodes = None  # the command line replaces the stored goal
+    with open_dict(base):
+        for key in named:
+            if not key.startswith("hydra"):
+                _take_over(base, cfg, key)
+    if not (is_own or cfg.trust):
+        typed = [tuple(key.split(".")) for key in named]
+        check_names(_container(base), run_folder.config, typed=typed)
+    return base
+
+
+def _take_over(base: DictConfig, cfg: DictConfig, key: str) -> None:
+    """Copy ``key`` from ``cfg`` to ``base``, or delete it there."""
+    parent, _, name = key.rpartition(".")
+    if parent and OmegaConf.select(base, parent) is None:
+        # logger.wandb.mode=... for a run without W&B: it needs all of logger.wandb.
+        _take_over(base, cfg, parent)
+        return
+    old = OmegaConf.select(base, parent) if parent else base
+    new = OmegaConf.select(cfg, parent) if parent else cfg
+    if new is not None and name in new:
+        old[name] = new[name]
+    elif name in old:
+        del old[name]
+
+
+def stored_config(run_folder: RunFolder, *, trust: bool = False) -> TrainConfig:
+    """A run's config.yaml, checked; refuses code of other people unless ``trust``."""
+    cfg, is_own = _read_config(run_folder)
+    if is_own or trust:
+        find_modules_in_cwd()
+    else:
+        check_names(_container(cfg), run_folder.config)
+    return checked_config(cfg)
+
+
+def plain_config(path: Path | str, *, trust: bool = False) -> dict[str, Any]:
+    """A run's config as nested dicts; imports nothing but the algorithm."""
+    run_folder = RunFolder.open(path)
+    cfg, is_own = _read_config(run_folder)
+    if is_own or trust:
+        find_modules_in_cwd()
+    else:
+        check_algorithm(_container(cfg), run_folder.config)
+    return dataclasses.asdict(checked_config(cfg))
+
+
+def _read_config(run_folder: RunFolder) -> tuple[DictConfig, bool]:
+    """A run's config.yaml under today's schema, and whether this user wrote it."""
+    path = run_folder.config
+    try:
+        content = path.read_bytes()
+        text = content.decode("utf-8")
+        check_yaml(text)
+        stored = OmegaConf.create(text)
+        _refuse_interpolations(OmegaConf.to_container(stored, resolve=False), "")
+        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), stored)
+    except Exception as error:  # the file may hold anything
+        is_schema = isinstance(error, OmegaConfBaseException)
+        reason = explained(error) if is_schema else first_line(error, n_lines=2)
+        raise ConfigError(f"{path}: not the config of a run: {reason}") from error
+    if not isinstance(merged, DictConfig) or not merged.network:
+        raise ConfigError(f"{path}: not the config of a run: it names no network")
+    return merged, is_signed(_PURPOSE, content)
+
+
+def _refuse_interpolations(value: Any, key: str) -> None:
+    """A run stores plain values; ``${oc.env:NAME}`` would read a variable of the reader."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            _refuse_interpolations(part, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for part in value:
+            _refuse_interpolations(part, key)
+    elif isinstance(value, str) and "${" in value:
+        raise ValueError(f"{key}={value}: interpolations are not allowed here; write the value")
+
+
+def _container(cfg: DictConfig) -> dict[str, Any]:
+    return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False))
+
+
+def stored_text(config: TrainConfig) -> str:
+    """The text of config.yaml: everything that decides the run, except what it resumed."""
+    values = {**dataclasses.asdict(config), "resume": None, "trust": False}
+    text = OmegaConf.to_yaml(OmegaConf.create(values)) + "# signature of the user who ran this: "
+    return text + (signature(_PURPOSE, text.encode()).decode() or "none\n")
+
+
+def find_modules_in_cwd() -> None:
+    """Let users' own modules be imported from the current folder."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))

@@ -1,0 +1,179 @@
+"""Training from a command line: Hydra composes the config, ``build.run`` trains.
+
+Torch is imported inside functions, so that --help and errors of the config come quickly.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ml_pipeline.assembly.compose import (
+    CONF,
+    ConfigError,
+    accepted_with_resume,
+    checked_config,
+    compose_config,
+    find_modules_in_cwd,
+    own_conf,
+    resumed_folder,
+    store_schema,
+)
+from ml_pipeline.assembly.explain import explained
+from ml_pipeline.assembly.presets import check_presets, check_resumed, default_agent
+from ml_pipeline.assembly.sweeps import SweepReport, check_launcher
+from ml_pipeline.errors import UserError
+from ml_pipeline.runs.console import numbered_output, say, user_command
+from ml_pipeline.runs.run_folder import stamped_name
+
+# The keys that choose an env, or a run or data that fit only one.
+_CHOOSES_ENV = ("env", "env.id", "env.target", "experiment", "data", "init_from")
+
+
+def with_agent(words: Sequence[str], agent: str, preset: str | None = None) -> list[str]:
+    """The command line with agent=``agent``; one with its own agent= and a resume stay.
+
+    ``preset`` replaces agent= if nothing on the command line chooses an env.
+    """
+    if any(word.startswith("agent=") for word in words):
+        return list(words)
+    if any(word.startswith("resume=") for word in words):
+        check_resumed(words, agent)
+        return list(words)
+    check_presets(words, agent)
+    if preset is not None and not any(word.partition("=")[0] in _CHOOSES_ENV for word in words):
+        return with_overrides(words, [f"experiment={preset}"])
+    return list(words) if agent == default_agent() else with_overrides(words, [f"agent={agent}"])
+
+
+def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
+    """The command line with more overrides; Hydra accepts them only next to each other."""
+    is_override = [not w.startswith("-") and ("=" in w or w.startswith("~")) for w in words[1:]]
+    place = 1 + (is_override.index(True) if True in is_override else len(is_override))
+    return [*words[:place], *added, *words[place:]]
+
+
+def train(command_line: Sequence[str]) -> None:
+    """Train with a program name and Hydra's arguments; raises ``UserError``."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    store_schema()
+    OmegaConf.register_new_resolver("command", partial(user_command, python="python"), replace=True)
+
+    def run_job(cfg: DictConfig) -> float:
+        sys.argv = list(command_line)  # the run folder records it
+        return _run(cfg)
+
+    failure: Exception | None = None
+    all_finished = True
+    check_launcher(command_line)
+    own = [*own_conf(command_line), *_own_folder(command_line)]
+    callers = sys.argv
+    sys.argv = accepted_with_resume(with_overrides(command_line, own))  # for Hydra
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
+    except _FailedError as failed:
+        failure = failed.error
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(explained(error)) from error
+    except BrokenProcessPool:
+        failure = UserError(
+            "the process of a job was killed, often for memory; fewer at a time: "
+            "hydra.launcher.n_jobs=1"
+        )
+    finally:
+        all_finished = SweepReport.tell()
+        sys.argv = callers
+    if failure is not None:
+        raise failure
+    if not all_finished:
+        sys.exit(1)  # each job has printed its error
+
+
+def _own_folder(command_line: Sequence[str]) -> list[str]:
+    """A sweep folder with a random suffix: two sweeps may start within one second."""
+    if not {"-m", "--multirun"} & set(command_line):
+        return []
+    if any(word.startswith("hydra.sweep.dir=") for word in command_line):
+        return []
+    return [f"hydra.sweep.dir=${{run_root}}/sweeps/{stamped_name()}"]
+
+
+class _FailedError(BaseException):
+    """Carries an error past Hydra, which adds its own lines to every ``Exception``."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _run(cfg: DictConfig) -> float:
+    """One run; returns the value of ``cfg.objective`` for sweepers."""
+    job = HydraConfig.get()
+    if job.mode == RunMode.MULTIRUN:
+        return _run_in_sweep(cfg, job)
+    try:
+        from ml_pipeline.assembly.restarts import find_start
+        from ml_pipeline.assembly.run import run as run_once
+
+        find_modules_in_cwd()
+        start = find_start(cfg, job.overrides.task)
+        if start.is_complete:
+            return math.nan
+        return run_once(start.cfg, start.overrides, folder=start.folder).objective
+    except Exception as error:
+        raise _FailedError(error) from None
+
+
+def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
+    """One job of a sweep, recorded in the folder of the sweep, with its share of the cores.
+
+    Returns nan if the job failed.
+    """
+    from ml_pipeline.assembly.plan import new_folder
+    from ml_pipeline.assembly.run import run as run_once
+    from ml_pipeline.assembly.sweeps import end_with_parent, noted_job, requeued_run, share_of_cores
+    from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
+    from ml_pipeline.signals import Interrupted
+
+    if "n_jobs" in job.launcher and CORES_VARIABLE not in os.environ:  # one process per job
+        os.environ[CORES_VARIABLE] = str(share_of_cores(job.launcher, available_cores()))
+        end_with_parent()
+    folder, overrides, number = Path(job.sweep.dir), job.overrides.task, job.job.num
+    earlier = requeued_run(folder, number)
+    try:
+        with numbered_output(number), noted_job(folder, number, overrides) as note:
+            say(" ".join(each for each in overrides if each not in sys.argv))  # the swept ones
+            try:
+                find_modules_in_cwd()
+                if earlier is not None:
+                    overrides = [f"resume={earlier}"]  # the stored config has all the rest
+                    cfg = compose_config(overrides)
+                run = new_folder(checked_config(cfg))
+                note.started(resumed_folder(cfg.resume).path if cfg.resume else run.path)
+                objective = run_once(cfg, overrides, sweep=folder.name, folder=run).objective
+            except Exception as error:
+                # Raised, it would reach the user twice, through Hydra after all other jobs.
+                note.failed(error)
+                if isinstance(error, UserError):
+                    print(f"failed: {error}", file=sys.stderr)
+                else:
+                    traceback.print_exc()
+                return math.nan
+            note.finished(objective)
+    except Interrupted as stop:
+        raise SystemExit(stop.exit_code) from None
+    return objective

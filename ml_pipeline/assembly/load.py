@@ -1,0 +1,215 @@
+"""Trained agents and exported policies, loaded from run folders and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import torch
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+
+from ml_pipeline.assembly.agent import build_agent, build_env_factory, cpu_place
+from ml_pipeline.assembly.compose import ConfigError, find_modules_in_cwd, stored_config
+from ml_pipeline.assembly.trust import check_names
+from ml_pipeline.config.train import EnvConfig, TrainConfig
+from ml_pipeline.deploy.export import Agreement, export_policy
+from ml_pipeline.deploy.exported import ExportedPolicy
+from ml_pipeline.device import torch_threads
+from ml_pipeline.envs.evaluation import make_evaluation_envs
+from ml_pipeline.envs.factory import close_env
+from ml_pipeline.envs.judged import HasExportFacts
+from ml_pipeline.envs.vec_env import SerialEnv
+from ml_pipeline.errors import first_line
+from ml_pipeline.policy.contracts import Policy
+from ml_pipeline.policy.space_data import space_to_data
+from ml_pipeline.runs.checkpoint import (
+    best_or_latest,
+    check_fits,
+    load_checkpoint,
+    misfit_explained,
+    named_checkpoint,
+)
+from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.training.contracts import Agent
+
+
+class TrainedAgent(NamedTuple):
+    """An agent from a checkpoint, and a single env of the kind that evaluates it."""
+
+    agent: Agent
+    env: gym.Env[Any, Any]
+    make_envs: Callable[..., SerialEnv]  # n_envs=: a vector env for evaluate_batch
+    env_name: str
+    seed: int  # of the run
+    checkpoint: str
+    env_steps: int
+
+
+def load_agent(
+    path: Path | str,
+    checkpoint: str | None = None,
+    *,
+    render_mode: str | None = None,
+    env: EnvConfig | None = None,
+    trust: bool = False,
+) -> TrainedAgent:
+    """The agent of a run folder or checkpoint file, on the CPU.
+
+    ``checkpoint`` None: the file's, or the best if there is one. ``env`` None: that of the run.
+
+    ``trust`` accepts a config of another user that names their own classes, which run code.
+    """
+    run_folder = RunFolder.open(path)
+    config = stored_config(run_folder, trust=trust)
+    checkpoint = checkpoint or named_checkpoint(path)
+    return _load_agent(run_folder, config, checkpoint, render_mode, env)
+
+
+def _load_agent(
+    run_folder: RunFolder,
+    config: TrainConfig,
+    checkpoint: str | None,
+    render_mode: str | None,
+    other: EnvConfig | None = None,
+) -> TrainedAgent:
+    """``other``: an env to play in instead of that of the run."""
+    checkpoint = checkpoint or best_or_latest(run_folder)
+    played = other or config.evaluated_env
+    if other is None and config.needs_two_players:
+        raise ConfigError(f"env {played.name} needs two players; name the other one by --opponent")
+    make_env = build_env_factory(played)
+    if render_mode is not None:
+        make_env = make_env.rendering(render_mode)
+    env = own = make_env()
+    if other is not None:
+        own = build_env_factory(config.evaluated_env)()
+        close_env(own)
+        _check_spaces(env, own, played.name, run_folder)
+    agent, env_steps = restored_agent(run_folder, config, checkpoint, own)
+    make_envs = partial(make_evaluation_envs, make_env, config.vec_env)
+    return TrainedAgent(agent, env, make_envs, played.name, config.seed, checkpoint, env_steps)
+
+
+def _check_spaces(
+    env: gym.Env[Any, Any], own: gym.Env[Any, Any], name: str, run_folder: RunFolder
+) -> None:
+    """Refuse an env with other spaces; bounds of observations do not matter to a policy."""
+    same = is_space_dtype_shape_equiv(env.observation_space, own.observation_space)
+    for fits, new, old in (
+        (same, env.observation_space, own.observation_space),
+        (env.action_space == own.action_space, env.action_space, own.action_space),
+    ):
+        if not fits:
+            close_env(env)
+            raise ConfigError(
+                f"env {name} has the space {new}, but {run_folder.path} was trained with {old}"
+            )
+
+
+def restored_agent(
+    run_folder: RunFolder,
+    config: TrainConfig,
+    checkpoint: str,
+    env: Any,
+    *,
+    noise_seed: int | None = None,
+) -> tuple[Agent, int]:
+    """The agent of a checkpoint and its env steps; ``env`` is any object with the two spaces.
+
+    ``noise_seed`` None: sampled actions continue with the generator of the checkpoint.
+    """
+    state = load_checkpoint(run_folder, checkpoint)
+    place = cpu_place(config)
+    agent = build_agent(
+        config, env, place if noise_seed is None else place._replace(seed=noise_seed)
+    )
+    with misfit_explained(run_folder):
+        own, saved = agent.state_dict(), state["agent"]
+        check_fits(own, saved, "agent")
+        if noise_seed is not None:
+            saved |= {name: own[name] for name in own if name.startswith("act_")}
+        agent.load_state_dict(saved)
+        return agent, int(state["env_steps"])
+
+
+def load_policy(
+    path: Path | str, *, render: str | None = None, trust: bool = False
+) -> tuple[Policy, gym.Env[Any, Any], str]:
+    """The policy of an exported file or of a run, an env for it, and the env's name.
+
+    ``trust`` accepts files of another user that can run code.
+    """
+    if os.path.isdir(path) or named_checkpoint(path) is not None:
+        trained = load_agent(path, render_mode=render, trust=trust)
+        return trained.agent, trained.env, trained.env_name
+    policy = ExportedPolicy.load(path, trust=trust)
+    make_env = build_env_factory(exported_env(policy, path, trust=trust))
+    env = make_env() if render is None else make_env.rendering(render)()
+    for own, expected in (
+        (env.observation_space, policy.observation_space),
+        (env.action_space, policy.action_space),
+    ):
+        if space_to_data(own) != space_to_data(expected):
+            close_env(env)
+            raise ConfigError(
+                f"env {policy.env_name} has the space {own}, but {path} was made for {expected}"
+            )
+    return policy, env, policy.env_name
+
+
+def exported_env(policy: ExportedPolicy, path: Path | str, *, trust: bool) -> EnvConfig:
+    """The env that a policy file names; refuses code of other people unless ``trust``."""
+    if policy.is_own or trust:
+        find_modules_in_cwd()
+    else:
+        check_names({"env": policy.metadata["env"]}, path)
+    try:
+        env = EnvConfig(**policy.metadata["env"])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path} has a damaged env: {first_line(error)}") from error
+    for part in (env.kwargs, env.wrappers):
+        if not isinstance(part, dict):
+            raise ConfigError(f"{path} has a damaged env: {part!r} must be a mapping")
+    return env
+
+
+def export_run(
+    path: Path | str,
+    out: Path | None,
+    *,
+    file_format: str,
+    checkpoint: str | None = None,
+    trust: bool = False,
+) -> tuple[TrainedAgent, Path, ExportedPolicy, Agreement]:
+    """Write the policy of a run as one file: ``out``, or policy.<format> in its folder."""
+    run = RunFolder.open(path)
+    config = stored_config(run, trust=trust)
+    trained = _load_agent(run, config, checkpoint or named_checkpoint(path), None)
+    out = out or run.path / f"policy.{file_format}"
+    facts = {
+        "env_name": trained.env_name,
+        "env": dataclasses.asdict(config.evaluated_env),
+        "run": run.name,
+        "checkpoint": trained.checkpoint,
+        "env_steps": trained.env_steps,
+        "seed": trained.seed,
+        "commit": run.read_summary().get("git_commit"),  # of the code that trained it
+        **_facts_of(trained.env.unwrapped),
+    }
+    try:
+        with torch_threads(torch.device("cpu")):
+            policy, agreement = export_policy(
+                trained.agent, trained.env, out, file_format=file_format, facts=facts
+            )
+    finally:
+        close_env(trained.env)
+    return trained, out, policy, agreement
+
+
+def _facts_of(env: object) -> dict[str, Any]:
+    return env.export_facts() if isinstance(env, HasExportFacts) else {}

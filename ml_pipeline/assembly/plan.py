@@ -1,0 +1,409 @@
+"""make_plan: finds every mistake that can be found before a folder or a process exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from ml_pipeline.assembly.agent import (
+    act_greedily,
+    build_agent,
+    build_env_factory,
+    kept_cwd,
+    mask_key,
+)
+from ml_pipeline.assembly.build import build_callbacks
+from ml_pipeline.assembly.compose import (
+    ConfigError,
+    errors_of_resume,
+    find_algorithm,
+    resumed_folder,
+)
+from ml_pipeline.assembly.phases import check_phases
+from ml_pipeline.assembly.ranks import check_ranks
+from ml_pipeline.assembly.run_plan import RunPlan
+from ml_pipeline.assembly.self_play import SelfPlay, find_self_play
+from ml_pipeline.assembly.vec_envs import find_tensor_env, make_tensor_env
+from ml_pipeline.assembly.warm_start import started_from
+from ml_pipeline.config.train import EnvConfig, TrainConfig
+from ml_pipeline.device import program_mode, resolve_device, torch_threads
+from ml_pipeline.envs.choice import choose_n_envs
+from ml_pipeline.envs.factory import EnvFactory
+from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.trial import EnvTrial, slow_trial, try_env, try_env_in_worker
+from ml_pipeline.envs.workers.cores import available_cores
+from ml_pipeline.errors import UserError
+from ml_pipeline.games.opponent_report import OpponentReport
+from ml_pipeline.policy.networks import out_features
+from ml_pipeline.policy.observations import ObservationReader, batched
+from ml_pipeline.ranks.world import join_world, rank_device
+from ml_pipeline.records import StateDict
+from ml_pipeline.runs.checkpoint import (
+    LATEST,
+    check_fits,
+    load_checkpoint,
+    misfit_explained,
+    named_checkpoint,
+)
+from ml_pipeline.runs.console import say, say_if_slow
+from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.seeding import seed_global_generators
+from ml_pipeline.training.contracts import Agent, Callback, Place
+from ml_pipeline.training.graphs import Programs
+from ml_pipeline.training.loop import state_of_rank
+from ml_pipeline.training.out_of_memory import (
+    NETWORK_ADVICE,
+    memory_explained,
+    ran_out_of_memory,
+)
+
+
+def new_folder(config: TrainConfig) -> RunFolder:
+    """The folder of a new run; not yet on disk."""
+    return RunFolder.unused(Path(config.run_root), config.env.name, config.name)
+
+
+@kept_cwd()
+def make_plan(
+    config: TrainConfig,
+    *,
+    callbacks: Mapping[str, Callback] | None = None,
+    folder: RunFolder | None = None,
+) -> RunPlan:
+    """Find every mistake that can be found before a run folder or a worker exists."""
+    place = _make_place(config)
+    run_folder, state = folder or new_folder(config), None
+    if config.resume is not None:
+        run_folder, state = _resumed(config, config.resume, place)
+    # An env may call os.chdir, which must not move the files of the run.
+    run_folder = place.world.agreed(run_folder.absolute())
+    if state is not None:
+        state = _state_of_rank(config, state, place, run_folder)
+    seed_global_generators(config.seed)
+    tensor_env = find_tensor_env(config)
+    self_play = find_self_play(config, tensor_env)
+    make_env = build_env_factory(config.env) if self_play is None else self_play.arena.make_env
+    trial = _try_envs(config, make_env, self_play)
+    one_tensor_env = None if tensor_env is None else _try_tensor_env(config, tensor_env, place)
+    config = with_mask_source(config, trial)
+    all_callbacks = build_callbacks(config, run_folder, place.device)
+    for name, callback in (callbacks or {}).items():
+        if name in all_callbacks:
+            raise ConfigError(f"callbacks.{name}: the config has one of that name; rename one")
+        all_callbacks[name] = callback
+    if config.curriculum is not None:
+        check_phases(
+            config,
+            config.curriculum,
+            list(all_callbacks.values()),
+            env=one_tensor_env or make_env,
+            opponents=None if self_play is None else self_play.player_names,
+        )
+    if state is None:  # an old run may have the setting
+        _check_box_policy(config, trial)
+    # Its steps will be compiled. After an error, a rank must end at once, without the import.
+    if tensor_env is not None and place.world.size == 1:
+        place.programs.import_compiler()
+    with memory_explained(place.device, lambda: NETWORK_ADVICE):
+        agent = build_agent(config, trial, place)
+        _try_agent(agent, trial)
+    _advise_on_images(config, trial)
+    if state is not None:
+        with misfit_explained(run_folder):
+            check_fits(agent.state_dict(), state["agent"], "agent")
+            agent.load_state_dict(state["agent"])
+    elif config.init_from is not None:
+        config = started_from(config, agent)
+    if tensor_env is not None:
+        _check_tensor_env(config, trial, agent)
+    config = _with_cpu_threads(config, agent, place)
+    config, remark = _with_n_envs(config, trial, agent, place, is_tensor=tensor_env is not None)
+    reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
+    if reason is not None:
+        raise ConfigError(reason)
+    if unexpected := config.agent.remark(config.wanted_steps_of(place.world.size)):
+        say(unexpected)
+    check_ranks(config, place, agent)
+    pool = None
+    if self_play is not None:
+        pool = self_play.new_pool(agent, place)
+        # First, so that others see its metrics.
+        all_callbacks = {"opponents": OpponentReport(pool), **all_callbacks}
+    return RunPlan(
+        config,
+        place,
+        make_env,
+        tensor_env,
+        self_play,
+        pool,
+        trial,
+        agent,
+        run_folder,
+        all_callbacks,
+        state,
+        remark,
+    )
+
+
+def _resumed(config: TrainConfig, path: str, place: Place) -> tuple[RunFolder, StateDict]:
+    """The run to resume and the state of its last checkpoint, or of the one that ``path`` names."""
+    if config.n_envs == "auto":
+        raise ConfigError("n_envs=auto cannot be combined with resume=; give a number")
+    run_folder = resumed_folder(path)
+    with errors_of_resume(path):
+        state = load_checkpoint(run_folder, named_checkpoint(path) or LATEST)
+    with misfit_explained(run_folder):
+        done, wanted = int(state["env_steps"]), config.wanted_steps_of(place.world.size)
+    if done >= wanted:
+        raise ConfigError(
+            f"resume={run_folder.path}: the run is complete, {done:,} of {wanted:,} env steps; "
+            f"raise the goal to continue: total_steps={2 * max(done, wanted)}"
+        )
+    return run_folder, state
+
+
+def _state_of_rank(
+    config: TrainConfig, state: StateDict, place: Place, run_folder: RunFolder
+) -> StateDict:
+    """What this rank loads of a checkpoint; the algorithm may refuse other sizes."""
+    own, parts = state_of_rank(state, place.world)
+    with misfit_explained(run_folder):
+        try:
+            algorithm, n_envs = find_algorithm(config), int(config.n_envs)
+            return algorithm.state_of_rank(own, parts, place.world, n_envs)
+        except UserError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _make_place(config: TrainConfig) -> Place:
+    device = rank_device(resolve_device(config.device))
+    if device.index is not None and device.type == "cuda":
+        # New streams and kernels use the current device by default.
+        torch.cuda.set_device(device)
+    world = join_world(device, config.rank_timeout_seconds)
+    mode = program_mode(config.compile, device)
+    if world.size > 1 and mode == "graph":
+        mode = "compiled"
+        say(f"compile={config.compile}: {world.size} ranks use no graphs; none has an all-reduce")
+    programs = Programs(device, mode, tell=say)
+    return Place(device, config.seed, config.precision, programs, world)
+
+
+def _is_recurrent(agent: Agent) -> bool:
+    return agent.new_memory(1) is not None
+
+
+def _try_envs(config: TrainConfig, make_env: EnvFactory, self_play: SelfPlay | None) -> EnvTrial:
+    """Play the env for a moment, and that of evaluations if it is another.
+
+    A broken env is refused before a run folder exists.
+    """
+    options: dict[str, Any] = {}
+    if config.n_envs == "auto" or config.vec_env.mode == "auto":
+        options = {"seconds": 0.1, "least_steps": 20}  # long enough to time a step
+    trial = _try_env(config, config.env, make_env, **options)
+    if self_play is not None:
+        trial = self_play.seen_by_agent(trial)
+    if config.needs_two_players:
+        if "evaluation" in config.callbacks:
+            raise ConfigError(
+                f"env {config.evaluated_env.name} needs two players, also in evaluations; name one "
+                "by +eval_env.kwargs.opponent=NAME, or use ~callbacks.evaluation and a tournament"
+            )
+    elif config.evaluated_env != config.env or self_play is not None:
+        _check_evaluated_env(config, trial)
+    return trial
+
+
+def _check_evaluated_env(config: TrainConfig, trial: EnvTrial) -> None:
+    env = config.evaluated_env
+    try:
+        evaluated = _try_env(config, env, build_env_factory(env))
+    except UserError as error:
+        raise ConfigError(f"eval_env: {error}") from error
+    for name in ("observation_space", "action_space"):
+        theirs, ours = getattr(evaluated, name), getattr(trial, name)
+        if theirs != ours:
+            raise ConfigError(f"eval_env has the {name} {theirs}, but env has {ours}")
+
+
+def _try_env(config: TrainConfig, env: EnvConfig, make_env: EnvFactory, **options: Any) -> EnvTrial:
+    options |= {"mask_key": mask_key(config), "allow_nonfinite": config.agent.allows_nonfinite}
+    is_parallel = config.vec_env.mode == "parallel"
+    with say_if_slow(slow_trial(env.name, config.vec_env, in_worker=is_parallel)):
+        if is_parallel:
+            trial = try_env_in_worker(make_env, env.name, config.vec_env, **options)
+        else:
+            trial = try_env(make_env, env.name, **options)
+    for remark in trial.remarks:
+        say(f"env {env.name}: {remark}")
+        warnings.filterwarnings("ignore", re.escape(remark))  # a vector env would repeat it
+    return trial
+
+
+def _try_tensor_env(
+    config: TrainConfig, env_class: type[TorchVectorEnv], place: Place
+) -> TorchVectorEnv:
+    """One tensor env: its class may refuse arguments that its single env accepts."""
+    with memory_explained(place.device, lambda: "one env does not fit; use another device"):
+        return make_tensor_env(config, env_class, place.device, n_envs=1, seed=0)
+
+
+def _check_box_policy(config: TrainConfig, trial: EnvTrial) -> None:
+    """Refuse gSDE if it would have no effect."""
+    is_gsde = getattr(config.agent, "box_policy", None) == "gsde"
+    if is_gsde and not isinstance(trial.action_space, spaces.Box):
+        raise ConfigError(
+            f"agent.box_policy=gsde: needs Box actions, but env {config.env.name} has "
+            f"{trial.action_space}; leave agent.box_policy out"
+        )
+
+
+def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> None:
+    """Refuse settings that need envs in processes."""
+    is_nested = isinstance(trial.observation_space, (spaces.Dict, spaces.Tuple))
+    is_stacked = getattr(config.agent, "stacked_frames", 1) > 1  # a setting of replay
+    for is_wrong, key, fix in (
+        (bool(config.env.wrappers), "env.wrappers", "put their work into the env class"),
+        (config.vec_env.mode != "auto", "vec_env", "leave vec_env=auto"),
+        (config.collector != "sync", "collector", "leave collector=sync"),
+        (_is_recurrent(agent), "network", "use one that is not recurrent, such as network=mlp"),
+        (config.agent.action_mask != "none", "agent.action_mask", "set agent.action_mask=none"),
+        (is_nested, "its observation space", "use one Box or Discrete"),
+        (is_stacked, "agent.stacked_frames", "set agent.stacked_frames=1"),
+    ):
+        if is_wrong:
+            raise ConfigError(
+                f"env {config.env.name} is a tensor env, which does not support {key}; {fix}"
+            )
+
+
+def _with_cpu_threads(config: TrainConfig, agent: Agent, place: Place) -> TrainConfig:
+    """The config with cpu_threads=auto replaced by a number.
+
+    The run folder stores it: a resumed run must add in the same order.
+    """
+    # After a fork from a process with several threads of torch, an env that uses torch hangs.
+    forks = config.vec_env.start_method == "fork"
+    if config.cpu_threads != "auto":
+        if forks and config.cpu_threads > 1:
+            say(
+                f"cpu_threads={config.cpu_threads} with vec_env.start_method=fork: forked workers "
+                "hang if the env uses torch; if it does, set cpu_threads=1 or start_method=spawn"
+            )
+        return config
+    if place.device.type != "cpu":
+        return config
+    convolutions = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
+    has_some = any(isinstance(module, convolutions) for module in agent.greedy().modules())
+    n_threads = 1
+    if has_some and not forks:
+        # torch's own number leaves out hyper-threads, and follows OMP_NUM_THREADS.
+        n_threads = min(available_cores(), torch.get_num_threads())
+    return dataclasses.replace(config, cpu_threads=place.world.agreed(n_threads))
+
+
+def _with_n_envs(
+    config: TrainConfig, trial: EnvTrial, agent: Agent, place: Place, *, is_tensor: bool
+) -> tuple[TrainConfig, str]:
+    """The config with n_envs=auto replaced by a number, and the reason for this number."""
+    if config.n_envs != "auto":
+        return config, ""
+    if is_tensor:
+        n_envs = 256 if place.device.type == "cpu" else 4096  # enough to fill the device
+        while n_envs > 1 and not config.suits(n_envs):
+            n_envs //= 2
+        reason = f"n_envs=auto: {n_envs} envs"
+    else:
+        n_slices = config.vec_env.n_workers or available_cores()
+        with torch_threads(place.device, config.cpu_threads):
+            n_envs, reason = choose_n_envs(
+                trial,
+                partial(act_greedily, agent),
+                n_slices=1 if config.vec_env.mode == "serial" else n_slices,
+                allowed=partial(config.suits, recurrent=_is_recurrent(agent)),
+            )
+    n_envs = place.world.agreed(n_envs)
+    try:
+        return dataclasses.replace(config, n_envs=n_envs), reason
+    except ValueError as error:
+        raise ConfigError(f"n_envs=auto chose {n_envs}, but {error}") from error
+
+
+def with_mask_source(config: TrainConfig, trial: EnvTrial) -> TrainConfig:
+    """The config with agent.action_mask=auto replaced by the source of this env's masks, or none.
+
+    Masks in infos are needed at every step, so all infos must be sent.
+    """
+    source = config.agent.action_mask
+    if source == "auto":
+        space = trial.observation_space
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.spaces
+        can_be_masked = not isinstance(trial.action_space, spaces.Box)
+        in_info = "action_mask" in trial.info and can_be_masked
+        if can_be_masked and not in_obs and "action_mask" in trial.step_info and not in_info:
+            raise ConfigError(
+                f"env {config.env.name} returns an action_mask from step, but not from reset; "
+                "return one from reset too, or set agent.action_mask=none"
+            )
+        source = "action_mask" if in_obs else "info" if in_info else "none"
+    infos = "all" if source == "info" else config.vec_env.infos
+    return dataclasses.replace(
+        config,
+        agent=dataclasses.replace(config.agent, action_mask=source),
+        vec_env=dataclasses.replace(config.vec_env, infos=infos),
+    )
+
+
+def _try_agent(agent: Agent, trial: EnvTrial) -> None:
+    """One forward pass, to find a network of the wrong shape."""
+    # A batch of two, since BatchNorm refuses one.
+    mask = agent.mask_of({name: [value, value] for name, value in trial.info.items()})
+    batch = batched(trial.observation_space, [trial.obs, trial.obs])
+    try:
+        agent.act_batch(batch, True, action_mask=mask, memory=agent.new_memory(2))
+    except UserError:
+        raise
+    except Exception as error:  # a user's network may raise anything
+        if ran_out_of_memory(error):
+            raise
+        _check_out_features(agent)
+        reason = f"{type(error).__name__}: {error}"
+        shapes = dict(ObservationReader(trial.observation_space).shapes)
+        shape = shapes[""] if list(shapes) == [""] else shapes
+        raise ConfigError(
+            f"network cannot process an observation of shape {shape}: {reason}"
+        ) from error
+
+
+def _advise_on_images(config: TrainConfig, trial: EnvTrial) -> None:
+    """Say that an MLP reads an image pixel by pixel."""
+    space, network = trial.observation_space, str(config.network.get("_target_"))
+    is_image = isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
+    if is_image and network.endswith(".MLP"):
+        say(f"network=mlp: the observation is an image of shape {space.shape}; try network=cnn")
+
+
+def _check_out_features(agent: Agent) -> None:
+    """Refuse a network whose output does not have the size that it declares."""
+    policy = agent.greedy()
+    try:
+        features, _ = policy.features(policy.example_inputs())
+        actual = features.shape[-1]
+    except Exception:  # the network does not even accept the observation
+        return
+    declared = out_features(policy.trunk)
+    if actual != declared:
+        raise ConfigError(
+            f"network {type(policy.trunk).__name__} has out_features={declared}, but its forward "
+            f"returns {actual} features; make them equal"
+        )

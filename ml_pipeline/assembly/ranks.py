@@ -1,0 +1,31 @@
+"""check_ranks: what several ranks refuse."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ml_pipeline.assembly.compose import ConfigError, find_algorithm
+from ml_pipeline.config.train import TrainConfig
+from ml_pipeline.training.contracts import Agent, Place
+
+
+def check_ranks(config: TrainConfig, place: Place, agent: Agent) -> None:
+    """Refuse settings that need one process, and sizes that are too small for all ranks."""
+    if place.world.size == 1:
+        return
+    modules = getattr(agent, "model", nn.Module()).modules()
+    has_batch_norm = any(isinstance(each, _BatchNorm) for each in modules)
+    for is_wrong, key in (
+        (has_batch_norm, "network, which has BatchNorm layers"),
+        (not find_algorithm(config).trains_on_ranks, f"agent.algorithm={config.agent.algorithm}"),
+        (config.opponent is not None, "opponent"),
+        (config.curriculum is not None, "curriculum"),
+    ):
+        if is_wrong:
+            raise ConfigError(
+                f"{key}: does not train on {place.world.size} ranks; start one process, without "
+                "torchrun"
+            )
+    if reason := config.agent.why_not(place.world.size * int(config.n_envs)):
+        raise ConfigError(f"{place.world.size} ranks: {reason}")

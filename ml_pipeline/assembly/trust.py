@@ -1,0 +1,125 @@
+"""Trust: a config or a policy file of someone else imports only parts of known packages.
+
+A class that is named in a file runs when it is imported and made. A file that this user signed
+may name any class, as the command line may. Any other file may name the parts of ml_pipeline,
+gymnasium and torch.nn that fit their place, and the ids that installed packages register.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from ml_pipeline.moved import moved
+from ml_pipeline.runs.signatures import UntrustedError
+from ml_pipeline.targets import import_dotted
+from ml_pipeline.training.contracts import Algorithm, Callback
+
+_PACKAGES = ("ml_pipeline", "gymnasium", "torch.nn")
+_ENV_KEYS = ("env", "eval_env")
+_WRITERS = ("gymnasium.wrappers.rendering.RecordVideo",)  # write files into a folder of the config
+
+Path = tuple[str, ...]  # of a config key: ("network", "encoder", "_target_")
+
+
+_LOGGER = r"logger/[^/]+/_target_"
+_TERM = r"(eval_)?env/wrappers/[^/]+/terms/[^/]+/_target_"  # of RewardShaping: a function
+# The modules whose functions a config may name; others of the package may write files.
+_AGENT_PART = r"ml_pipeline\.algorithms\.\w+\.(loss|ideas\.\w+)"
+_TERM_MODULE = r"ml_pipeline\.(envs\.wrappers\.\w+|worlds\.\w+\.shaping_terms)"
+
+
+def check_names(config: Mapping[str, Any], source: object, *, typed: Sequence[Path] = ()) -> None:
+    """Raise ``UntrustedError`` if a stored config names a part that can run code of its author.
+
+    ``source`` is the file. The user has typed the values at and below the keys ``typed``.
+    """
+    for path, name in _names(config, ()):
+        if not any(path[: len(key)] == key for key in typed):
+            _check_name(path, name, source)
+
+
+def check_algorithm(config: Mapping[str, Any], source: object) -> None:
+    """Only check agent.algorithm, the one name that reading a config imports."""
+    for path, name in _names(config, ()):
+        if path == ("agent", "algorithm"):
+            _check_name(path, name, source)
+
+
+def _names(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+    """The keys that name something to import, and their values."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _names(part, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            yield from _names(part, (*path, str(index)))
+    elif value is not None and _names_a_part(path):
+        yield path, str(value)
+
+
+def _names_a_part(path: Path) -> bool:
+    is_env = len(path) == 2 and path[0] in _ENV_KEYS and path[1] in ("id", "target")
+    return is_env or path[-1:] == ("_target_",) or path == ("agent", "algorithm")
+
+
+def _check_name(path: Path, name: str, source: object) -> None:
+    known = _is_known_id(name) if path[-1] == "id" else _is_known_part(path, name)
+    if not known:
+        raise UntrustedError(
+            f"{source}: {'.'.join(path)}={name}: is not a part of {', '.join(_PACKAGES)} that "
+            "fits here, so it can run any code, and this user did not write the file, or it has "
+            "changed since; if you trust its author, add --trust (with resume=: trust=true)"
+        )
+
+
+def _is_known_id(env_id: str) -> bool:
+    module, _, name = env_id.rpartition(":")
+    # Gymnasium's compatibility envs import the env that their arguments name.
+    return (not module or _is_known_module(module)) and not name.startswith("GymV2")
+
+
+def _is_known_part(path: Path, name: str) -> bool:
+    """Whether ``name`` is a class of the right kind; imports it only from a known package."""
+    key = "/".join(part.replace("/", " ") for part in path)
+    if not _is_known_module(moved(name).rpartition(".")[0]):
+        return False
+    found = import_dotted(name, key=".".join(path))
+    if path == ("agent", "algorithm"):
+        return isinstance(found, Algorithm)
+    defined_in = str(getattr(found, "__module__", ""))
+    if path[0] == "agent":  # parts of an algorithm may be functions
+        return re.fullmatch(_AGENT_PART, defined_in) is not None
+    if re.fullmatch(_TERM, key):
+        return re.fullmatch(_TERM_MODULE, defined_in) is not None
+    # A module also has the names that it imports: judge a class by where it was defined.
+    if not isinstance(found, type) or not _is_known_module(found.__module__):
+        return False
+    if f"{found.__module__}.{found.__name__}" in _WRITERS:
+        return False
+    if re.fullmatch(_LOGGER, key):
+        return found.__module__.startswith("ml_pipeline.runs.") and hasattr(found, "log")
+    return any(re.fullmatch(place, key) and issubclass(found, b) for place, b in _bases().items())
+
+
+@cache
+def _bases() -> dict[str, tuple[type, ...]]:
+    """Which classes fit which keys; "/" separates the parts of a key."""
+    # Spawned workers import this module through the entry script: keep torch out of it.
+    import gymnasium as gym
+    from torch import nn
+
+    from ml_pipeline.envs.tensor_env import TorchVectorEnv
+
+    return {
+        r"(eval_)?env/target": (gym.Env, TorchVectorEnv),
+        r"(eval_)?env/wrappers/[^/]+/_target_": (gym.Wrapper,),
+        r"network/(.+/)?_target_": (nn.Module,),
+        r"callbacks/[^/]+/_target_": (Callback,),
+    }
+
+
+def _is_known_module(name: str) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in _PACKAGES)

@@ -1,0 +1,148 @@
+"""SelfPlayEnv: a two-player VectorEnv as an ordinary one, whose second player is an opponent.
+
+The agent is player 0 of every env. Opponents are chosen when an episode starts and stay until it
+ends; those of all envs act in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium.spaces import Discrete
+from gymnasium.vector import VectorEnv
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from ml_pipeline.games.two_players import player_space
+
+
+class Opponents(Protocol):
+    """Who plays against the agent; envs have the numbers of the whole run."""
+
+    def choose(self, envs: Sequence[int]) -> None:
+        """Choose an opponent for each of ``envs``, whose episodes start."""
+
+    def act(self, envs: range, obs: NDArray[Any]) -> NDArray[Any]:
+        """[n, *obs] -> [n, *act]: the actions of the opponents in ``envs``."""
+
+    def record(self, env: int, winner: int) -> None:
+        """The result of a game: 1, 0 or -1 for the agent."""
+
+
+class SelfPlayEnv(VectorEnv[Any, Any, Any]):
+    """Everything else, such as ``snapshot`` and ``worker_loads``, is that of the wrapped env."""
+
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        opponents: Opponents,
+        *,
+        first_env: int = 0,
+        moves: NDArray[Any] | None = None,
+    ) -> None:
+        """``first_env``: the number of env 0 among all envs of the run.
+
+        ``moves`` [k, *act]: the agent has discrete actions, and these are the env's actions.
+        """
+        self.env: Any = env
+        self.opponents = opponents
+        self.first_env = first_env
+        self.single_observation_space = player_space(env.single_observation_space)
+        self.single_action_space = player_space(env.single_action_space)
+        if moves is not None:
+            self.single_action_space = Discrete(len(moves))
+        self._moves = moves
+        self.metadata, self.spec = env.metadata, env.spec
+        self.render_mode = env.render_mode
+        self._use_size()
+        self._view: NDArray[Any] = np.zeros(0)  # [n, *obs]: what the opponents see
+
+    def _use_size(self) -> None:
+        self.num_envs = self.env.num_envs
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    @property
+    def unwrapped(self) -> Any:
+        return self.env.unwrapped
+
+    @property
+    def _envs(self) -> range:
+        return range(self.first_env, self.first_env + self.num_envs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        obs, infos = self.env.reset(seed=seed, options=options)
+        mask = (options or {}).get("reset_mask")
+        rows = range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist()
+        self.opponents.choose([self.first_env + row for row in rows])
+        return self._split(obs), infos
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        own = np.asarray(actions) if self._moves is None else self._moves[actions]
+        theirs = self.opponents.act(self._envs, self._view)
+        self.env.step_async(np.stack([own, theirs], axis=1))
+
+    def step_wait(self, **kwargs: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        obs, reward, terminated, truncated, infos = self.env.step_wait(**kwargs)
+        ended = np.flatnonzero(terminated | truncated).tolist()
+        if ended:
+            infos = self._end_games(ended, infos)
+        return self._split(obs), reward, terminated, truncated, infos
+
+    def _end_games(self, ended: list[int], infos: dict[str, Any]) -> dict[str, Any]:
+        final = infos.get("final_info", {})
+        for row in ended:
+            # A game without a winner was cut off: its worker has been restarted.
+            if "winner" in final and final["_winner"][row]:
+                self.opponents.record(self.first_env + row, int(final["winner"][row]))
+        self.opponents.choose([self.first_env + row for row in ended])
+        finals = infos["final_obs"].copy()
+        for row in ended:
+            finals[row] = None if finals[row] is None else finals[row][0]
+        return {**infos, "final_obs": finals}
+
+    def _split(self, obs: NDArray[Any]) -> NDArray[Any]:
+        """The agent's part of the observations; keeps that of the opponents."""
+        self._view = np.array(obs[:, 1])
+        return np.array(obs[:, 0])
+
+    def resize(self, n_envs: int) -> tuple[Any, dict[str, Any]]:
+        before = self.num_envs
+        obs, infos = self.env.resize(n_envs)
+        self._use_size()
+        self.opponents.choose([self.first_env + row for row in range(before, n_envs)])
+        return self._split(obs), infos
+
+    def set_attr(self, name: str, values: Any) -> None:
+        self.env.set_attr(name, values)
+
+    def snapshot(self) -> list[bytes]:
+        """Each env as bytes, after what its opponent sees."""
+        snapshots = self.env.snapshot()
+        return [view.tobytes() + each for view, each in zip(self._view, snapshots, strict=True)]
+
+    def restore(self, snapshots: Sequence[bytes]) -> None:
+        space = self.single_observation_space
+        n_bytes = int(np.prod(space.shape or ())) * np.dtype(space.dtype).itemsize
+        self.env.restore([each[n_bytes:] for each in snapshots])
+        views = [np.frombuffer(each[:n_bytes], space.dtype) for each in snapshots]
+        self._view = np.stack(views).reshape(self.num_envs, *(space.shape or ()))
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self.env.close(**kwargs)

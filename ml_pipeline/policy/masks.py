@@ -1,0 +1,109 @@
+"""ActionMasks: which actions an env allows, read from its infos or from a Dict observation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ml_pipeline.errors import UserError
+from ml_pipeline.policy.distributions import ActionSpaceError, Distribution
+from ml_pipeline.policy.observations import ObservationReader
+
+_KEY = "action_mask"  # in infos and in Dict observations
+
+Mask = NDArray[np.bool_]
+
+
+class MaskError(UserError):
+    """An action mask is missing, has the wrong size, or allows no action."""
+
+
+class ActionMasks:
+    """Finds and checks the masks of an env; ``source`` is the config key agent.action_mask."""
+
+    def __init__(self, source: str, reader: ObservationReader, distribution: Distribution) -> None:
+        self.leaf = find_mask_leaf(source, reader)  # of the observation, or None
+        self.in_infos = source == "info"
+        self.are_used = self.leaf is not None or self.in_infos
+        self._distribution = distribution
+        if self.are_used and not distribution.mask_size:
+            raise ActionSpaceError(
+                f"agent.action_mask={source}: actions of {distribution.space} cannot be masked; "
+                "set agent.action_mask=none"
+            )
+        if self.leaf is not None and reader.shapes[self.leaf] != (distribution.mask_size,):
+            raise MaskError(
+                f"the action mask {self.leaf!r} of the observation has shape "
+                f"{reader.shapes[self.leaf]}; the action space needs ({distribution.mask_size},)"
+            )
+
+    def in_step(self, leaves: dict[str, NDArray[Any]], infos: Mapping[str, Any]) -> Mask | None:
+        """The checked masks of one step of all envs, [n_envs, n]; None without masks."""
+        if not self.are_used:
+            return None
+        if self.leaf is not None:
+            return self.checked(leaves[self.leaf] != 0)
+        mask = masks_in(infos)
+        if mask is None:
+            raise MaskError(
+                "agent.action_mask=info: the infos hold no action_mask; the env must return one "
+                "from every reset and step, and vec_env.infos must be all"
+            )
+        return self.checked(mask)
+
+    def in_call(self, leaves: dict[str, NDArray[Any]], given: Mask | None) -> Mask | None:
+        """The checked masks for a call of ``act_batch``; ``given`` is its argument."""
+        if self.leaf is None and given is not None:
+            return self.checked(given)
+        if self.in_infos:
+            raise MaskError("this policy needs masks; pass action_mask=agent.mask_of(infos)")
+        return self.in_step(leaves, {})
+
+    def of_infos(self, infos: Mapping[str, Any]) -> Mask | None:
+        """The masks in a vector env's infos, or None if they are not read from there."""
+        return masks_in(infos) if self.in_infos else None
+
+    def checked(self, mask: Mask) -> Mask:
+        return checked_mask(mask, self._distribution)
+
+
+def find_mask_leaf(source: str, reader: ObservationReader) -> str | None:
+    """The leaf of the observation that ``agent.action_mask=source`` means, or None."""
+    if source == "auto":
+        return _KEY if _KEY in reader.leaves else None
+    if source in ("none", "info"):
+        return None
+    if source not in reader.leaves or reader.is_single:
+        keys = "none, it is not a Dict" if reader.is_single else ", ".join(reader.leaves)
+        raise MaskError(
+            f"agent.action_mask={source}: the observation has no such key; its keys: {keys}"
+        )
+    return source
+
+
+def masks_in(infos: Mapping[str, Any]) -> Mask | None:
+    """The action masks in a vector env's infos, [n_envs, n], or None if there are none."""
+    if _KEY not in infos:
+        return None
+    missing = np.flatnonzero(~np.asarray(infos.get(f"_{_KEY}", True)))
+    if len(missing):
+        raise MaskError(f"env {missing[0]} returned no action_mask in its info in this step")
+    given = infos[_KEY]
+    if not isinstance(given, np.ndarray) or given.dtype == object:
+        # One array per choice of a MultiDiscrete space, as Gymnasium's sample() takes them.
+        given = np.stack([np.concatenate([np.ravel(part) for part in row]) for row in given])
+    return np.asarray(given, dtype=bool)
+
+
+def checked_mask(mask: Mask, distribution: Distribution) -> Mask:
+    """The mask, if it has the right size and allows every env an action."""
+    size = distribution.mask_size
+    if mask.shape != (len(mask), size):
+        raise MaskError(f"an action mask must have {size} entries, got shape {mask.shape[1:]}")
+    stuck = np.flatnonzero(~distribution.leaves_a_choice(mask))
+    if len(stuck):
+        raise MaskError(f"the action mask of env {stuck[0]} allows no action: {mask[stuck[0]]}")
+    return mask

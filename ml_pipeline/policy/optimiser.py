@@ -1,0 +1,161 @@
+"""FlatAdam: Adam on one flat tensor of all parameters, so that a step is a few kernels.
+
+The module's parameters and gradients become views of ``values`` and ``grad``. The update equals
+that of ``torch.optim.Adam``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ml_pipeline.errors import UserError
+from ml_pipeline.ranks.world import ALONE
+from ml_pipeline.records import StateDict
+
+BETA_1, BETA_2 = 0.9, 0.999
+
+
+def flat_parameters(module: nn.Module) -> Tensor:
+    """All parameters as one tensor; the module's own become views of it."""
+    parameters = list(module.parameters())
+    values = torch.cat([each.detach().flatten() for each in parameters])
+    end = 0
+    for parameter in parameters:
+        start, end = end, end + parameter.numel()
+        parameter.data = values[start:end].view_as(parameter)
+    return values
+
+
+def adam_step(
+    state: list[Tensor],
+    grad: Tensor,
+    learning_rate: Any,
+    loss: Tensor,
+    *,
+    eps: float,
+    max_grad_norm: float,
+) -> tuple[Tensor, Tensor]:
+    """``FlatAdam.step`` on its ``tensors``, for a function that is compiled."""
+    values, mean, square, n_steps = state
+    norm = torch.linalg.vector_norm(grad)
+    finite = torch.isfinite(norm) & torch.isfinite(loss)
+    taken = finite.float()
+    scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    grad = torch.where(finite, grad * scale, 0.0)
+    n_steps += taken
+    mean.lerp_(grad, (1.0 - BETA_1) * taken)
+    square.lerp_(grad.square(), (1.0 - BETA_2) * taken)
+    size = learning_rate / (1.0 - BETA_1**n_steps)
+    deviation = (square / (1.0 - BETA_2**n_steps)).sqrt_().add_(eps)
+    values.sub_(torch.where(finite, size * mean / deviation, 0.0))
+    return norm, finite
+
+
+class FlatAdam:
+    """Adam with gradient clipping; move the module to its device first."""
+
+    def __init__(self, module: nn.Module, *, eps: float, max_grad_norm: float) -> None:
+        self.eps = eps
+        self.max_grad_norm = max_grad_norm
+        self.world = ALONE
+        self.share = 1.0  # of this rank in the next minibatch
+        self.names = [name for name, each in module.named_parameters() if each.requires_grad]
+        parameters = [each for each in module.parameters() if each.requires_grad]
+        others = {str(each.dtype) for each in parameters} - {"torch.float32"}
+        if others:
+            raise UserError(
+                f"network parameters must be float32, got {', '.join(others)}; call .float()"
+            )
+        self.values = torch.cat([each.detach().flatten() for each in parameters])
+        self._mean, self._square = torch.zeros_like(self.values), torch.zeros_like(self.values)
+        self._grad_and_loss = self.values.new_zeros(len(self.values) + 1)  # summed over ranks
+        self.grad = self._grad_and_loss[:-1]
+        self.n_steps = torch.zeros((), device=self.values.device)
+        if self.values.device.type == "cpu":
+            self._grad_and_loss_array = self._grad_and_loss.numpy()
+            self._grad_array, self._n_steps_array = self.grad.numpy(), self.n_steps.numpy()
+            held = ([each] for each in (self.values, self.grad, self._mean, self._square))
+            self._fused: tuple[Any, ...] = (*held, [], [self.n_steps])
+        self.views: dict[str, tuple[Tensor, Tensor]] = {}  # by name: (values, gradient)
+        end = 0
+        for name, parameter in zip(self.names, parameters, strict=True):
+            start, end = end, end + parameter.numel()
+            parameter.data = self.values[start:end].view_as(parameter)
+            parameter.grad = self.grad[start:end].view_as(parameter)
+            self.views[name] = (parameter.data, parameter.grad)
+
+    def step(self, learning_rate: float, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Clip the gradients and take one step; returns their norm, and whether all was finite.
+
+        Nothing changes if the loss or a gradient is not finite. Does not synchronise with the
+        device.
+        """
+        loss = self.world.average(self._grad_and_loss, loss, self.share)
+        limits = {"eps": self.eps, "max_grad_norm": self.max_grad_norm}
+        return adam_step(self.tensors, self.grad, learning_rate, loss, **limits)
+
+    def step_on_cpu(self, learning_rate: float, loss: float) -> tuple[float, bool]:
+        """``step`` by the kernel of ``torch.optim.Adam(fused=True)``; waits for the result."""
+        loss = self.world.average_array(self._grad_and_loss_array, loss, self.share)
+        grad = self._grad_array
+        norm = math.sqrt(float(grad.dot(grad)))
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            return norm, False
+        if norm > self.max_grad_norm:
+            grad *= self.max_grad_norm / (norm + 1e-6)
+        self._n_steps_array += 1.0
+        # The moments of a unit without gradients shrink until they are denormal numbers, which
+        # take many times as long. As zeros they change no weight. This holds for one thread only;
+        # a run on a CPU has one.
+        torch.set_flush_denormal(True)
+        torch._fused_adam_(
+            *self._fused,
+            lr=learning_rate,
+            beta1=BETA_1,
+            beta2=BETA_2,
+            weight_decay=0.0,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+        torch.set_flush_denormal(False)
+        return norm, True
+
+    def quick_step(self, learning_rate: float, loss: Any) -> tuple[Any, Any]:
+        """``step_on_cpu`` on a CPU, which returns plain numbers, else ``step``."""
+        if self.values.device.type != "cpu":
+            return self.step(learning_rate, loss)
+        return self.step_on_cpu(learning_rate, float(loss))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The state of ``adam_step``."""
+        return [self.values, self._mean, self._square, self.n_steps]
+
+    @property
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Running means of the gradient and of its square."""
+        return self._mean, self._square
+
+    def place(self, name: str) -> int:
+        """Offset of a parameter in ``values``."""
+        return int(self.views[name][0].storage_offset())
+
+    def broken_gradients(self) -> list[str]:
+        """Names of the parameters whose gradients are not finite."""
+        return [name for name, (_, grad) in self.views.items() if not torch.isfinite(grad).all()]
+
+    def state_dict(self) -> StateDict:
+        return {"mean": self._mean, "square": self._square, "n_steps": self.n_steps}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        for name, own in self.state_dict().items():
+            if own.shape != state[name].shape:
+                raise ValueError(
+                    f"optimiser state has {state[name].numel()} values, the network {own.numel()}"
+                )
+            own.copy_(state[name])

@@ -1,0 +1,82 @@
+"""Recurrent: an LSTM or GRU over the features of any other network."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import gymnasium as gym
+import torch
+from torch import Tensor, nn
+
+from ml_pipeline.errors import UserError
+from ml_pipeline.policy.contracts import Obs
+from ml_pipeline.policy.networks import check_sizes, out_features
+from ml_pipeline.policy.observations import map_obs
+from ml_pipeline.targets import instantiate
+
+
+class Recurrent(nn.Module):
+    """Encodes each observation, then runs a recurrent cell over the sequence of features."""
+
+    def __init__(
+        self,
+        observation_space: gym.Space[Any],
+        cell: str = "lstm",
+        size: int = 64,
+        encoder: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``encoder``: a _target_ entry of a network; None means ``DictNetwork``."""
+        super().__init__()
+        if cell not in ("lstm", "gru"):
+            raise ValueError(f"cell must be lstm | gru, got {cell}")
+        check_sizes("size", [size])
+        entry = encoder or {"_target_": "ml_pipeline.policy.image_networks.DictNetwork"}
+        offers = {"observation_space": observation_space}
+        self.encoder: nn.Module = instantiate(entry, key="network.encoder", offers=offers)
+        # FlatAdam keeps all parameters in one tensor of its own, and cuDNN warns about that.
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
+        self.cell = (nn.LSTM if cell == "lstm" else nn.GRU)(out_features(self.encoder), size)
+        self.out_features = size
+        self.state_size = 2 * size if cell == "lstm" else size
+
+    def forward(self, obs: Obs, state: Tensor, episode_start: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [T, B, out_features] of obs [T, B, ...], and the state after the last step.
+
+        ``state`` [B, state_size] is the recurrent state before the first step. It is reset to
+        zero where ``episode_start`` [T, B] is True.
+        """
+        n_steps, n_envs = episode_start.shape
+        encoded = self.encoder(map_obs(lambda leaf: leaf.flatten(0, 1), obs)).unflatten(
+            0, (n_steps, n_envs)
+        )
+        # One call of the cell covers all steps up to the next episode start in any env.
+        starts = episode_start[1:].any(dim=1).nonzero().flatten().tolist() if n_steps > 1 else []
+        bounds = [0, *(start + 1 for start in starts), n_steps]
+        features = []
+        for first, end in pairwise(bounds):
+            # Not multiplied by 0: that would keep a NaN.
+            state = state.masked_fill(episode_start[first].unsqueeze(-1), 0.0)
+            segment, state = self._run(encoded[first:end], state)
+            features.append(segment)
+        return features[0] if len(features) == 1 else torch.cat(features), state
+
+    def _run(self, encoded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(self.cell, nn.GRU):
+            features, hidden = self.cell(encoded, state.unsqueeze(0))
+            return features, hidden[0]
+        hidden, carried = (half.contiguous().unsqueeze(0) for half in state.chunk(2, dim=-1))
+        features, (hidden, carried) = self.cell(encoded, (hidden, carried))
+        return features, torch.cat([hidden[0], carried[0]], dim=-1)
+
+
+def refuse_recurrent(network: nn.Module) -> nn.Module:
+    """The network, unless it is recurrent: replay stores no recurrent states."""
+    if getattr(network, "state_size", 0):
+        raise UserError(
+            f"network {type(network).__name__} is recurrent, which replay does not support; use "
+            "network=mlp or network=cnn"
+        )
+    return network

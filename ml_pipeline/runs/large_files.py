@@ -1,0 +1,94 @@
+"""LargeFiles: files beside the checkpoints of a run, which name them; each is written once.
+
+A trainer that ``KeepsFiles`` saves here what is too large for a checkpoint, such as a replay
+buffer. A file is removed once no checkpoint names it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ml_pipeline.errors import UserError
+from ml_pipeline.records import StateDict
+from ml_pipeline.runs.checkpoint import (
+    CheckpointError,
+    check_plain,
+    load_checkpoint,
+    numbered_name,
+    numbered_steps,
+    read_sealed,
+    write_sealed,
+)
+from ml_pipeline.runs.run_folder import RunFolder, remove
+from ml_pipeline.training.contracts import KeepsFiles, Trainer
+
+
+class LargeFiles:
+    """The files of one run; a ``FileStore``."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+
+    def write(self, name: str, content: StateDict) -> None:
+        check_plain(content, name)
+        self._run.replay.mkdir(exist_ok=True)
+        data = io.BytesIO()
+        torch.save(content, data)
+        write_sealed(self._run.replay / name, data.getvalue())
+
+    def read(self, name: str) -> StateDict:
+        """The content of a file; ``name`` comes from a checkpoint and must not leave the folder."""
+        path = self._run.replay / name
+        if path.parent != self._run.replay or not path.is_file():
+            raise CheckpointError(f"{path} is missing; it holds transitions of the checkpoint")
+        content: StateDict = read_sealed(path)
+        return content
+
+    def sweep(self, state: StateDict, names_in: Callable[[StateDict], set[str]]) -> None:
+        """Remove the files that no checkpoint names; ``state`` is that of the latest."""
+        if not self._run.replay.is_dir():
+            return
+        kept = names_in(state)
+        unused = [path for path in self._run.replay.glob("*.rows") if path.name not in kept]
+        for env_steps in numbered_steps(self._run) if unused else ():
+            try:
+                kept |= names_in(load_checkpoint(self._run, numbered_name(env_steps)))
+            except CheckpointError:  # nothing can be resumed from it
+                continue
+        for path in unused:
+            if path.name not in kept:
+                remove(path)
+
+
+@contextmanager
+def read_errors_named(run: RunFolder) -> Iterator[None]:
+    """Let errors of a trainer's own checks begin with the run folder."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except UserError as error:
+        raise CheckpointError(f"{run.path}: {error}") from error
+
+
+def save_files(run: RunFolder, trainer: Trainer) -> None:
+    """Write what is in no file yet; call this before the checkpoint is saved."""
+    if isinstance(trainer, KeepsFiles):
+        trainer.save_files(LargeFiles(run))
+
+
+def load_files(run: RunFolder, trainer: Trainer, state: StateDict) -> None:
+    """Read the files of the checkpoint whose state ``trainer`` has just loaded."""
+    if isinstance(trainer, KeepsFiles):
+        with read_errors_named(run):
+            trainer.load_files(LargeFiles(run), state)
+
+
+def sweep_files(run: RunFolder, trainer: Trainer, state: StateDict) -> None:
+    """Remove the files that no checkpoint needs any more."""
+    if isinstance(trainer, KeepsFiles):
+        LargeFiles(run).sweep(state, trainer.files_in)

@@ -1,0 +1,122 @@
+"""judge: walk trading runs over held-out bars and say whether an edge can be claimed."""
+
+from __future__ import annotations
+
+import re
+import webbrowser
+from argparse import ArgumentParser, Namespace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ml_pipeline.commands._arguments import RUN_HELP, add_root, add_trust, chosen_run, integer
+from ml_pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from ml_pipeline.runs.run_folder import RunFolder
+
+HELP = "walk trading runs over held-out bars and say whether an edge can be claimed"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help=f"{RUN_HELP}; several share the capital"
+    )
+    parser.add_argument(
+        "--period",
+        choices=("test", "validation", "train", "all"),
+        default="test",
+        help="default: test",
+    )
+    parser.add_argument(
+        "--trials",
+        type=integer(1),
+        metavar="N",
+        help="how many runs these were chosen from; default: those of their study or sweep",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="NAME",
+        help="best, latest or step_N; default: best if saved, else latest",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the results; default: runs/judgements/<env>_<period>_<date>_<time>",
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    add_root(parser)
+    add_trust(parser)
+
+
+def run(options: Namespace) -> None:
+    from ml_pipeline.extras import MissingExtraError
+    from ml_pipeline.runs.console import wide_console
+    from ml_pipeline.runs.run_folder import RunFolder
+    from ml_pipeline.worlds.trading.judge import judge_runs
+    from ml_pipeline.worlds.trading.report import table, write_page, write_results
+
+    paths = [chosen_run(each, options.root) for each in options.runs]
+    n_trials = options.trials or _n_trials([RunFolder.open(path) for path in paths])
+    judgement = judge_runs(
+        paths,
+        period=options.period,
+        n_trials=n_trials,
+        checkpoint=options.checkpoint,
+        trust=options.trust,
+    )
+    wide_console().print(table(judgement))
+    print(judgement.verdict)
+    for line in judgement.remarks:
+        print(line)
+    folder = options.out or _folder(RunFolder.open(paths[0]), options.period)
+    write_results(folder, judgement)
+    try:
+        page = write_page(folder, judgement)
+    except MissingExtraError as error:
+        if options.open:
+            raise
+        print(error)  # the result files are complete without a page
+        print(f"results: {folder}")
+        return
+    print(f"page: {page}")
+    if options.open:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def _n_trials(runs: list[RunFolder]) -> int:
+    """The trials of all studies and sweeps that the runs belong to; a single run counts as one."""
+    sweeps: dict[Path, int] = {}
+    n_single = 0
+    for each in runs:
+        name = each.read_summary().get("sweep")
+        if name is None:
+            n_single += 1
+        else:
+            folder, n_trials = _counted(each, str(name))
+            sweeps[folder] = n_trials
+    return n_single + sum(sweeps.values())
+
+
+def _counted(each: RunFolder, name: str) -> tuple[Path, int]:
+    """The folder of a study or sweep, and how many trials or jobs have begun."""
+    from ml_pipeline.assembly.sweeps import read_jobs
+
+    sweep = each.path.resolve().parents[1] / "sweeps" / name
+    if sweep.is_dir():
+        return sweep, len(read_jobs(sweep))
+    if (Path("studies") / name / "study.yaml").is_file():
+        from ml_pipeline.study.folder import StudyFolder
+
+        study = StudyFolder.open(name)
+        return study.path.resolve(), len(study.study().get_trials(deepcopy=False))
+    raise UserError(
+        f"{each.path}: its study or sweep {name} is not here, so the number of trials is "
+        "unknown; add --trials N"
+    )
+
+
+def _folder(first: RunFolder, period: str) -> Path:
+    env = re.sub(r"[^\w.-]+", "-", first.path.resolve().parent.name)
+    return Path("runs") / "judgements" / f"{env}_{period}_{datetime.now():%Y-%m-%d_%H-%M-%S}"

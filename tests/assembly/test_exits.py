@@ -1,0 +1,139 @@
+"""How programs end: exit codes, missing packages, and threads that an env has left running."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import REPOSITORY, TESTS, Door, call, small
+
+from ml_pipeline.assembly.exits import exit_code
+from ml_pipeline.extras import CORE_PACKAGES
+
+LEAVE_A_THREAD = """
+import sys, threading, time
+from ml_pipeline.assembly import exits
+thread_seconds, code = float(sys.argv[1]), int(sys.argv[2])
+exits._THREAD_SECONDS = float(sys.argv[3])
+
+def command():
+    threading.Thread(target=time.sleep, args=(thread_seconds,), name="left", daemon=False).start()
+    print("done")
+    if code:
+        sys.exit(code)
+
+sys.exit(exits.exit_code(command))
+"""
+
+
+@pytest.mark.parametrize("code", ["0", "3"])
+@pytest.mark.parametrize(
+    ("thread_seconds", "wait_seconds", "error"),
+    [
+        ("1000", "0.1", "threads=left: still running 0.1 s after the end of the program"),
+        ("0.1", "1000", ""),
+    ],
+)
+def test_a_program_ends_despite_a_thread(
+    thread_seconds: str, wait_seconds: str, error: str, code: str
+) -> None:
+    program = [sys.executable, "-c", LEAVE_A_THREAD, thread_seconds, code, wait_seconds]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=TESTS)
+
+    assert result.returncode == int(code)
+    assert result.stdout == "done\n"
+    assert result.stderr.startswith(error)
+    assert bool(result.stderr) == bool(error)
+
+
+PRINT_TO_NOBODY = """
+import os, sys
+from ml_pipeline.assembly.exits import exit_code
+read, write = os.pipe()
+os.close(read)
+sys.stdout = open(write, "w")
+sys.exit(exit_code(lambda: %s))
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "print('much' * 100_000)",  # fails at once
+        "(print('help'), sys.exit(0))",  # as argparse does; fails when it is flushed
+    ],
+)
+def test_program_whose_output_nobody_reads_ends_quietly(command: str) -> None:
+    program = [sys.executable, "-c", PRINT_TO_NOBODY % command]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=TESTS)
+
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_other_broken_pipe_is_an_error() -> None:
+    def command() -> None:
+        raise BrokenPipeError("of a worker")
+
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        exit_code(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["serial", "parallel", "shared"])
+def test_a_run_ends_despite_the_threads_of_its_envs(door: Door, mode: str) -> None:
+    result = door(*small(env__target="faulty_envs.ThreadEnv", vec_env=mode), PYTHONPATH=str(TESTS))
+
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package"),
+    [
+        (["train_ppo.py"], "hydra"),
+        (["train_dqn.py", "env=cartpole"], "hydra"),
+        (["train_sac.py", "--help"], "hydra"),
+        (["-m", "ml_pipeline", "runs"], "yaml"),
+        (["-m", "ml_pipeline", "train"], "hydra"),
+    ],
+)
+def test_clone_whose_packages_are_not_installed_names_one_and_the_fix(
+    arguments: list[str], package: str
+) -> None:
+    # -S: without site-packages.
+    result = call(sys.executable, "-S", *arguments, cwd=REPOSITORY, PYTHONPATH="")
+
+    fix = f"install ml_pipeline with its packages: pip install -e {shlex.quote(str(REPOSITORY))}"
+    assert result.stderr == f"{package} is not installed; {fix}\n"
+    assert (result.returncode, result.stdout) == (1, "")
+
+
+TRAIN_WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None
+sys.argv = ["train_ppo.py"]
+runpy.run_path("train_ppo.py", run_name="__main__")
+"""
+
+
+def test_package_that_is_missing_later_is_also_one_line() -> None:
+    result = call(sys.executable, "-c", TRAIN_WITHOUT_TORCH, cwd=REPOSITORY)
+
+    assert result.returncode == 1
+    assert re.fullmatch(r"torch is not installed; install .*\n", result.stderr)
+
+
+def test_module_that_is_not_a_dependency_keeps_its_error() -> None:
+    with pytest.raises(ModuleNotFoundError, match="my_missing_env"):
+        exit_code(lambda: __import__("my_missing_env"))
+
+
+def test_every_dependency_is_a_core_package() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    listed = text.partition("\ndependencies = [\n")[2].partition("\n]\n")[0]
+    names = re.findall(r'^ +"([\w-]+)', listed, flags=re.MULTILINE)
+
+    assert {name.removesuffix("-core") for name in names} <= {*CORE_PACKAGES}
+    assert len(names) > 5

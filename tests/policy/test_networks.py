@@ -1,0 +1,139 @@
+"""Networks: shapes for every observation, and recurrent state that resets at episode starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gymnasium import spaces
+
+from ml_pipeline.device import precision_of_products
+from ml_pipeline.policy.image_networks import CNN, DictNetwork
+from ml_pipeline.policy.networks import MLP
+from ml_pipeline.policy.recurrent import Recurrent
+from ml_pipeline.targets import import_dotted
+
+VECTOR = spaces.Box(-1, 1, (3,))
+SMALL_CNN = {"channels": [4], "kernels": [3], "strides": [1], "hidden_size": 8}
+
+
+@pytest.mark.parametrize("network", [MLP, CNN, DictNetwork, Recurrent])
+def test_networks_load_by_the_paths_in_old_configs(network: type[torch.nn.Module]) -> None:
+    old_path = f"ml_pipeline.agents.networks.{network.__name__}"
+
+    assert import_dotted(old_path, key="network._target_") is network
+
+
+def test_mlp_concatenates_the_leaves_of_a_dict() -> None:
+    space = spaces.Dict({"a": VECTOR, "b": spaces.Box(-1, 1, (2, 2))})
+    network = MLP(space, hidden_sizes=[5], activation="relu")
+
+    features = network({"a": torch.ones(6, 3), "b": torch.ones(6, 2, 2)})
+
+    assert network.layers[0].in_features == 7
+    assert features.shape == (6, 5)
+
+
+@pytest.mark.parametrize("shape", [(4, 84, 84), (84, 84, 4), (84, 84), (84, 96, 3)])
+def test_default_cnn_is_the_nature_network_for_every_channel_order(shape: Any) -> None:
+    network = CNN(spaces.Box(0, 1, shape))
+
+    assert network(torch.rand(2, *shape)).shape == (2, 512)
+    convolutions = [each for each in network.layers if isinstance(each, torch.nn.Conv2d)]
+    assert [each.out_channels for each in convolutions] == [32, 64, 64]
+    assert convolutions[0].in_channels == (1 if len(shape) == 2 else min(shape))
+
+
+def test_cnn_gives_the_same_features_for_channels_first_and_last() -> None:
+    first = CNN(spaces.Box(0, 1, (2, 9, 9)), **SMALL_CNN)
+    last = CNN(spaces.Box(0, 1, (9, 9, 2)), **SMALL_CNN)
+    last.load_state_dict(first.state_dict())
+    image = torch.rand(1, 2, 9, 9, generator=torch.Generator().manual_seed(1))
+
+    torch.testing.assert_close(last(image.permute(0, 2, 3, 1)), first(image))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_cnn_gives_the_same_features_on_a_gpu(precision: str) -> None:
+    device = torch.device("cuda")
+    cnn = CNN(spaces.Box(0.0, 1.0, (4, 84, 84)))
+    images = torch.rand(6, 4, 84, 84, generator=torch.Generator().manual_seed(1))
+
+    expected = cnn(images)
+    with precision_of_products(precision, device):
+        features = cnn.to(device)(images.to(device)).cpu()
+
+    tolerance = 1e-5 if precision == "float32" else 1e-2
+    assert (features - expected).norm() <= tolerance * expected.norm()
+
+
+def test_dict_network_uses_images_and_vectors_together() -> None:
+    torch.manual_seed(1)  # with other seeds, all units of such a small CNN may be 0
+    space = spaces.Dict({"camera": spaces.Box(0, 1, (3, 9, 9)), "arm": VECTOR})
+    network = DictNetwork(space, hidden_sizes=[5], cnn=SMALL_CNN)
+    obs = {"camera": torch.rand(4, 3, 9, 9), "arm": torch.rand(4, 3)}
+
+    features = network(obs)
+
+    assert features.shape == (4, network.out_features) == (4, 5)
+    assert network.mlp.layers[0].in_features == 8 + 3
+    for changed in ("camera", "arm"):
+        other = network({**obs, changed: obs[changed] + 0.5})
+        assert not torch.equal(other, features)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_sequence_gives_the_same_features_as_single_steps(cell: str) -> None:
+    torch.manual_seed(1)
+    network = Recurrent(VECTOR, cell=cell, size=6)
+    obs, state = torch.randn(9, 4, 3), torch.randn(4, network.state_size)
+    starts = torch.rand(9, 4) < 0.25
+
+    features, last = network(obs, state, starts)
+
+    for t in range(9):
+        one, state = network(obs[t : t + 1], state, starts[t : t + 1])
+        torch.testing.assert_close(one[0], features[t])
+    torch.testing.assert_close(state, last)
+
+
+def test_episode_start_resets_the_recurrent_state_and_clears_a_nan() -> None:
+    torch.manual_seed(1)
+    network = Recurrent(VECTOR, size=6)
+    obs = torch.randn(4, 1, 3)
+    starts = torch.tensor([[False], [False], [True], [False]])
+
+    features, _ = network(obs, torch.full((1, 12), torch.nan), starts)
+    fresh, _ = network(obs[2:], torch.zeros(1, 12), starts[2:])
+
+    assert features[:2].isnan().all()
+    torch.testing.assert_close(features[2:], fresh)
+
+
+def test_encoder_is_built_from_its_dotted_path() -> None:
+    encoder = {"_target_": "ml_pipeline.policy.networks.MLP", "hidden_sizes": [7]}
+
+    network = Recurrent(VECTOR, encoder=encoder)
+
+    assert network.cell.input_size == 7
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: CNN(spaces.Box(0, 1, (3, 20, 20))), r"kernels .* too large for an image of shape"),
+        (lambda: CNN(VECTOR), "must be one image"),
+        (lambda: CNN(spaces.Box(0, 1, (9, 3, 9))), r"channels in the middle: \(9, 3, 9\)"),
+        (lambda: CNN(spaces.Box(0, 1, (9, 9)), kernels=[3]), "kernels must have one item per"),
+        (lambda: MLP(VECTOR, hidden_sizes=[]), "hidden_sizes must be positive"),
+        (lambda: MLP(VECTOR, activation="sin"), r"activation must be tanh \| relu"),
+        (lambda: Recurrent(VECTOR, cell="rnn"), r"cell must be lstm \| gru, got rnn"),
+        (lambda: Recurrent(VECTOR, size=0), "size must be positive"),
+    ],
+)
+def test_wrong_network_arguments_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
