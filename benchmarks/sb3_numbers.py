@@ -184,7 +184,7 @@ def played(task: Task, steps: int) -> tuple[Any, Trajectory]:
 def compare_normalisers(task: Task, trajectory: Trajectory, venv: Any) -> None:
     """Ours learn once per rollout, SB3's in every step."""
     agent = our_agent(task)
-    scaler = RewardScaler(task.n_envs, gamma=task.gamma, clip=10.0)
+    scaler = RewardScaler(np.zeros(task.n_envs), gamma=task.gamma, clip=10.0)
     n_steps, shown = task.n_steps, 1
     heading("normalisers, by rollout")
     for number in range(1, len(trajectory.reward) // n_steps + 1):

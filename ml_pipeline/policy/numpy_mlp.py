@@ -8,10 +8,36 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ml_pipeline.mirrors import Mirrored
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.optimiser import FlatAdam
 
 Array = NDArray[np.float32]
+
+# What ``Tower`` and ``Normaliser`` repeat.
+MIRRORED: Mirrored = {
+    "ml_pipeline.policy.networks._ACTIVATIONS": "6fb51b64ffd8",
+    "ml_pipeline.policy.networks.MLP.__init__": "934a2a6559d2",
+    "ml_pipeline.policy.networks.MLP.forward": "b5dcb0c3f503",
+    "ml_pipeline.policy.observations.Preprocess.forward": "8d79f94e61d7",
+    "ml_pipeline.policy.observations.Preprocess._prepared": "9c3f3bae925a",
+    "ml_pipeline.policy.observations.RunningMoments.normalised": "d3c53a9f569b",
+}
+
+
+def is_mirrored(trunk: nn.Module) -> bool:
+    """Whether ``Tower`` covers a network: an MLP of tanh or relu, to which nothing was added."""
+    if type(trunk) is not MLP or trunk.activation not in ("tanh", "relu"):
+        return False
+    activation = nn.Tanh if trunk.activation == "tanh" else nn.ReLU
+    kinds = [type(each) for each in trunk.layers]
+    return kinds == [nn.Linear, activation] * (len(kinds) // 2)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a user's hook wants to see or change what a module computes."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(each, name) for each in module.modules() for name in hooks)
 
 
 class Layer:

@@ -13,10 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from ml_pipeline.errors import UserError
+from ml_pipeline.mirrors import Mirrored, why_not
 from ml_pipeline.ranks.world import ALONE
 from ml_pipeline.records import StateDict
 
 BETA_1, BETA_2 = 0.9, 0.999
+
+# What ``FlatAdam.step_on_cpu`` repeats.
+MIRRORED: Mirrored = {
+    "ml_pipeline.policy.optimiser.BETA_1": "8139b3395240",
+    "ml_pipeline.policy.optimiser.BETA_2": "11958c6d1f10",
+    "ml_pipeline.policy.optimiser.adam_step": "f45e85c224c0",
+    "ml_pipeline.policy.optimiser.FlatAdam.step": "660f61c0ebee",
+}
 
 
 def flat_parameters(module: nn.Module) -> Tensor:
@@ -75,6 +84,7 @@ class FlatAdam:
         self._grad_and_loss = self.values.new_zeros(len(self.values) + 1)  # summed over ranks
         self.grad = self._grad_and_loss[:-1]
         self.n_steps = torch.zeros((), device=self.values.device)
+        self._has_fused: bool | None = None  # whether ``quick_step`` may use ``step_on_cpu``
         if self.values.device.type == "cpu":
             self._grad_and_loss_array = self._grad_and_loss.numpy()
             self._grad_array, self._n_steps_array = self.grad.numpy(), self.n_steps.numpy()
@@ -127,9 +137,12 @@ class FlatAdam:
 
     def quick_step(self, learning_rate: float, loss: Any) -> tuple[Any, Any]:
         """``step_on_cpu`` on a CPU, which returns plain numbers, else ``step``."""
-        if self.values.device.type != "cpu":
-            return self.step(learning_rate, loss)
-        return self.step_on_cpu(learning_rate, float(loss))
+        if self._has_fused is None:
+            is_cpu = self.values.device.type == "cpu"
+            self._has_fused = is_cpu and why_not(MIRRORED, self) is None
+        if self._has_fused:
+            return self.step_on_cpu(learning_rate, float(loss))
+        return self.step(learning_rate, torch.as_tensor(loss))
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["n_steps"])  # else Triton compiles a variant for 1
 def _gae_kernel(
-    reward, value, last_value, final_value, terminated, truncated, advantage, value_target,
+    reward, value, last_value, final_value, terminated, truncated, advantage,
     n_steps, n_envs, gamma, decay, B: tl.constexpr,
 ):  # fmt: skip
     """Each program loops backwards over time for B envs."""
@@ -30,7 +30,6 @@ def _gae_kernel(
         delta = tl.load(reward + at, mask=live, other=0.0) + gamma * successor - own
         running = delta + tl.where(was_terminated | was_truncated, 0.0, decay) * running
         tl.store(advantage + at, running, mask=live)
-        tl.store(value_target + at, running + own, mask=live)
         next_value = own
 
 
@@ -44,13 +43,13 @@ def gae_in_one_kernel(
     *,
     gamma: float,
     lam: float,
-) -> tuple[Tensor, Tensor]:
-    """``tensor.returns.gae`` with a single kernel launch."""
+) -> Tensor:
+    """``RolloutOutcome.advantage`` with a single kernel launch."""
     n_steps, n_envs = reward.shape
-    advantage, value_target = torch.empty_like(reward), torch.empty_like(reward)
+    advantage = torch.empty_like(reward)
     block = 128
     _gae_kernel[(triton.cdiv(n_envs, block),)](
-        reward, value, last_value, final_value, terminated, truncated, advantage, value_target,
+        reward, value, last_value, final_value, terminated, truncated, advantage,
         n_steps, n_envs, gamma, gamma * lam, B=block, num_warps=4,
     )  # fmt: skip
-    return advantage, value_target
+    return advantage

@@ -1,45 +1,82 @@
-"""Advantages and explained variance of a rollout, in NumPy, where loops over time are faster."""
+"""Advantages, discounted returns and explained variance of a rollout; [T, n_envs] each.
+
+Every function takes arrays, for envs in host memory, or tensors, for tensor envs. There is no
+second version of any of them, so an edit here takes effect everywhere.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Array = NDArray[np.float32]
+Numbers = TypeVar("Numbers", NDArray[Any], Tensor)
 
 
 def gae(
-    reward: Array,
-    value: Array,
-    next_value: Array,
-    done: NDArray[np.bool_],
+    reward: Numbers,
+    value: Numbers,
+    next_value: Numbers,
+    ongoing: Numbers,
     *,
     gamma: float,
     lam: float,
-) -> Array:
-    """Generalised advantage estimate over a rollout; every array is [T, n_envs].
+) -> Numbers:
+    """Generalised advantage estimate over a rollout.
 
     ``next_value`` is the value of each step's true successor: 0 where the episode terminated,
-    V(final observation) where it was truncated. So the recursion needs no special cases.
+    V(final observation) where it was truncated. ``ongoing`` is 1.0, and 0.0 in the last step of an
+    episode. So the recursion needs no special cases.
     """
-    delta = reward + np.float32(gamma) * next_value - value
-    carry = np.float32(gamma * lam) * ~done
-    advantage: Array = np.empty_like(delta)
-    running = np.zeros_like(delta[0])
-    for t in range(len(delta) - 1, -1, -1):
-        running = delta[t] + carry[t] * running
-        advantage[t] = running
+    advantage: Numbers = reward + gamma * next_value - value
+    carry = gamma * lam * ongoing
+    for t in range(len(advantage) - 2, -1, -1):
+        advantage[t] += carry[t] * advantage[t + 1]
     return advantage
+
+
+class RolloutOutcome(NamedTuple):
+    """How each step of a rollout on a device ended, and the values of its successors."""
+
+    reward: Tensor
+    value: Tensor
+    last_value: Tensor  # [n_envs], after the last row
+    final_value: Tensor  # of the final observation; used where truncated
+    terminated: Tensor  # bool
+    truncated: Tensor  # bool
+
+    def advantage(self, *, gamma: float, lam: float) -> Tensor:
+        """``gae`` with the value of each step's true successor."""
+        following = torch.cat([self.value[1:], self.last_value.unsqueeze(0)])
+        following = torch.where(self.truncated, self.final_value, following)
+        following = following.masked_fill(self.terminated, 0.0)
+        ongoing = (~(self.terminated | self.truncated)).float()
+        return gae(self.reward, self.value, following, ongoing, gamma=gamma, lam=lam)
+
+
+def discounted_returns(
+    reward: Numbers, done: Numbers, start: Numbers, *, gamma: float
+) -> tuple[Numbers, Numbers]:
+    """The discounted return of each episode so far, and that of the episodes that go on.
+
+    ``start`` [n_envs] is that before the first row.
+    """
+    library: Any = torch if isinstance(reward, Tensor) else np
+    rows, running = [], start
+    for t in range(len(reward)):
+        running = running * gamma + reward[t]
+        rows.append(running)
+        running = library.where(done[t], 0.0, running)
+    return library.stack(rows), running
 
 
 def explained_variance(value: Any, value_target: Any) -> Any:
     """1 for a perfect critic, 0 for a constant one, and 0 if all targets are equal.
 
-    Takes arrays or tensors. For tensors it returns a tensor, so nothing waits for the device.
+    For tensors it returns a tensor, so nothing waits for the device.
     """
     if isinstance(value, Tensor):
         variance = value_target.var(correction=0)

@@ -1,4 +1,4 @@
-"""Advantages, scaled rewards and explained variance: the same in NumPy, torch and a kernel."""
+"""Advantages, scaled rewards and explained variance of arrays, of tensors and in a kernel."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from differences import gae_differences, random_outcome
 from numpy.typing import NDArray
 
 from ml_pipeline.training import returns
+from ml_pipeline.training.returns import RolloutOutcome
 from ml_pipeline.training.reward_scaler import RewardScaler
-from ml_pipeline.training.tensor_returns import RolloutOutcome, TensorRewardScaler, gae_step_by_step
-
-CPU = torch.device("cpu")
 
 
 def gae_of(kind: str, given: RolloutOutcome, *, gamma: float, lam: float) -> NDArray[Any]:
     if kind == "torch":
-        advantage, target = gae_step_by_step(given, gamma=gamma, lam=lam)
-        assert torch.equal(target, advantage + given.value)
-        return advantage.numpy()
+        return given.advantage(gamma=gamma, lam=lam).numpy()
     # As ``RolloutBuffer.finish`` calls it.
     reward, value, _, _, terminated, truncated = (each.numpy() for each in given)
     successor = next_value(given)
-    return returns.gae(reward, value, successor, terminated | truncated, gamma=gamma, lam=lam)
+    ongoing = (~(terminated | truncated)).astype(np.float32)
+    return returns.gae(reward, value, successor, ongoing, gamma=gamma, lam=lam)
 
 
 def next_value(given: RolloutOutcome) -> NDArray[Any]:
@@ -97,13 +94,13 @@ def test_the_kernel_computes_the_same_advantages_as_the_loop(n_steps: int, n_env
 
 def scaler_of(kind: str, n_envs: int = 3, *, gamma: float = 0.9, clip: float = 3.0) -> Any:
     if kind == "torch":
-        return TensorRewardScaler(n_envs, gamma=gamma, clip=clip, device=CPU)
-    return RewardScaler(n_envs, gamma=gamma, clip=clip)
+        return RewardScaler(torch.zeros(n_envs), gamma=gamma, clip=clip)
+    return RewardScaler(np.zeros(n_envs), gamma=gamma, clip=clip)
 
 
 def scaled_by(scaler: Any, reward: Any, done: Any) -> NDArray[Any]:
     reward, done = torch.as_tensor(reward, dtype=torch.float32), torch.as_tensor(done)
-    if isinstance(scaler, RewardScaler):
+    if isinstance(scaler._return, np.ndarray):
         return scaler.scaled(reward.numpy(), done.numpy())
     return np.asarray(scaler.scaled(reward, done))
 

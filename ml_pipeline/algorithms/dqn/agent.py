@@ -1,7 +1,7 @@
 """DQNAgent: learns the value of each discrete action, and plays the best one.
 
-``dqn_loss`` is the algorithm; for a small MLP ``agents/fast`` computes the same in NumPy. Every
-run checks that it does, and otherwise uses plain torch. So an edit below always takes effect.
+``dqn_loss`` is the algorithm; for a small MLP ``fast/`` computes the same in NumPy. It runs only
+while the code that it repeats is unchanged (``mirrors``), so an edit below always takes effect.
 
 Options: double, duelling, n-step returns (in the replay buffer), prioritised replay, quantiles. An
 action of several choices (MultiDiscrete) has one advantage per choice and a common value, as in
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ml_pipeline.algorithms.dqn.config import DQNConfig
-from ml_pipeline.algorithms.dqn.fast.numpy_dqn import NumpyDQN
-from ml_pipeline.algorithms.dqn.fast.self_check import why_not_dqn
+from ml_pipeline.algorithms.dqn.fast.numpy_dqn import MIRRORED, NumpyDQN
 from ml_pipeline.algorithms.replay.contracts import BatchPart, ReplayBatch
+from ml_pipeline.mirrors import why_not
 from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, PolicySample, Spaces
 from ml_pipeline.policy.distributions import (
@@ -169,10 +169,9 @@ class DQNAgent:
         self.adam = FlatAdam(self.model, eps=config.adam_eps, max_grad_norm=clip_norm)
         self._target_values = flat_parameters(self.target)
         self.fast: NumpyDQN | None = None
-        parts = self.model, self.preprocess
-        is_small = NumpyDQN.covers(*parts, self.distribution, config)
-        if config.fast == "auto" and self.device.type == "cpu" and is_small:
-            self.fast = NumpyDQN(*parts, self.adam, self._target_values, config)
+        if config.fast == "auto" and self.device.type == "cpu" and self._is_covered():
+            parts = self.model, self.preprocess, self.adam
+            self.fast = NumpyDQN(*parts, self._target_values, config)
         self.n_updates = 0
         self._generator = torch.Generator().manual_seed(stream_seed(place.seed, "act"))
 
@@ -294,11 +293,20 @@ class DQNAgent:
         return loss.detach(), chosen.detach().mean(), error
 
     def check_fast(self) -> str:
-        """Use plain torch from now on if the fast backend computes something else; returns why."""
-        if self.fast is None or (reason := why_not_dqn(self, self.fast)) is None:
+        """Use plain torch from now on if what the fast backend repeats has changed; returns why."""
+        if self.fast is None:
+            return ""
+        parts = self, self.adam, self.distribution, *self.model.modules()
+        reason = why_not(MIRRORED, *parts, *self.preprocess.modules())
+        if reason is None and not self._is_covered():
+            reason = "the network has changed"
+        if reason is None:
             return ""
         self.fast = None
-        return f"plain torch runs instead of NumpyDQN: {reason}; agent.fast=off skips this check"
+        return f"plain torch runs instead of NumpyDQN: {reason}"
+
+    def _is_covered(self) -> bool:
+        return NumpyDQN.covers(self.model, self.preprocess, self.distribution, self.config)
 
     @torch.no_grad()
     def _target(self, batch: ReplayBatch) -> Tensor:

@@ -1,8 +1,8 @@
 """PPOAgent: an actor, a critic, and the clipped update that improves both.
 
-``ppo_loss`` is the algorithm; ``TorchPPO`` differentiates it. For small MLPs ``agents/fast`` has
-faster backends that compute the same. Every run checks that they do, and otherwise uses plain
-torch. So an edit of the code below always takes effect.
+``loss.ppo_loss`` is the algorithm; ``TorchPPO`` differentiates it. For small MLPs ``fast/`` has
+faster backends that compute the same. They run only while the code that they repeat is unchanged
+(``mirrors``), so an edit of the code below always takes effect.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.fast.choice import FastPPO, PPOBackend, fastest
-from ml_pipeline.algorithms.ppo.fast.self_check import why_not
+from ml_pipeline.algorithms.ppo.contracts import FastPPO, PPOBackend
+from ml_pipeline.algorithms.ppo.fast.choice import fastest
+from ml_pipeline.algorithms.ppo.fast.mirrored import MIRRORED
 from ml_pipeline.algorithms.ppo.loss import policy_change, ppo_loss
 from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.mirrors import why_not
 from ml_pipeline.policy.acting_noise import ActingNoise
 from ml_pipeline.policy.actor_critic import ActorCritic, GreedyPolicy, one_step
 from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, PolicySample
@@ -51,8 +53,13 @@ class TorchPPO:
         self._device = adam.values.device
         loss, options = import_entry(config.loss, key="agent.loss")
         check_arguments(loss, options, key="agent.loss", given=6)
-        self.has_standard_loss = loss is ppo_loss
         self.loss = partial(loss, **options)
+
+    @property
+    def has_standard_loss(self) -> bool:
+        """Whether the loss is ``ppo_loss`` itself, which fast backends repeat."""
+        loss = self.loss
+        return isinstance(loss, partial) and loss.func is ppo_loss and not loss.keywords
 
     def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
         """Outputs for the action distribution of one step, and the next recurrent state."""
@@ -162,11 +169,16 @@ class PPOAgent:
         return self.backend.takes_arrays
 
     def check_fast(self) -> str:
-        """Use plain torch from now on if the fast backend computes something else; returns why."""
-        if self.fast is None or (reason := why_not(self, self.fast)) is None:
+        """Use plain torch from now on if what the fast backend repeats has changed; returns why."""
+        if self.fast is None:
+            return ""
+        reason = None if self.plain.has_standard_loss else "the loss was replaced"
+        parts = self, self.plain, self.adam, *self.model.modules()
+        reason = reason or why_not(MIRRORED, *parts) or self.fast.why_not()
+        if reason is None:
             return ""
         name, self.fast = type(self.fast).__name__, None
-        return f"plain torch runs instead of {name}: {reason}; agent.fast=off skips this check"
+        return f"plain torch runs instead of {name}: {reason}"
 
     def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
         """Noise for a rollout, [T, n_envs, ...], on the agent's device."""
@@ -252,7 +264,7 @@ class PPOAgent:
         is [T, n_envs, ...], and ``order`` shuffles the envs. ``order`` is [n_minibatches, B].
         """
         if self.fast is not None:
-            return self.fast.epoch(rollout, order, rates)  # check_fast compares it with this loop
+            return self.fast.epoch(rollout, order, rates)  # mirrors this loop, see check_fast
         stops_early = self.device.type == "cpu" and self.config.on_nonfinite == "stop"
         results: list[UpdateResult] = []
         for index in order:

@@ -65,7 +65,8 @@ def make_trainer(agent: PPOAgent, envs: Envs, config: PPOConfig, place: Place) -
     trainer = PPOTrainer(
         agent, collector, seed=place.seed, programs=place.programs, world=place.world
     )
-    join_ranks(agent, place.world)
+    if remark := join_ranks(agent, place.world):
+        place.programs.tell(remark)
     return trainer
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.rollout import FinalStep, RolloutBuffer
@@ -75,8 +76,8 @@ class Collector:
     def new_buffer(self, n_steps: int, agent: Any) -> RolloutBuffer:
         return RolloutBuffer(n_steps, self.n_envs, agent)
 
-    def new_scaler(self, *, gamma: float, clip: float) -> RewardScaler:
-        return RewardScaler(self.n_envs, gamma=gamma, clip=clip, world=self._world)
+    def new_scaler(self, *, gamma: float, clip: float) -> RewardScaler[NDArray[Any]]:
+        return RewardScaler(np.zeros(self.n_envs), gamma=gamma, clip=clip, world=self._world)
 
     def collect(self, agent: Actor, buffer: RolloutBuffer) -> RolloutStats:
         """Fill ``buffer``; ``last_inputs`` then returns the policy's input after the last row."""

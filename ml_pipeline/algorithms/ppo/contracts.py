@@ -1,4 +1,4 @@
-"""Protocols between PPO's trainer, its collectors and its buffers: one of each per kind of env."""
+"""Protocols between the parts of PPO that have several implementations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.algorithms.ppo.records import Minibatch, Rates
+from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
 from ml_pipeline.envs.episode_stats import Episode
-from ml_pipeline.policy.contracts import Obs, PolicyInput
+from ml_pipeline.policy.actor_critic import ActorCritic
+from ml_pipeline.policy.contracts import Obs, PolicyInput, PolicySample
+from ml_pipeline.policy.optimiser import FlatAdam
 from ml_pipeline.records import StateDict
 
 
@@ -95,3 +98,40 @@ class RolloutCollector(Protocol):
     def state_dict(self) -> StateDict: ...
 
     def load_state_dict(self, state: StateDict) -> None: ...
+
+
+class PPOBackend(Protocol):
+    """``TorchPPO`` describes what each method computes."""
+
+    acts_faster_on_cpu: bool  # in few envs
+    takes_arrays: bool  # methods for acting take NumPy arrays in the place of tensors
+    config: PPOConfig
+
+    def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]: ...
+
+    def sample(self, inputs: PolicyInput, noise: Tensor, out: Tensor | None) -> PolicySample: ...
+
+    def score(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def value(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor: ...
+
+    def update(self, batch: Minibatch, rates: Rates) -> UpdateResult: ...
+
+    def refresh(self) -> None: ...
+
+
+class PlainPPO(PPOBackend, Protocol):
+    """The readable backend, and what a fast one shares with it."""
+
+    model: ActorCritic
+    adam: FlatAdam
+    precision: str
+
+
+class FastPPO(PPOBackend, Protocol):
+    """Runs a whole epoch in one call."""
+
+    def why_not(self) -> str | None:
+        """Why it does not work for this model on this machine, or None if it does."""
+
+    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor: ...

@@ -17,11 +17,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.contracts import Rollout, RolloutQuality
 from ml_pipeline.algorithms.ppo.epochs import Epochs
 from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.mirrors import Mirrored, why_not
 from ml_pipeline.ranks.world import World
 from ml_pipeline.training.graphs import Programs
+
+# What ``RankEpochs._normalised`` repeats, over the minibatches of all ranks.
+MIRRORED: Mirrored = {
+    "ml_pipeline.algorithms.ppo.loss.normalised": "e27a2382f039",
+}
 
 _N_LOCAL = UpdateResult._fields.index("grad_norm")  # the fields before it are means over a part
 
@@ -35,7 +42,7 @@ class Parts(NamedTuple):
 
 
 def new_epochs(
-    world: World, agent: Any, buffer: Rollout, programs: Programs, **sizes: Any
+    world: World, agent: PPOAgent, buffer: Rollout, programs: Programs, **sizes: Any
 ) -> Epochs | RankEpochs:
     """The epochs of one rank, or of several."""
     if world.size == 1:
@@ -49,7 +56,7 @@ class RankEpochs:
     """Like ``Epochs``; ``agent`` has a ``FlatAdam`` that averages the gradients of all ranks."""
 
     def __init__(
-        self, world: World, agent: Any, buffer: Rollout, *, n_epochs: int, n_minibatches: int
+        self, world: World, agent: PPOAgent, buffer: Rollout, *, n_epochs: int, n_minibatches: int
     ) -> None:
         self.n_epochs = n_epochs
         self._n_minibatches = n_minibatches
@@ -68,7 +75,8 @@ class RankEpochs:
     def _epoch(self, rates: Rates, generator: torch.Generator) -> Tensor:
         rollout = self._buffer.finished()
         parts = self._parts(generator, is_recurrent=rollout.inputs.memory is not None)
-        if self._agent.config.normalize_advantage:
+        in_loss = self._agent.plain.config.normalize_advantage
+        if self._agent.config.normalize_advantage and not in_loss:
             rollout = self._normalised(rollout, parts)
         rows = []
         for batch, share in zip(_batches(rollout, parts), parts.shares, strict=True):
@@ -149,17 +157,22 @@ def _batches(rollout: Minibatch, parts: Parts) -> Iterator[Minibatch]:
         yield shuffled.mapped(lambda field: field[part], None) if size else rollout.take(nothing)  # noqa: B023
 
 
-def join_ranks(agent: Any, world: World) -> None:
+def join_ranks(agent: PPOAgent, world: World) -> str:
     """Start from the weights of rank 0 and average gradients with the other ranks.
 
-    ``RankEpochs`` normalises advantages over all ranks, so the loss must not do it again.
+    ``RankEpochs`` normalises advantages over all ranks, so the loss must not do it again. If
+    ``normalised`` was edited, each rank calls it for its own part instead. Returns a remark, or
+    an empty text.
     """
     if world.size == 1:
-        return
+        return ""
     agent.load_state_dict(world.agreed(agent.state_dict()))
     agent.adam.world = world
+    if reason := why_not(MIRRORED):
+        return f"each rank normalises the advantages of its own part: {reason}"
     for backend in filter(None, (agent.plain, agent.fast)):
         backend.config = dataclasses.replace(agent.config, normalize_advantage=False)
+    return ""
 
 
 def quality_of_all(world: World, buffer: Rollout) -> RolloutQuality:

@@ -99,7 +99,12 @@ class RolloutBuffer:
         self.truncated[t, columns] = truncated
 
     def finish(
-        self, last: PolicyInput, *, gamma: float, lam: float, scaler: RewardScaler | None = None
+        self,
+        last: PolicyInput,
+        *,
+        gamma: float,
+        lam: float,
+        scaler: RewardScaler[NDArray[Any]] | None = None,
     ) -> None:
         """Score the rollout and compute its advantages; ``last`` is the input after its end."""
         agent, done = self._agent, self.terminated | self.truncated
@@ -113,7 +118,8 @@ class RolloutBuffer:
             next_value[rows, envs] = agent.value_batch(self._final_inputs()).cpu().numpy()
         next_value[self.terminated] = 0.0
         reward = self.reward if scaler is None else scaler.scaled(self.reward, done)
-        self.advantage = gae(reward, self.value, next_value, done, gamma=gamma, lam=lam)
+        ongoing = (~done).astype(np.float32)
+        self.advantage = gae(reward, self.value, next_value, ongoing, gamma=gamma, lam=lam)
         self.value_target = self.advantage + self.value
         targets = torch.from_numpy(np.stack([self.advantage, self.value_target])).to(agent.device)
         self._keep(Minibatch(inputs, action, log_prob, value, *targets))

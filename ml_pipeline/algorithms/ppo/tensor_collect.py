@@ -22,7 +22,7 @@ from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.records import StateDict
 from ml_pipeline.training.contracts import Actor
 from ml_pipeline.training.graphs import Programs, send
-from ml_pipeline.training.tensor_returns import TensorRewardScaler
+from ml_pipeline.training.reward_scaler import RewardScaler
 
 
 class TensorRolloutStats:
@@ -86,10 +86,9 @@ class TensorCollector:
     def new_buffer(self, n_steps: int, agent: Any) -> TensorBuffer:
         return TensorBuffer(n_steps, self.n_envs, agent, self._programs)
 
-    def new_scaler(self, *, gamma: float, clip: float) -> TensorRewardScaler:
-        return TensorRewardScaler(
-            self.n_envs, gamma=gamma, clip=clip, device=self.env.device, world=self._world
-        )
+    def new_scaler(self, *, gamma: float, clip: float) -> RewardScaler[Tensor]:
+        start = torch.zeros(self.n_envs, device=self.env.device)
+        return RewardScaler(start, gamma=gamma, clip=clip, world=self._world)
 
     def collect(self, agent: Actor, buffer: TensorBuffer) -> TensorRolloutStats:
         """Fill ``buffer``; the device may still be working when this returns."""

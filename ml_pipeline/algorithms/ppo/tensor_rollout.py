@@ -17,13 +17,10 @@ from ml_pipeline import counter_random
 from ml_pipeline.algorithms.ppo.contracts import RolloutQuality
 from ml_pipeline.algorithms.ppo.records import Minibatch
 from ml_pipeline.policy.contracts import PolicyInput
+from ml_pipeline.training.fast_gae import advantages_of
 from ml_pipeline.training.graphs import Programs, send
-from ml_pipeline.training.returns import explained_variance
-from ml_pipeline.training.tensor_returns import (
-    RolloutOutcome,
-    TensorRewardScaler,
-    gae,
-)
+from ml_pipeline.training.returns import RolloutOutcome, explained_variance
+from ml_pipeline.training.reward_scaler import RewardScaler
 
 if TYPE_CHECKING:
     from ml_pipeline.algorithms.ppo.agent import PPOAgent
@@ -66,7 +63,7 @@ class TensorBuffer:
         *,
         gamma: float,
         lam: float,
-        scaler: TensorRewardScaler | None = None,
+        scaler: RewardScaler[Tensor] | None = None,
     ) -> None:
         """Score the rollout and compute its advantages; ``last`` holds the last row of ``obs``.
 
@@ -81,7 +78,7 @@ class TensorBuffer:
         self._finish()
 
     def _score(
-        self, last: PolicyInput, gamma: float, lam: float, scaler: TensorRewardScaler | None
+        self, last: PolicyInput, gamma: float, lam: float, scaler: RewardScaler[Tensor] | None
     ) -> None:
         agent, rollout = self._agent, self._finished
         log_prob, value = agent.score_batch(rollout.inputs, rollout.action)
@@ -97,10 +94,9 @@ class TensorBuffer:
         outcomes = RolloutOutcome(
             reward, self._value, last_value, final_value, self.terminated, self.truncated
         )
-        advantage, target = gae(outcomes, gamma=gamma, lam=lam)
-        self.advantage.copy_(advantage)
-        self._target.copy_(target)
-        self._quality.copy_(self._measure(self._value, target, self.reward, self.obs))
+        self.advantage.copy_(advantages_of(outcomes, gamma=gamma, lam=lam))
+        torch.add(self.advantage, self._value, out=self._target)
+        self._quality.copy_(self._measure(self._value, self._target, self.reward, self.obs))
 
     def finished(self) -> Minibatch:
         """The rollout to learn from, flat, [N, ...]."""

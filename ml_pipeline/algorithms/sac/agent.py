@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ml_pipeline.algorithms.replay.contracts import BatchPart, ReplayBatch
 from ml_pipeline.algorithms.sac.config import SACConfig
-from ml_pipeline.algorithms.sac.fast.mlp_sac import MlpBatch, MlpSAC
-from ml_pipeline.algorithms.sac.fast.self_check import why_not_sac
+from ml_pipeline.algorithms.sac.fast.mlp_sac import MIRRORED, MlpBatch, MlpSAC
 from ml_pipeline.algorithms.sac.networks import Actor, Critics, Temperature, add_layer_norm
 from ml_pipeline.algorithms.sac.soft_actions import SoftValue, soft_actions
 from ml_pipeline.algorithms.sac.update_noise import UpdateNoise
+from ml_pipeline.mirrors import why_not
 from ml_pipeline.policy.acting_noise import ActingNoise
 from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, PolicySample, Spaces
@@ -236,11 +236,20 @@ class SACAgent:
         return SACResult(*fast.step(MlpBatch(*read, noise, actor_noise), rates.learning_rate))
 
     def check_fast(self) -> str:
-        """Use plain torch from now on if the fast backend computes something else; returns why."""
-        if self.fast is None or (reason := why_not_sac(self)) is None:
+        """Use plain torch from now on if what the fast backend repeats has changed; returns why."""
+        if self.fast is None:
+            return ""
+        modules = self.actor, self.critics, self.temperature, self.preprocess
+        parts = [part for module in modules for part in module.modules()]
+        reason = why_not(
+            MIRRORED, self, self.actions, self._update_noise, *parts, *self.adams.values()
+        )
+        if reason is None and not MlpSAC.covers(self.actor, self.critics, self.preprocess):
+            reason = "a network has changed"
+        if reason is None:
             return ""
         self.fast = None
-        return f"plain torch runs instead of MlpSAC: {reason}; agent.fast=off skips this check"
+        return f"plain torch runs instead of MlpSAC: {reason}"
 
     @torch.no_grad()
     def _target(self, batch: ReplayBatch) -> Tensor:

@@ -14,11 +14,33 @@ from torch import Tensor
 
 from ml_pipeline.algorithms.dqn.config import DQNConfig
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
+from ml_pipeline.mirrors import Mirrored
+from ml_pipeline.policy import numpy_mlp, optimiser
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.policy.distributions import FORBIDDEN, Categorical
-from ml_pipeline.policy.networks import MLP
-from ml_pipeline.policy.numpy_mlp import Array, Layer, Normaliser, Tower
+from ml_pipeline.policy.numpy_mlp import Array, Layer, Normaliser, Tower, has_hooks, is_mirrored
 from ml_pipeline.policy.optimiser import FlatAdam
+
+MIRRORED: Mirrored = {
+    **numpy_mlp.MIRRORED,
+    **optimiser.MIRRORED,
+    "ml_pipeline.algorithms.dqn.agent.dqn_loss": "27d694ff29f0",
+    "ml_pipeline.algorithms.dqn.agent.ValueHead.__init__": "f865b774ce64",
+    "ml_pipeline.algorithms.dqn.agent.ValueHead.quantiles": "9a7bb339a005",
+    "ml_pipeline.algorithms.dqn.agent.ValueHead.forward": "fc5628d6ae49",
+    "ml_pipeline.algorithms.dqn.agent.QNetwork.forward": "2680dec362c7",
+    "ml_pipeline.algorithms.dqn.agent.DQNAgent.sample_batch": "fd14c9fda7ab",
+    "ml_pipeline.algorithms.dqn.agent.DQNAgent.gradient_step": "549efd0b8b27",
+    "ml_pipeline.algorithms.dqn.agent.DQNAgent.plain_values": "31b0de1783ed",
+    "ml_pipeline.algorithms.dqn.agent.DQNAgent.plain_gradient": "055b4122cc07",
+    "ml_pipeline.algorithms.dqn.agent.DQNAgent._target": "0f8c9f397c3a",
+    "ml_pipeline.algorithms.dqn.agent.DQNAgent._of_action": "a08ad22ebcf5",
+    "ml_pipeline.policy.distributions.FORBIDDEN": "3c8f41129806",
+    "ml_pipeline.policy.distributions._drawn": "cbae99a2e3ba",
+    "ml_pipeline.policy.distributions.Categorical.by_choice": "90d492a1c5a6",
+    "ml_pipeline.policy.distributions.Categorical.mode": "171dc9575fd1",
+    "ml_pipeline.policy.distributions.Categorical.sample": "390dbe639409",
+}
 
 
 class _Values:
@@ -57,8 +79,8 @@ class NumpyDQN:
     def covers(model: Any, preprocess: Any, distribution: Any, config: DQNConfig) -> bool:
         """Whether the model is an MLP over one Box, with one choice and without quantiles."""
         return (
-            type(model.trunk) is MLP
-            and model.trunk.activation in ("tanh", "relu")
+            is_mirrored(model.trunk)
+            and not has_hooks(model)
             and type(distribution) is Categorical
             and preprocess.is_plain
             and config.n_quantiles == 1

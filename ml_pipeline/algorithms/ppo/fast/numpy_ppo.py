@@ -7,7 +7,7 @@ dispatch take several times as long as the arithmetic.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.policy.actor_critic import ActorCritic
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.policy.distributions import (
     FORBIDDEN,
@@ -24,7 +25,7 @@ from ml_pipeline.policy.distributions import (
     DiagonalGaussian,
 )
 from ml_pipeline.policy.networks import MLP
-from ml_pipeline.policy.numpy_mlp import Array, Normaliser, Tower
+from ml_pipeline.policy.numpy_mlp import Array, Normaliser, Tower, has_hooks, is_mirrored
 from ml_pipeline.policy.optimiser import FlatAdam
 
 
@@ -35,25 +36,32 @@ class NumpyPPO:
     takes_arrays = True  # conversions to tensors and back took a third of a CartPole rollout
 
     @staticmethod
-    def covers(model: Any) -> bool:
+    def covers(model: ActorCritic) -> bool:
         """Whether the model is two MLPs over one Box, with a Categorical or a Gaussian."""
-        trunks = (model.actor, model.critic)
         return (
-            all(type(each) is MLP and each.activation in ("tanh", "relu") for each in trunks)
+            model.critic is not None
+            and is_mirrored(model.actor)
+            and is_mirrored(model.critic)
+            and not has_hooks(model)
             and type(model.distribution) in (Categorical, DiagonalGaussian)
             and model.preprocess.is_plain
         )
 
-    def __init__(self, model: Any, adam: FlatAdam, config: PPOConfig) -> None:
+    def __init__(self, model: ActorCritic, adam: FlatAdam, config: PPOConfig) -> None:
         self.config = config
+        self._model = model
         self._adam = adam
-        self.actor = Tower.with_head(model.actor, "actor", "policy_head", adam)
-        self.critic = Tower.with_head(model.critic, "critic", "value_head", adam)
+        self.actor = Tower.with_head(cast("MLP", model.actor), "actor", "policy_head", adam)
+        self.critic = Tower.with_head(cast("MLP", model.critic), "critic", "value_head", adam)
         self._discrete = isinstance(model.distribution, Categorical)
         self.prepared = Normaliser(model.preprocess, config.clip_obs)
         if not self._discrete:
             values, grad = adam.views["distribution.log_std"]
             self._log_std, self._log_std_grad = values.numpy(), grad.numpy()
+
+    def why_not(self) -> str | None:
+        """Why this backend cannot compute what the model does now, or None."""
+        return None if self.covers(self._model) else "the network has changed"
 
     def refresh(self) -> None:
         """Nothing is cached: all arrays are views of torch's memory."""

@@ -9,12 +9,13 @@ Nothing waits for the device, and persistent tensors keep their addresses, as CU
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor, nn
 
+from ml_pipeline.algorithms.ppo.contracts import PlainPPO
 from ml_pipeline.algorithms.ppo.fast.adam_kernels import adam_kernel, sum_kernel
 from ml_pipeline.algorithms.ppo.fast.numpy_ppo import NumpyPPO
 from ml_pipeline.algorithms.ppo.fast.triton_kernels import (
@@ -24,13 +25,11 @@ from ml_pipeline.algorithms.ppo.fast.triton_kernels import (
     score_kernel,
 )
 from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.errors import type_and_line
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.policy.distributions import LOG_SQRT_2PI, Categorical
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.optimiser import BETA_1, BETA_2
-
-if TYPE_CHECKING:
-    from ml_pipeline.algorithms.ppo.agent import TorchPPO
 
 _WIDEST = 64  # units in a layer: a tile of activations must fit in the registers
 _LARGEST = 3e38  # limit of an observation; infinity would be NaN after a product with 0
@@ -38,6 +37,7 @@ _N_METRICS = 8  # columns after the gradient in a row of partial sums; five are 
 _N_PARTS = 64  # of a minibatch; the moments of their advantages are merged
 _SUM_COLUMNS = 32
 _ADAM_COLUMNS = 512
+_TRIED_ROWS = 128
 
 
 class Tiling(NamedTuple):
@@ -79,7 +79,7 @@ class TritonPPO:
         # One more input is for the biases.
         return same and len(sizes) == 4 and max(sizes[0] + 1, *sizes) <= _WIDEST
 
-    def __init__(self, plain: TorchPPO) -> None:
+    def __init__(self, plain: PlainPPO) -> None:
         self._plain = plain
         self.config = config = plain.config
         self._adam = adam = plain.adam
@@ -117,6 +117,39 @@ class TritonPPO:
         # Older versions of torch do not report it.
         self._shared_memory = int(getattr(properties, "shared_memory_per_block_optin", 0))
         self.refresh()
+
+    def why_not(self) -> str | None:
+        """Why the kernels do not fit the model, or cannot be built here; tries them once."""
+        if not self.covers(self._model):
+            return "the network has changed"
+        kept = [self._adam.values, self._adam.grad, *self._adam.moments, self._adam.n_steps]
+        before = [each.clone() for each in kept]
+        try:
+            self._try_kernels()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # no compiler, no headers, too little shared memory
+            return type_and_line(error)
+        finally:
+            for held, old in zip(kept, before, strict=True):
+                held.copy_(old)
+        return None
+
+    def _try_kernels(self) -> None:
+        """One step of a few made-up transitions; it changes the weights."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(_TRIED_ROWS, *shape, device=self._device)
+
+        distribution = self._model.distribution
+        inputs = PolicyInput(zeros(self._sizes[0]), None, None, None)
+        noise = zeros(*distribution.noise_shape(1, 1)[2:])
+        action = self.sample(inputs, noise, None).action
+        log_prob, _ = self.score(inputs, action)
+        value = self.value(inputs)
+        rollout = Minibatch(inputs, action, log_prob, value, zeros(), zeros())
+        order = torch.arange(_TRIED_ROWS, device=self._device).unsqueeze(0)
+        self._epoch(rollout, order, torch.zeros(len(Rates._fields), device=self._device))
 
     def refresh(self) -> None:
         """Copy the normaliser of observations after it has changed."""

@@ -16,11 +16,48 @@ from torch.nn import functional
 
 from ml_pipeline.algorithms.sac.config import SACConfig
 from ml_pipeline.algorithms.sac.squashed import LOG_STD_MAX, LOG_STD_MIN, SquashedPolicy
+from ml_pipeline.mirrors import Mirrored
+from ml_pipeline.policy import numpy_mlp, optimiser
 from ml_pipeline.policy.networks import MLP
+from ml_pipeline.policy.numpy_mlp import has_hooks, is_mirrored
 from ml_pipeline.policy.optimiser import FlatAdam, adam_step
 
 if TYPE_CHECKING:
     from ml_pipeline.training.graphs import Programs
+
+MIRRORED: Mirrored = {
+    **numpy_mlp.MIRRORED,
+    **optimiser.MIRRORED,
+    "ml_pipeline.algorithms.sac.agent.critic_loss": "e4ed515cc35d",
+    "ml_pipeline.algorithms.sac.agent.actor_loss": "a12738caaed6",
+    "ml_pipeline.algorithms.sac.agent.soft_target": "bf2cf7e9c440",
+    "ml_pipeline.algorithms.sac.agent.SACAgent.gradient_step": "4270f0c9d03b",
+    "ml_pipeline.algorithms.sac.agent.SACAgent.plain_step": "ef76a26fe957",
+    "ml_pipeline.algorithms.sac.agent.SACAgent._target": "91dcd062344a",
+    "ml_pipeline.algorithms.sac.agent.SACAgent._soft_value": "591ee6c5013a",
+    "ml_pipeline.algorithms.sac.agent.SACAgent._update_actor": "99cf3964b8f1",
+    "ml_pipeline.algorithms.sac.agent.SACAgent._keep_report": "e33af365f900",
+    "ml_pipeline.algorithms.sac.agent.SACAgent._step": "b0a18fcaf460",
+    "ml_pipeline.algorithms.sac.agent.SACAgent.target_entropy": "457e7d648a82",
+    "ml_pipeline.algorithms.sac.networks.Actor.forward": "8ce3c7ed0c29",
+    "ml_pipeline.algorithms.sac.networks.Critic.__init__": "99958807f75c",
+    "ml_pipeline.algorithms.sac.networks.Critic.forward": "c4a84efda46e",
+    "ml_pipeline.algorithms.sac.networks.Critics.forward": "b7b59d60bad9",
+    "ml_pipeline.algorithms.sac.networks.Temperature.forward": "df290f93d70e",
+    "ml_pipeline.algorithms.sac.networks.add_layer_norm": "658b7c57c53a",
+    "ml_pipeline.algorithms.sac.networks._normalise_linear_layers": "83f023e3193d",
+    "ml_pipeline.algorithms.sac.soft_actions.BoxActions.soft_value": "d3ed868e5e36",
+    "ml_pipeline.algorithms.sac.soft_actions.BoxActions.taken": "44d91c0a641b",
+    "ml_pipeline.algorithms.sac.soft_actions.BoxActions.target_entropy": "40b4724ad622",
+    "ml_pipeline.algorithms.sac.squashed.LOG_STD_MAX": "d84bdb34d4ee",
+    "ml_pipeline.algorithms.sac.squashed.LOG_STD_MIN": "37a59654c915",
+    "ml_pipeline.algorithms.sac.squashed.SquashedPolicy.sample_and_log_prob": "c7f1a99ddb8f",
+    "ml_pipeline.algorithms.sac.squashed.SquashedPolicy.split": "d505b59c003e",
+    "ml_pipeline.algorithms.sac.update_noise.UpdateNoise.draw": "b908f21b32aa",
+    "ml_pipeline.policy.actor_critic.policy_outputs": "d028a5f8353f",
+    "ml_pipeline.policy.distributions.LOG_SQRT_2PI": "400fab3384cc",
+    "ml_pipeline.policy.distributions.log_tanh_slope": "8c29d5d56ee2",
+}
 
 _TRAINED = ("actor", "critics", "temperature")
 _NORM_EPS = 1e-5  # torch's default for LayerNorm
@@ -152,8 +189,9 @@ class MlpSAC:
             type(actor.distribution) is SquashedPolicy
             and preprocess.is_plain
             and all(getattr(critic, "mixer", 0) is None for critic in critics)
-            and _is_plain(actor.trunk)
-            and all(_is_plain(each.trunk) or _is_normed(each.trunk) for each in critics)
+            and is_mirrored(actor.trunk)
+            and all(is_mirrored(each.trunk) or _is_normed(each.trunk) for each in critics)
+            and not (has_hooks(actor) or has_hooks(critics))
         )
 
     def __init__(
@@ -327,14 +365,6 @@ class MlpSAC:
             adam = self._adams["actor"]
             report = adam.world.weighted(report, adam.share)
         last_actor.copy_(report)
-
-
-def _is_plain(trunk: nn.Module) -> bool:
-    """Whether a trunk is an MLP with one bias per layer, and nothing was added to it."""
-    if type(trunk) is not MLP or trunk.activation not in ("relu", "tanh"):
-        return False
-    linear = [each for each in trunk.layers if isinstance(each, nn.Linear)]
-    return len(list(trunk.parameters())) == 2 * len(linear)
 
 
 def _is_normed(trunk: nn.Module) -> bool:

@@ -1,0 +1,55 @@
+"""advantages_of: ``RolloutOutcome.advantage``; on a GPU in one Triton kernel instead of hundreds.
+
+The kernel runs only while the code that it repeats is unchanged.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ml_pipeline.errors import type_and_line
+from ml_pipeline.mirrors import Mirrored, why_not
+from ml_pipeline.training.returns import RolloutOutcome
+
+MIRRORED: Mirrored = {
+    "ml_pipeline.training.returns.gae": "76cd00bcdf7b",
+    "ml_pipeline.training.returns.RolloutOutcome.advantage": "2d010946ec9a",
+}
+
+
+def advantages_of(outcome: RolloutOutcome, *, gamma: float, lam: float) -> Tensor:
+    """Generalised advantage estimates, [T, n_envs]."""
+    device = outcome.reward.device
+    if device.type == "cuda" and _kernel_works(device):
+        from ml_pipeline.training.gae_kernel import gae_in_one_kernel
+
+        return gae_in_one_kernel(*outcome, gamma=gamma, lam=lam)
+    return outcome.advantage(gamma=gamma, lam=lam)
+
+
+@cache
+def _kernel_works(device: torch.device) -> bool:
+    """Whether it mirrors today's code, and Triton can build it: that needs a C compiler."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    reason = why_not(MIRRORED) or _why_not_built(device)
+    if reason is not None:
+        warnings.warn(f"GAE launches a kernel per step: {reason}", RuntimeWarning, stacklevel=2)
+    return reason is None
+
+
+def _why_not_built(device: torch.device) -> str | None:
+    try:
+        from ml_pipeline.training.gae_kernel import gae_in_one_kernel
+
+        numbers, flags = torch.zeros(1, 16, device=device), torch.zeros(1, 16, device=device)
+        tried = RolloutOutcome(numbers, numbers, numbers[0], numbers, flags.bool(), flags.bool())
+        gae_in_one_kernel(*tried, gamma=1.0, lam=1.0)
+    except Exception as error:  # Triton raises many kinds
+        return type_and_line(error)
+    return None
