@@ -35,8 +35,11 @@ from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
 from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
 from ml_pipeline.device import precision_of_products
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
+from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.policy.networks import MLP
+from ml_pipeline.ranks.world import World
 from ml_pipeline.seeding import stream_seed
+from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.training.graphs import MODES, Programs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -56,20 +59,14 @@ def new_trainer(
     )
     device = torch.device("cuda")
     env = TorchCartPole(n_envs, device=device, seed=seed)
-    agent = PPOAgent(
-        env.single_observation_space,
-        env.single_action_space,
-        MLP,
-        config,
-        device=device,
-        seed=seed,
-        precision=precision,
-    )
+    spaces = Spaces(env.single_observation_space, env.single_action_space)
     programs = Programs(device, mode)
+    context = RunContext(device, seed, precision, programs, World())
+    agent = PPOAgent(spaces, MLP, config, context)
     collector = TensorCollector(
         env, env_seed=seed, noise_seed=stream_seed(seed, "actions"), programs=programs
     )
-    return PPOTrainer(agent, collector, seed=seed, programs=programs)
+    return PPOTrainer(agent, collector, context)
 
 
 def learn(precision: str, seed: int) -> dict[str, Any]:

@@ -281,17 +281,17 @@ def update_and_act(name: str, size: int, *, fast: bool) -> tuple[float, float]:
     from ml_pipeline.algorithms.ppo.agent import PPOAgent
     from ml_pipeline.algorithms.ppo.config import PPOConfig
     from ml_pipeline.algorithms.ppo.records import Minibatch, Rates
-    from ml_pipeline.policy.contracts import PolicyInput
+    from ml_pipeline.policy.contracts import PolicyInput, Spaces
     from ml_pipeline.policy.networks import MLP
+    from ml_pipeline.training.contracts import RunContext
 
     n_obs, action_space = {
         "CartPole": (4, spaces.Discrete(2)),
         "HalfCheetah": (17, spaces.Box(-1, 1, (6,), np.float32)),
     }[name]
     space = spaces.Box(-1, 1, (n_obs,), np.float32)
-    cpu = torch.device("cpu")
     config = PPOConfig(fast="auto" if fast else "off")
-    agent = PPOAgent(space, action_space, MLP, config, device=cpu, seed=1)
+    agent = PPOAgent(Spaces(space, action_space), MLP, config, RunContext.alone())
     generator = torch.Generator().manual_seed(1)
     obs, advantage = (torch.randn(size, n, generator=generator) for n in (n_obs, 1))
     inputs = PolicyInput(obs, None, None, None)

@@ -31,8 +31,9 @@ from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.records import Minibatch, Rates
 from ml_pipeline.algorithms.ppo.rollout import FinalStep, RolloutBuffer
 from ml_pipeline.algorithms.ppo.schedules import Schedules
-from ml_pipeline.policy.contracts import PolicyInput
+from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.networks import MLP
+from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.training.returns import gae
 from ml_pipeline.training.reward_scaler import RewardScaler
 
@@ -136,7 +137,7 @@ def our_agent(task: Task, *, normalize_advantage: bool = True, fast: str = "auto
         fast=fast,
     )  # fmt: skip
     spaces = env.observation_space, env.action_space
-    return PPOAgent(*spaces, MLP, config, device=torch.device("cpu"), seed=1)
+    return PPOAgent(Spaces(*spaces), MLP, config, RunContext.alone())
 
 
 def copy_weights(model: Any, agent: PPOAgent) -> None:

@@ -137,17 +137,21 @@ def new_trainer(env: Any, options: argparse.Namespace) -> Any:
     from ml_pipeline.algorithms.ppo.config import PPOConfig
     from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
     from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
+    from ml_pipeline.policy.contracts import Spaces
     from ml_pipeline.policy.networks import MLP
+    from ml_pipeline.ranks.world import World
     from ml_pipeline.seeding import stream_seed
+    from ml_pipeline.training.contracts import RunContext
     from ml_pipeline.training.graphs import Programs
 
     config = PPOConfig(n_steps=options.n_steps, n_epochs=4, n_minibatches=4)
-    spaces = env.single_observation_space, env.single_action_space
-    agent = PPOAgent(*spaces, MLP, config, device=env.device, seed=1, precision=options.precision)
+    spaces = Spaces(env.single_observation_space, env.single_action_space)
     programs = Programs(env.device, "graph" if env.device.type == "cuda" else "eager")
+    context = RunContext(env.device, 1, options.precision, programs, World())
+    agent = PPOAgent(spaces, MLP, config, context)
     noise_seed = stream_seed(1, "actions")
     collector = TensorCollector(env, env_seed=1, noise_seed=noise_seed, programs=programs)
-    return PPOTrainer(agent, collector, seed=1, programs=programs)
+    return PPOTrainer(agent, collector, context)
 
 
 def timed(trainer: Any, rounds: int, device: Any) -> tuple[float, float]:

@@ -46,7 +46,7 @@ _MODULES = {
     "agents.soft_actions": "algorithms.sac.soft_actions",
     "agents.space_data": "policy.space_data",
     "agents.squashed": "algorithms.sac.squashed",
-    "agents.update_noise": "algorithms.sac.update_noise",
+    "agents.update_noise": "algorithms.replay.update_noise",
     "algorithms.old_weights": "training.old_weights",
     "analysis.games": "games.matches",
     "analysis.ratings": "games.ratings",

@@ -24,7 +24,7 @@ from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.records import Metrics
 from ml_pipeline.training.contracts import Callback, Trainer
 
-ONE_PROCESS = PPO._replace(trains_on_ranks=False)  # an algorithm that ignores ``Place.world``
+ONE_PROCESS = PPO._replace(trains_on_ranks=False)  # an algorithm that ignores ``RunContext.world``
 
 
 class Wide(nn.Module):

@@ -13,9 +13,10 @@ from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.records import Minibatch
 from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
-from ml_pipeline.policy.contracts import PolicyInput
+from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.observations import batched
+from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.training.graphs import Programs
 
 CPU = torch.device("cpu")
@@ -33,8 +34,8 @@ def agent_for(
     **options: Any,
 ) -> PPOAgent:
     config = PPOConfig(fast="auto" if fast else "off", **options)
-    place: Any = {"device": device, "seed": seed, "precision": precision}
-    return PPOAgent(obs_space, action_space, network, config, **place)
+    context = RunContext.alone(device, seed=seed, precision=precision)
+    return PPOAgent(Spaces(obs_space, action_space), network, config, context)
 
 
 def agent_in(env: Any, network: Any = MLP, **options: Any) -> PPOAgent:

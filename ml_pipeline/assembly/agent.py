@@ -18,7 +18,7 @@ from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.policy.contracts import Policy, Spaces
 from ml_pipeline.ranks.world import World
 from ml_pipeline.targets import instantiate
-from ml_pipeline.training.contracts import Agent, Place
+from ml_pipeline.training.contracts import Agent, RunContext
 from ml_pipeline.training.graphs import Programs
 
 
@@ -26,19 +26,19 @@ def build_env_factory(env: EnvConfig) -> EnvFactory:
     return EnvFactory(env.id, env.target, env.kwargs, env.wrappers)
 
 
-def cpu_place(config: TrainConfig) -> Place:
-    """The place of an agent that only plays."""
+def cpu_context(config: TrainConfig) -> RunContext:
+    """The context of an agent that only plays."""
     device = torch.device("cpu")
-    return Place(device, config.seed, config.precision, Programs(device), World())
+    return RunContext(device, config.seed, config.precision, Programs(device), World())
 
 
-def build_agent(config: TrainConfig, env: Any, place: Place) -> Agent:
+def build_agent(config: TrainConfig, env: Any, context: RunContext) -> Agent:
     """``env`` is a single env or any object with its two spaces."""
     spaces = Spaces(env.observation_space, env.action_space)
     network = partial(build_network, config)
     # The last bits of the first weights depend on the number of threads.
     with torch_threads(torch.device("cpu")):
-        return find_algorithm(config).make_agent(spaces, network, config.agent, place)
+        return find_algorithm(config).make_agent(spaces, network, config.agent, context)
 
 
 def build_network(config: TrainConfig, observation_space: gym.Space[Any]) -> torch.nn.Module:

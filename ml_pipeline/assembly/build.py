@@ -46,14 +46,14 @@ def build_loop(
     """The loop and its trainer, in the state of the checkpoint if the run is resumed."""
     config = plan.config
     all_envs = Envs(envs, plan.env_seed, plan.trial.counts_episodes)
-    trainer = find_algorithm(config).make_trainer(plan.agent, all_envs, config.agent, plan.place)
+    trainer = find_algorithm(config).make_trainer(plan.agent, all_envs, config.agent, plan.context)
     loop = Loop(
         trainer,
         callbacks=plan.callbacks,
         loggers=loggers,
         signals=signals,
         saves_envs=plan.no_snapshot is None,
-        world=plan.place.world,
+        world=plan.context.world,
     )
     loop.save_files = partial(save_files, plan.run, trainer)
     seed_global_generators(config.seed)  # again: a probed env may have drawn from them
@@ -72,7 +72,7 @@ def read_saved_episodes(plan: RunPlan) -> SavedEpisodes | None:
     """The episodes to resume, or None for a new run; raises before a file changes."""
     if plan.state is None:
         return None
-    env, world = dataclasses.asdict(plan.config.env), plan.place.world
+    env, world = dataclasses.asdict(plan.config.env), plan.context.world
     saved = read_episodes(plan.run, plan.state, env, trust=plan.config.trust)
     n_ranks = plan.state["n_ranks"]
     if n_ranks != world.size and not saved.why_not:

@@ -19,9 +19,9 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ml_pipeline.assembly.explain import explained
+from ml_pipeline.assembly.explain import explained, unknown_key
 from ml_pipeline.assembly.trust import check_algorithm, check_names
 from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import TrainConfig
@@ -39,6 +39,7 @@ CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else REPOSITORY / "conf
 
 
 _PURPOSE = "config"  # of the signature
+_OPEN = "++"  # Hydra's prefix of a key that may be new
 
 
 class ConfigError(UserError):
@@ -54,7 +55,12 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             words = accepted_with_resume([*overrides, *own_conf(overrides)])
-            return compose("train", overrides=words)
+            try:
+                return compose("train", overrides=words)
+            except HydraException as error:
+                if not is_left_out(error):
+                    raise
+                return compose("train", overrides=opened(words))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explained(error)) from error
     finally:
@@ -85,9 +91,34 @@ def preset_files(group: str) -> dict[str, Path]:
 
 def accepted_with_resume(words: Sequence[str]) -> list[str]:
     """With resume=, let Hydra accept every key of agent: the stored run decides which exist."""
-    if not any(word.startswith("resume=") for word in words):
-        return list(words)
-    return [f"++{word}" if word.startswith("agent.") else word for word in words]
+    return opened(words) if any(word.startswith("resume=") for word in words) else list(words)
+
+
+def opened(words: Sequence[str]) -> list[str]:
+    """Let Hydra accept every key of agent; the config class of its algorithm checks them later."""
+    return [f"{_OPEN}{word}" if word.startswith("agent.") else word for word in words]
+
+
+def as_typed(words: Sequence[str]) -> list[str]:
+    """The overrides as the user typed them, without what ``opened`` added."""
+    mark = f"{_OPEN}agent."
+    return [word.removeprefix(_OPEN) if word.startswith(mark) else word for word in words]
+
+
+def is_left_out(error: Exception) -> bool:
+    """Whether Hydra refused a key of agent, whose YAML file leaves out keys of its class."""
+    cause = error.__cause__
+    if not isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        return False
+    node = cause.parent_node
+    if (
+        str(cause.full_key).rpartition(".")[0] != "agent"
+        or not isinstance(node, DictConfig)
+        or "algorithm" not in node
+    ):
+        return False
+    config_class: Any = find_algorithm(OmegaConf.create({"agent": node})).config
+    return any(field.name not in node for field in dataclasses.fields(config_class))
 
 
 def own_conf(arguments: Sequence[str]) -> list[str]:
@@ -137,6 +168,10 @@ def checked_config(cfg: DictConfig) -> TrainConfig:
 
 def _typed(key: str, config_class: Any, cfg: DictConfig) -> Any:
     """The config at ``key``, as a node of this class."""
+    known = [field.name for field in dataclasses.fields(config_class)]
+    for name in cfg[key]:
+        if name not in known:
+            raise ConfigError(unknown_key(f"{key}.{name}", cfg[key][name], known))
     merged = OmegaConf.merge(_schema(key, config_class), {key: cfg[key]})
     return getattr(merged, key)
 

@@ -9,11 +9,11 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,9 +26,12 @@ from ml_pipeline.assembly.compose import (
     CONF,
     ConfigError,
     accepted_with_resume,
+    as_typed,
     checked_config,
     compose_config,
     find_modules_in_cwd,
+    is_left_out,
+    opened,
     own_conf,
     resumed_folder,
     store_schema,
@@ -82,9 +85,14 @@ def train(command_line: Sequence[str]) -> None:
     check_launcher(command_line)
     own = [*own_conf(command_line), *_own_folder(command_line)]
     callers = sys.argv
-    sys.argv = accepted_with_resume(with_overrides(command_line, own))  # for Hydra
+    words = accepted_with_resume(with_overrides(command_line, own))
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
+        try:
+            _run_hydra(words, run_job)
+        except HydraException as error:
+            if not is_left_out(error):
+                raise
+            _run_hydra(opened(words), run_job)
     except _FailedError as failed:
         failure = failed.error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -101,6 +109,11 @@ def train(command_line: Sequence[str]) -> None:
         raise failure
     if not all_finished:
         sys.exit(1)  # each job has printed its error
+
+
+def _run_hydra(words: Sequence[str], run_job: Callable[[DictConfig], float]) -> None:
+    sys.argv = list(words)  # Hydra reads it
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
 
 
 def _own_folder(command_line: Sequence[str]) -> list[str]:
@@ -130,12 +143,17 @@ def _run(cfg: DictConfig) -> float:
         from ml_pipeline.assembly.run import run as run_once
 
         find_modules_in_cwd()
-        start = find_start(cfg, job.overrides.task)
+        start = find_start(cfg, _typed_overrides(job))
         if start.is_complete:
             return math.nan
         return run_once(start.cfg, start.overrides, folder=start.folder).objective
     except Exception as error:
         raise _FailedError(error) from None
+
+
+def _typed_overrides(job: Any) -> list[str]:
+    # Not resolved: a value may be an interpolation, whose error belongs to its key.
+    return as_typed(cast("list[str]", OmegaConf.to_container(job.overrides.task, resolve=False)))
 
 
 def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
@@ -152,7 +170,7 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     if "n_jobs" in job.launcher and CORES_VARIABLE not in os.environ:  # one process per job
         os.environ[CORES_VARIABLE] = str(share_of_cores(job.launcher, available_cores()))
         end_with_parent()
-    folder, overrides, number = Path(job.sweep.dir), job.overrides.task, job.job.num
+    folder, overrides, number = Path(job.sweep.dir), _typed_overrides(job), job.job.num
     earlier = requeued_run(folder, number)
     try:
         with numbered_output(number), noted_job(folder, number, overrides) as note:

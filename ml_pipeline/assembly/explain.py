@@ -50,6 +50,12 @@ def explained(error: Exception) -> str:
     return first_line(cause or error)
 
 
+def unknown_key(key: str, value: object, known: Sequence[str]) -> str:
+    """An error for a key that a config class does not have."""
+    parent, dot, name = key.rpartition(".")
+    return f"{key}={value}: unknown key{_choice(name, known, parent + dot)}"
+
+
 def _unknown_key(message: str, cause: ConfigAttributeError | ConfigKeyError) -> str:
     appended = re.search(r"\+(\S+=.*)", message)  # "To append to your config use +key=value"
     override = appended[1] if appended else cause.full_key

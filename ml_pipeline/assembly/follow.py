@@ -30,8 +30,8 @@ def follow(cfg: DictConfig, overrides: Sequence[str]) -> tuple[Path, int, float,
         # Rank 0 evaluates, saves and logs.
         config = dataclasses.replace(checked_config(cfg), callbacks={}, logger={})
         plan = make_plan(config)
-        device = plan.place.device
-        stack.enter_context(plan.place.world)
+        device = plan.context.device
+        stack.enter_context(plan.context.world)
         stack.enter_context(torch_threads(device, plan.config.cpu_threads))
         stack.enter_context(precision_of_products(config.precision, device))
         signals = stack.enter_context(StopSignals())

@@ -13,7 +13,7 @@ import gymnasium as gym
 import torch
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 
-from ml_pipeline.assembly.agent import build_agent, build_env_factory, cpu_place
+from ml_pipeline.assembly.agent import build_agent, build_env_factory, cpu_context
 from ml_pipeline.assembly.compose import ConfigError, find_modules_in_cwd, stored_config
 from ml_pipeline.assembly.trust import check_names
 from ml_pipeline.config.train import EnvConfig, TrainConfig
@@ -124,9 +124,9 @@ def restored_agent(
     ``noise_seed`` None: sampled actions continue with the generator of the checkpoint.
     """
     state = load_checkpoint(run_folder, checkpoint)
-    place = cpu_place(config)
+    context = cpu_context(config)
     agent = build_agent(
-        config, env, place if noise_seed is None else place._replace(seed=noise_seed)
+        config, env, context if noise_seed is None else context._replace(seed=noise_seed)
     )
     with misfit_explained(run_folder):
         own, saved = agent.state_dict(), state["agent"]

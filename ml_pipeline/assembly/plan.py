@@ -57,7 +57,7 @@ from ml_pipeline.runs.checkpoint import (
 from ml_pipeline.runs.console import say, say_if_slow
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.seeding import seed_global_generators
-from ml_pipeline.training.contracts import Agent, Callback, Place
+from ml_pipeline.training.contracts import Agent, Callback, RunContext
 from ml_pipeline.training.graphs import Programs
 from ml_pipeline.training.loop import state_of_rank
 from ml_pipeline.training.out_of_memory import (
@@ -80,22 +80,22 @@ def make_plan(
     folder: RunFolder | None = None,
 ) -> RunPlan:
     """Find every mistake that can be found before a run folder or a worker exists."""
-    place = _make_place(config)
+    context = _make_context(config)
     run_folder, state = folder or new_folder(config), None
     if config.resume is not None:
-        run_folder, state = _resumed(config, config.resume, place)
+        run_folder, state = _resumed(config, config.resume, context)
     # An env may call os.chdir, which must not move the files of the run.
-    run_folder = place.world.agreed(run_folder.absolute())
+    run_folder = context.world.agreed(run_folder.absolute())
     if state is not None:
-        state = _state_of_rank(config, state, place, run_folder)
+        state = _state_of_rank(config, state, context, run_folder)
     seed_global_generators(config.seed)
     tensor_env = find_tensor_env(config)
     self_play = find_self_play(config, tensor_env)
     make_env = build_env_factory(config.env) if self_play is None else self_play.arena.make_env
     trial = _try_envs(config, make_env, self_play)
-    one_tensor_env = None if tensor_env is None else _try_tensor_env(config, tensor_env, place)
+    one_tensor_env = None if tensor_env is None else _try_tensor_env(config, tensor_env, context)
     config = with_mask_source(config, trial)
-    all_callbacks = build_callbacks(config, run_folder, place.device)
+    all_callbacks = build_callbacks(config, run_folder, context.device)
     for name, callback in (callbacks or {}).items():
         if name in all_callbacks:
             raise ConfigError(f"callbacks.{name}: the config has one of that name; rename one")
@@ -111,10 +111,10 @@ def make_plan(
     if state is None:  # an old run may have the setting
         _check_box_policy(config, trial)
     # Its steps will be compiled. After an error, a rank must end at once, without the import.
-    if tensor_env is not None and place.world.size == 1:
-        place.programs.import_compiler()
-    with memory_explained(place.device, lambda: NETWORK_ADVICE):
-        agent = build_agent(config, trial, place)
+    if tensor_env is not None and context.world.size == 1:
+        context.programs.import_compiler()
+    with memory_explained(context.device, lambda: NETWORK_ADVICE):
+        agent = build_agent(config, trial, context)
         _try_agent(agent, trial)
     _advise_on_images(config, trial)
     if state is not None:
@@ -125,22 +125,22 @@ def make_plan(
         config = started_from(config, agent)
     if tensor_env is not None:
         _check_tensor_env(config, trial, agent)
-    config = _with_cpu_threads(config, agent, place)
-    config, remark = _with_n_envs(config, trial, agent, place, is_tensor=tensor_env is not None)
+    config = _with_cpu_threads(config, agent, context)
+    config, remark = _with_n_envs(config, trial, agent, context, is_tensor=tensor_env is not None)
     reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
     if reason is not None:
         raise ConfigError(reason)
-    if unexpected := config.agent.remark(config.wanted_steps_of(place.world.size)):
+    if unexpected := config.agent.remark(config.wanted_steps_of(context.world.size)):
         say(unexpected)
-    check_ranks(config, place, agent)
+    check_ranks(config, context, agent)
     pool = None
     if self_play is not None:
-        pool = self_play.new_pool(agent, place)
+        pool = self_play.new_pool(agent, context)
         # First, so that others see its metrics.
         all_callbacks = {"opponents": OpponentReport(pool), **all_callbacks}
     return RunPlan(
         config,
-        place,
+        context,
         make_env,
         tensor_env,
         self_play,
@@ -154,7 +154,7 @@ def make_plan(
     )
 
 
-def _resumed(config: TrainConfig, path: str, place: Place) -> tuple[RunFolder, StateDict]:
+def _resumed(config: TrainConfig, path: str, context: RunContext) -> tuple[RunFolder, StateDict]:
     """The run to resume and the state of its last checkpoint, or of the one that ``path`` names."""
     if config.n_envs == "auto":
         raise ConfigError("n_envs=auto cannot be combined with resume=; give a number")
@@ -162,7 +162,7 @@ def _resumed(config: TrainConfig, path: str, place: Place) -> tuple[RunFolder, S
     with errors_of_resume(path):
         state = load_checkpoint(run_folder, named_checkpoint(path) or LATEST)
     with misfit_explained(run_folder):
-        done, wanted = int(state["env_steps"]), config.wanted_steps_of(place.world.size)
+        done, wanted = int(state["env_steps"]), config.wanted_steps_of(context.world.size)
     if done >= wanted:
         raise ConfigError(
             f"resume={run_folder.path}: the run is complete, {done:,} of {wanted:,} env steps; "
@@ -172,19 +172,19 @@ def _resumed(config: TrainConfig, path: str, place: Place) -> tuple[RunFolder, S
 
 
 def _state_of_rank(
-    config: TrainConfig, state: StateDict, place: Place, run_folder: RunFolder
+    config: TrainConfig, state: StateDict, context: RunContext, run_folder: RunFolder
 ) -> StateDict:
     """What this rank loads of a checkpoint; the algorithm may refuse other sizes."""
-    own, parts = state_of_rank(state, place.world)
+    own, parts = state_of_rank(state, context.world)
     with misfit_explained(run_folder):
         try:
             algorithm, n_envs = find_algorithm(config), int(config.n_envs)
-            return algorithm.state_of_rank(own, parts, place.world, n_envs)
+            return algorithm.state_of_rank(own, parts, context.world, n_envs)
         except UserError as error:
             raise ConfigError(str(error)) from error
 
 
-def _make_place(config: TrainConfig) -> Place:
+def _make_context(config: TrainConfig) -> RunContext:
     device = rank_device(resolve_device(config.device))
     if device.index is not None and device.type == "cuda":
         # New streams and kernels use the current device by default.
@@ -195,7 +195,7 @@ def _make_place(config: TrainConfig) -> Place:
         mode = "compiled"
         say(f"compile={config.compile}: {world.size} ranks use no graphs; none has an all-reduce")
     programs = Programs(device, mode, tell=say)
-    return Place(device, config.seed, config.precision, programs, world)
+    return RunContext(device, config.seed, config.precision, programs, world)
 
 
 def _is_recurrent(agent: Agent) -> bool:
@@ -251,11 +251,11 @@ def _try_env(config: TrainConfig, env: EnvConfig, make_env: EnvFactory, **option
 
 
 def _try_tensor_env(
-    config: TrainConfig, env_class: type[TorchVectorEnv], place: Place
+    config: TrainConfig, env_class: type[TorchVectorEnv], context: RunContext
 ) -> TorchVectorEnv:
     """One tensor env: its class may refuse arguments that its single env accepts."""
-    with memory_explained(place.device, lambda: "one env does not fit; use another device"):
-        return make_tensor_env(config, env_class, place.device, n_envs=1, seed=0)
+    with memory_explained(context.device, lambda: "one env does not fit; use another device"):
+        return make_tensor_env(config, env_class, context.device, n_envs=1, seed=0)
 
 
 def _check_box_policy(config: TrainConfig, trial: EnvTrial) -> None:
@@ -287,7 +287,7 @@ def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> Non
             )
 
 
-def _with_cpu_threads(config: TrainConfig, agent: Agent, place: Place) -> TrainConfig:
+def _with_cpu_threads(config: TrainConfig, agent: Agent, context: RunContext) -> TrainConfig:
     """The config with cpu_threads=auto replaced by a number.
 
     The run folder stores it: a resumed run must add in the same order.
@@ -301,7 +301,7 @@ def _with_cpu_threads(config: TrainConfig, agent: Agent, place: Place) -> TrainC
                 "hang if the env uses torch; if it does, set cpu_threads=1 or start_method=spawn"
             )
         return config
-    if place.device.type != "cpu":
+    if context.device.type != "cpu":
         return config
     convolutions = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
     has_some = any(isinstance(module, convolutions) for module in agent.greedy().modules())
@@ -309,30 +309,30 @@ def _with_cpu_threads(config: TrainConfig, agent: Agent, place: Place) -> TrainC
     if has_some and not forks:
         # torch's own number leaves out hyper-threads, and follows OMP_NUM_THREADS.
         n_threads = min(available_cores(), torch.get_num_threads())
-    return dataclasses.replace(config, cpu_threads=place.world.agreed(n_threads))
+    return dataclasses.replace(config, cpu_threads=context.world.agreed(n_threads))
 
 
 def _with_n_envs(
-    config: TrainConfig, trial: EnvTrial, agent: Agent, place: Place, *, is_tensor: bool
+    config: TrainConfig, trial: EnvTrial, agent: Agent, context: RunContext, *, is_tensor: bool
 ) -> tuple[TrainConfig, str]:
     """The config with n_envs=auto replaced by a number, and the reason for this number."""
     if config.n_envs != "auto":
         return config, ""
     if is_tensor:
-        n_envs = 256 if place.device.type == "cpu" else 4096  # enough to fill the device
+        n_envs = 256 if context.device.type == "cpu" else 4096  # enough to fill the device
         while n_envs > 1 and not config.suits(n_envs):
             n_envs //= 2
         reason = f"n_envs=auto: {n_envs} envs"
     else:
         n_slices = config.vec_env.n_workers or available_cores()
-        with torch_threads(place.device, config.cpu_threads):
+        with torch_threads(context.device, config.cpu_threads):
             n_envs, reason = choose_n_envs(
                 trial,
                 partial(act_greedily, agent),
                 n_slices=1 if config.vec_env.mode == "serial" else n_slices,
                 allowed=partial(config.suits, recurrent=_is_recurrent(agent)),
             )
-    n_envs = place.world.agreed(n_envs)
+    n_envs = context.world.agreed(n_envs)
     try:
         return dataclasses.replace(config, n_envs=n_envs), reason
     except ValueError as error:

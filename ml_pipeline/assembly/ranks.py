@@ -7,12 +7,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ml_pipeline.assembly.compose import ConfigError, find_algorithm
 from ml_pipeline.config.train import TrainConfig
-from ml_pipeline.training.contracts import Agent, Place
+from ml_pipeline.training.contracts import Agent, RunContext
 
 
-def check_ranks(config: TrainConfig, place: Place, agent: Agent) -> None:
+def check_ranks(config: TrainConfig, context: RunContext, agent: Agent) -> None:
     """Refuse settings that need one process, and sizes that are too small for all ranks."""
-    if place.world.size == 1:
+    if context.world.size == 1:
         return
     modules = getattr(agent, "model", nn.Module()).modules()
     has_batch_norm = any(isinstance(each, _BatchNorm) for each in modules)
@@ -24,8 +24,8 @@ def check_ranks(config: TrainConfig, place: Place, agent: Agent) -> None:
     ):
         if is_wrong:
             raise ConfigError(
-                f"{key}: does not train on {place.world.size} ranks; start one process, without "
+                f"{key}: does not train on {context.world.size} ranks; start one process, without "
                 "torchrun"
             )
-    if reason := config.agent.why_not(place.world.size * int(config.n_envs)):
-        raise ConfigError(f"{place.world.size} ranks: {reason}")
+    if reason := config.agent.why_not(context.world.size * int(config.n_envs)):
+        raise ConfigError(f"{context.world.size} ranks: {reason}")

@@ -97,8 +97,8 @@ def run(
             stack.enter_context(resumed_folder(str(cfg.resume)).locked())
             cfg = resumed_config(cfg, overrides)
         plan = make_plan(checked_config(cfg), callbacks=callbacks, folder=folder)
-        device = plan.place.device
-        stack.enter_context(plan.place.world)
+        device = plan.context.device
+        stack.enter_context(plan.context.world)
         for callback in plan.callbacks.values():
             stack.callback(callback.close)
         stack.enter_context(torch_threads(device, plan.config.cpu_threads))

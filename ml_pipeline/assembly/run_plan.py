@@ -13,14 +13,14 @@ from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.records import StateDict
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.seeding import first_env_seed
-from ml_pipeline.training.contracts import Agent, Callback, Place
+from ml_pipeline.training.contracts import Agent, Callback, RunContext
 
 
 class RunPlan(NamedTuple):
     """A checked config and everything built from it before a file or a process exists."""
 
     config: TrainConfig
-    place: Place
+    context: RunContext
     make_env: EnvFactory
     tensor_env: type[TorchVectorEnv] | None  # None: the envs run in processes
     self_play: SelfPlay | None  # None: the env has no opponents from outside
@@ -36,8 +36,8 @@ class RunPlan(NamedTuple):
     def where(self) -> str:
         """The device, for the user."""
         n_threads = self.config.cpu_threads
-        is_many = self.place.device.type == "cpu" and n_threads > 1
-        return f"{self.place} with {n_threads} threads" if is_many else str(self.place)
+        is_many = self.context.device.type == "cpu" and n_threads > 1
+        return f"{self.context} with {n_threads} threads" if is_many else str(self.context)
 
     @property
     def first_step(self) -> int:
@@ -47,7 +47,7 @@ class RunPlan(NamedTuple):
     @property
     def wanted_steps(self) -> int:
         """Env steps of the complete run, in the envs of all ranks."""
-        return self.config.wanted_steps_of(self.place.world.size)
+        return self.config.wanted_steps_of(self.context.world.size)
 
     @property
     def no_snapshot(self) -> str | None:
@@ -57,5 +57,5 @@ class RunPlan(NamedTuple):
     @property
     def env_seed(self) -> int:
         """Seed of env 0 of this rank; its env i has this + i."""
-        first = self.place.world.envs(self.config.n_envs).start
+        first = self.context.world.envs(self.config.n_envs).start
         return first_env_seed(self.config.seed, env_steps=self.first_step) + int(first)

@@ -17,7 +17,7 @@ from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.tensor_opponents import TensorOpponentPool
 from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.seeding import stream_seed
-from ml_pipeline.training.contracts import Agent, Place
+from ml_pipeline.training.contracts import Agent, RunContext
 
 
 class SelfPlay(NamedTuple):
@@ -42,14 +42,14 @@ class SelfPlay(NamedTuple):
         """The scripted players: those of the env, and those that the config names."""
         return list(dict.fromkeys([*self.arena.scripted, *self.config.scripted]))
 
-    def new_pool(self, agent: Agent, place: Place) -> OpponentPool:
+    def new_pool(self, agent: Agent, context: RunContext) -> OpponentPool:
         """The pool of a new run: its first member is the untrained agent."""
         if agent.new_memory(1) is not None:
             raise ConfigError(
                 "opponent: past selves cannot be recurrent; use another network, such as "
                 "network=mlp"
             )
-        greedy, seed = agent.greedy(), stream_seed(place.seed, "opponents")
+        greedy, seed = agent.greedy(), stream_seed(context.seed, "opponents")
         players = {
             name: load_player(name, self.arena, noise_seed=0).policy for name in self.player_names
         }
@@ -59,7 +59,7 @@ class SelfPlay(NamedTuple):
         else:
             on_device = self.tensor_env.scripted_players
             pool = TensorOpponentPool(
-                greedy, self.config, on_device, seed=seed, device=place.device
+                greedy, self.config, on_device, seed=seed, device=context.device
             )
         pool.add(greedy, 0)
         return pool

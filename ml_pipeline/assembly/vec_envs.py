@@ -42,7 +42,7 @@ def build_vec_envs(plan: RunPlan) -> tuple[Sequence[VectorEnv[Any, Any, Any]], s
         env = make_tensor_env(
             plan.config,
             plan.tensor_env,
-            plan.place.device,
+            plan.context.device,
             n_envs=plan.config.n_envs,
             seed=plan.env_seed,
             pool=plan.pool,
@@ -77,7 +77,7 @@ def make_tensor_env(
 def _how_tensor_envs_run(plan: RunPlan) -> str:
     n_envs = plan.config.n_envs
     how = "1 tensor env" if n_envs == 1 else f"{n_envs} tensor envs"
-    if plan.place.programs.mode == "graph":
+    if plan.context.programs.mode == "graph":
         # Say so: it takes seconds, and nothing else is printed meanwhile.
         how += ", compiled and captured in the first iterations"
     return how + (f" ({plan.remark})" if plan.remark else "")
@@ -130,7 +130,7 @@ def _make_timed_env(plan: RunPlan, mode: str) -> VectorEnv[Any, Any, Any]:
     env = _make_vec_env(plan, mode)
     if plan.self_play is None:
         return env
-    pool = plan.self_play.new_pool(plan.agent, plan.place)
+    pool = plan.self_play.new_pool(plan.agent, plan.context)
     return _with_opponents(plan, [env], pool)[0]
 
 

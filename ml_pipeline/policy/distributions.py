@@ -235,6 +235,29 @@ class BoxDistribution(Distribution):
         return clipped.round().long() if self._is_integer else clipped
 
 
+class ScaledBox(BoxDistribution):
+    """Bounded Box actions, stored in [-1, 1] and scaled to the bounds for the env."""
+
+    def __init__(self, space: spaces.Box, *, key: str) -> None:
+        """``key``: the setting that needs bounds, for the error."""
+        super().__init__(space)
+        if not space.is_bounded():
+            raise ActionSpaceError(
+                f"{key}: action space {space} is not bounded on every side; wrap the env so that "
+                "its actions are"
+            )
+        self.scale = BoxScale(space)
+
+    def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
+        return super().to_env(self.scale.array(action))
+
+    def to_env_tensor(self, action: Tensor) -> Tensor:
+        return super().to_env_tensor(self.scale.exact(action))
+
+    def to_torch_env(self, action: Tensor) -> Tensor:
+        return super().to_torch_env(self.scale(action))
+
+
 class DiagonalGaussian(BoxDistribution):
     """Box actions; ``outputs`` are the means, the standard deviation is a free parameter."""
 

@@ -1,4 +1,4 @@
-"""Senses: how an agent reads the observations and action masks of its envs."""
+"""ObservationInput: how an agent reads the observations and action masks of its envs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ml_pipeline.policy.masks import ActionMasks, Mask, find_mask_leaf
 from ml_pipeline.policy.observations import ObservationReader, Preprocess
 
 
-class SenseSettings(Protocol):
-    """The settings that ``Senses`` reads."""
+class InputSettings(Protocol):
+    """The settings that ``ObservationInput`` reads."""
 
     action_mask: str
     normalize_obs: bool
     clip_obs: float
 
 
-class Senses:
+class ObservationInput:
     """Reads observations into tensors on ``device``, and prepares them for a network."""
 
     def __init__(
-        self, space: gym.Space[Any], settings: SenseSettings, device: torch.device
+        self, space: gym.Space[Any], settings: InputSettings, device: torch.device
     ) -> None:
         self.reader = ObservationReader(space)
         self.inputs = partial(policy_input, self.reader, device)

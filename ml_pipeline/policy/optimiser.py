@@ -73,7 +73,7 @@ class FlatAdam:
         self.world = ALONE
         self.share = 1.0  # of this rank in the next minibatch
         self.names = [name for name, each in module.named_parameters() if each.requires_grad]
-        parameters = [each for each in module.parameters() if each.requires_grad]
+        self.parameters = parameters = [each for each in module.parameters() if each.requires_grad]
         others = {str(each.dtype) for each in parameters} - {"torch.float32"}
         if others:
             raise UserError(

@@ -41,14 +41,27 @@ class Envs(NamedTuple):
     infos_have_episodes: bool  # an inner wrapper reports true episodes in infos["episode"]
 
 
-class Place(NamedTuple):
-    """Where and how the parts of a run compute."""
+class RunContext(NamedTuple):
+    """Where and how the agent and the trainer of a run compute."""
 
     device: torch.device
     seed: int
     precision: str  # of matrix products on a GPU: float32, tf32 or bf16
     programs: Programs  # compiles and captures the work on a GPU
     world: World
+
+    @classmethod
+    def alone(
+        cls, device: torch.device | str = "cpu", *, seed: int = 1, precision: str = "float32"
+    ) -> RunContext:
+        """One process that compiles nothing, for use without Hydra."""
+        import torch
+
+        from ml_pipeline.ranks.world import World
+        from ml_pipeline.training.graphs import Programs
+
+        device = torch.device(device)
+        return cls(device, seed, precision, Programs(device), World())
 
     def __str__(self) -> str:
         n_ranks = self.world.size
@@ -60,8 +73,10 @@ class Observer(Protocol):
 
     device: torch.device
     reader: ObservationReader
-    masks: ActionMasks
     memory_size: int  # 0: not recurrent
+
+    @property
+    def masks(self) -> ActionMasks: ...
 
     @property
     def takes_arrays(self) -> bool:
@@ -195,13 +210,13 @@ class Algorithm(NamedTuple):
     """How an algorithm builds its parts; ``agent.algorithm`` names one by dotted path."""
 
     config: type[AgentConfig]
-    make_agent: Callable[[Spaces, NetworkBuilder, Any, Place], Agent]
-    make_trainer: Callable[[Any, Envs, Any, Place], Trainer]
+    make_agent: Callable[[Spaces, NetworkBuilder, Any, RunContext], Agent]
+    make_trainer: Callable[[Any, Envs, Any, RunContext], Trainer]
     # Explains what needs memory and how to reduce it: (agent, config, n_envs, tensor_envs) -> text
     memory_advice: Callable[[Any, Any, int, bool], str] = lambda *_: "use fewer envs"
     # Loads what another agent has learnt from its state; the optimiser stays new. For init_from=
     start_from: Callable[[Any, StateDict], None] | None = None
-    trains_on_ranks: bool = False  # its trainer uses ``Place.world``
+    trains_on_ranks: bool = False  # its trainer uses ``RunContext.world``
     # What a rank loads of a checkpoint: (state, parts of the ranks that saved it, world, n_envs)
     state_of_rank: Callable[[StateDict, Sequence[StateDict], World, int], StateDict] = (
         lambda state, *_: state

@@ -25,7 +25,7 @@ from conftest import (
     summary_of,
 )
 
-from ml_pipeline.assembly.agent import build_agent, cpu_place
+from ml_pipeline.assembly.agent import build_agent, cpu_context
 from ml_pipeline.assembly.compose import checked_config, compose_config
 from ml_pipeline.assembly.run import train
 from ml_pipeline.errors import UserError
@@ -122,7 +122,7 @@ def test_first_weights_do_not_depend_on_the_number_of_threads() -> None:
     try:
         for n_threads in (1, 2, 4):
             torch.set_num_threads(n_threads)
-            weights.append(build_agent(config, env, cpu_place(config)).adam.values)
+            weights.append(build_agent(config, env, cpu_context(config)).adam.values)
             assert torch.get_num_threads() == n_threads
     finally:
         torch.set_num_threads(before)

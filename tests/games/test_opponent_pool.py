@@ -18,20 +18,18 @@ from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.policy.networks import MLP
-from ml_pipeline.ranks.world import World
-from ml_pipeline.training.contracts import Place
-from ml_pipeline.training.graphs import Programs
+from ml_pipeline.training.contracts import RunContext
 
 CPU = torch.device("cpu")
 OBS = spaces.Box(-4.0, 4.0, (2,), np.float32)
 
 
 def agent_of(seed: int, *, discrete: bool = False) -> Any:
-    place = Place(CPU, seed, "float32", Programs(CPU), World())
+    context = RunContext.alone(seed=seed)
     if discrete:
-        return DQNAgent(Spaces(OBS, spaces.Discrete(3)), MLP, DQNConfig(), place)
+        return DQNAgent(Spaces(OBS, spaces.Discrete(3)), MLP, DQNConfig(), context)
     box = spaces.Box(0.0, 1.0, (1,), np.float32)
-    return SACAgent(Spaces(OBS, box), MLP, SACConfig(normalize_obs=True), place)
+    return SACAgent(Spaces(OBS, box), MLP, SACConfig(normalize_obs=True), context)
 
 
 def pool_of(n_selves: int, *, discrete: bool = False, **settings: Any) -> OpponentPool:

@@ -17,9 +17,7 @@ from ml_pipeline.games.tensor_opponents import TensorOpponentPool
 from ml_pipeline.games.tensor_self_play import TensorSelfPlay
 from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.policy.networks import MLP
-from ml_pipeline.ranks.world import World
-from ml_pipeline.training.contracts import Place
-from ml_pipeline.training.graphs import Programs
+from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.worlds.hockey.env import ACTIONS, OBSERVATIONS
 from ml_pipeline.worlds.hockey.tensor_env import TorchHockey
 
@@ -27,8 +25,8 @@ CPU = torch.device("cpu")
 
 
 def agent_of(seed: int) -> Any:
-    place = Place(CPU, seed, "float32", Programs(CPU), World())
-    return SACAgent(Spaces(OBSERVATIONS, ACTIONS), MLP, SACConfig(), place)
+    context = RunContext.alone(seed=seed)
+    return SACAgent(Spaces(OBSERVATIONS, ACTIONS), MLP, SACConfig(), context)
 
 
 def made(n_envs: int, **settings: Any) -> tuple[TensorSelfPlay, TensorOpponentPool]:

@@ -37,6 +37,8 @@ from ml_pipeline.device import (
 )
 from ml_pipeline.envs.trial import try_env
 from ml_pipeline.envs.vec_env import SerialEnv
+from ml_pipeline.policy.contracts import Spaces
+from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.training.loop import Loop
 
 # Spaces, policies, networks, normalisation and masks of all kinds.
@@ -78,14 +80,14 @@ def watched(overrides: list[str]) -> Watch:
     trial = try_env(make_env, "test")
     config = with_mask_source(config, trial)
     network = partial(build_network, config)
-    spaces, device = (trial.observation_space, trial.action_space), torch.device("cpu")
+    spaces = Spaces(trial.observation_space, trial.action_space)
     plain = dataclasses.replace(config.agent, fast="off")
-    agent = PPOAgent(*spaces, network, plain, device=device, seed=1)
+    agent = PPOAgent(spaces, network, plain, RunContext.alone())
     env = SerialEnv([make_env] * 4, seed=1)
     skips = config.agent.on_nonfinite == "skip"
     collector = Collector([env], env_seed=1, noise_seed=2, allow_nonfinite=skips)
     with Watch() as watch:
-        Loop(PPOTrainer(agent, collector, seed=1)).train(128)
+        Loop(PPOTrainer(agent, collector, RunContext.alone())).train(128)
     return watch
 
 

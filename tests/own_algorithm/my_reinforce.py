@@ -22,7 +22,7 @@ from ml_pipeline.policy.masks import ActionMasks
 from ml_pipeline.policy.networks import out_features
 from ml_pipeline.policy.observations import ObservationReader, Preprocess
 from ml_pipeline.records import StateDict
-from ml_pipeline.training.contracts import Algorithm, Envs, Place
+from ml_pipeline.training.contracts import Algorithm, Envs, RunContext
 from ml_pipeline.training.episode_window import EpisodeWindow
 
 
@@ -39,18 +39,22 @@ class ReinforceConfig(AgentConfig):
 
 class ReinforceAgent:
     def __init__(
-        self, spaces: Spaces, build_network: NetworkBuilder, config: ReinforceConfig, place: Place
+        self,
+        spaces: Spaces,
+        build_network: NetworkBuilder,
+        config: ReinforceConfig,
+        context: RunContext,
     ) -> None:
         self.reader = ObservationReader(spaces.observation)
         self.preprocess = Preprocess(self.reader, ignored=None, clip=None)
         self.distribution = Categorical(spaces.action)
         with torch.random.fork_rng():
-            torch.manual_seed(place.seed)
+            torch.manual_seed(context.seed)
             trunk = build_network(self.preprocess.space)
             head = nn.Linear(out_features(trunk), self.distribution.n_outputs)
         self.model = nn.ModuleDict({"trunk": trunk, "head": head})
         self.adam = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate)
-        self.generator = torch.Generator().manual_seed(place.seed)
+        self.generator = torch.Generator().manual_seed(context.seed)
 
     def logits(self, obs: Any) -> Tensor:
         leaves = self.reader.to_tensors(self.reader.read(obs), torch.device("cpu"))
@@ -108,7 +112,7 @@ class ReinforceAgent:
 
 class ReinforceTrainer:
     def __init__(
-        self, agent: ReinforceAgent, envs: Envs, config: ReinforceConfig, place: Place
+        self, agent: ReinforceAgent, envs: Envs, config: ReinforceConfig, context: RunContext
     ) -> None:
         self.agent, self.envs, self.config = agent, envs.parts, config
         self.env = envs.parts[0]

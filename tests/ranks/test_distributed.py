@@ -117,7 +117,7 @@ def test_parts_of_all_ranks_form_the_minibatches_of_one_process() -> None:
 def test_settings_that_need_one_process_are_refused(overrides: list[str], key: str) -> None:
     config = checked_config(compose_config(overrides))
     plan = make_plan(checked_config(compose_config(["device=cpu", "logger=[]"])))
-    place = plan.place
+    place = plan.context
 
     check_ranks(config, place, plan.agent)  # one process accepts it
     with pytest.raises(ConfigError, match=rf"{key}: does not train on 2 ranks"):

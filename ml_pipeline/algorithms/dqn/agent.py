@@ -10,7 +10,6 @@ branching DQN (Tavakoli et al., 2018).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 
 from ml_pipeline.algorithms.dqn.config import DQNConfig
 from ml_pipeline.algorithms.dqn.fast.numpy_dqn import MIRRORED, NumpyDQN
-from ml_pipeline.algorithms.replay.contracts import BatchPart, ReplayBatch
+from ml_pipeline.algorithms.replay.agent import ReplayAgent
+from ml_pipeline.algorithms.replay.contracts import ReplayBatch
 from ml_pipeline.mirrors import why_not
 from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, PolicySample, Spaces
@@ -33,16 +33,12 @@ from ml_pipeline.policy.distributions import (
     Distribution,
     MultiCategorical,
 )
-from ml_pipeline.policy.masks import Mask
 from ml_pipeline.policy.networks import out_features
-from ml_pipeline.policy.observation_input import Senses
-from ml_pipeline.policy.optimiser import FlatAdam, flat_parameters
+from ml_pipeline.policy.optimiser import flat_parameters
 from ml_pipeline.policy.recurrent import refuse_recurrent
-from ml_pipeline.policy.space_data import check_spaces, space_to_data
-from ml_pipeline.ranks.world import World
 from ml_pipeline.records import StateDict
 from ml_pipeline.seeding import stream_seed
-from ml_pipeline.training.contracts import Place
+from ml_pipeline.training.contracts import RunContext
 
 
 class DQNRates(NamedTuple):
@@ -131,11 +127,9 @@ class QNetwork(nn.Module):
         return self.head.quantiles(self.trunk(obs))
 
 
-class DQNAgent:
+class DQNAgent(ReplayAgent[DQNConfig, DQNRates, DQNResult]):
     """Deep Q-learning (Mnih et al., 2015) with double, duelling and quantile variants."""
 
-    memory_size = 0  # not recurrent
-    update_generator: torch.Generator | None = None  # an update draws nothing
     metric_names: ClassVar[dict[str, str]] = {  # field of DQNResult -> name in the log
         "loss": "loss/value",
         "q": "value/mean",
@@ -143,19 +137,17 @@ class DQNAgent:
     }
 
     def __init__(
-        self, env_spaces: Spaces, build_network: NetworkBuilder, config: DQNConfig, place: Place
+        self,
+        env_spaces: Spaces,
+        build_network: NetworkBuilder,
+        config: DQNConfig,
+        context: RunContext,
     ) -> None:
-        self.config = config
-        self.device = place.device
-        observation, action = env_spaces
-        self.spaces = {"observation_space": observation, "action_space": action}
-        senses = Senses(observation, config, self.device)
-        self.reader, self.preprocess, self.inputs = senses.reader, senses.preprocess, senses.inputs
-        self.distribution = _discrete(action)
-        self.masks = senses.masks(self.distribution)
+        super().__init__(env_spaces, config, context)
+        self.distribution = _discrete(env_spaces.action)
         # Layers draw their first weights from torch's global generator, so seed it here.
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(stream_seed(place.seed, "weights"))
+            torch.default_generator.manual_seed(stream_seed(context.seed, "weights"))
             trunk = refuse_recurrent(build_network(self.preprocess.space))
             head = ValueHead(
                 out_features(trunk),
@@ -165,15 +157,15 @@ class DQNAgent:
             )
         self.model = QNetwork(trunk, head).to(self.device).eval()
         self.target = deepcopy(self.model).requires_grad_(False)
-        clip_norm = float("inf") if config.max_grad_norm is None else config.max_grad_norm
-        self.adam = FlatAdam(self.model, eps=config.adam_eps, max_grad_norm=clip_norm)
+        self.parts = {"model": self.model, "target": self.target, "preprocess": self.preprocess}
+        self.adam = self.new_adam(self.model)
+        self.adams = {"model": self.adam}
         self._target_values = flat_parameters(self.target)
         self.fast: NumpyDQN | None = None
         if config.fast == "auto" and self.device.type == "cpu" and self._is_covered():
             parts = self.model, self.preprocess, self.adam
             self.fast = NumpyDQN(*parts, self._target_values, config)
-        self.n_updates = 0
-        self._generator = torch.Generator().manual_seed(stream_seed(place.seed, "act"))
+        self._generator = torch.Generator().manual_seed(stream_seed(context.seed, "act"))
 
     @property
     def takes_arrays(self) -> bool:
@@ -202,7 +194,7 @@ class DQNAgent:
             action: Any = self.fast.explore(inputs, noise, epsilon)
             is_array = isinstance(noise, np.ndarray)
             return PolicySample(action if is_array else torch.from_numpy(action), None)
-        values = self._values(inputs)
+        values = self.outputs(inputs)
         best = self.distribution.mode(values)
         explores = noise[:, 0] < epsilon
         equal = torch.where(values > 0.5 * FORBIDDEN, 0.0, FORBIDDEN)
@@ -211,7 +203,7 @@ class DQNAgent:
         explores = explores.view(-1, *[1] * (best.ndim - 1))
         return PolicySample(torch.where(explores, drawn, best), None)
 
-    def _values(self, inputs: PolicyInput) -> Tensor:
+    def outputs(self, inputs: PolicyInput) -> Tensor:
         if self.fast is None:
             return self.plain_values(inputs)
         return torch.from_numpy(self.fast.values(inputs))
@@ -223,60 +215,29 @@ class DQNAgent:
             values = values.masked_fill(~inputs.action_mask, FORBIDDEN)
         return values
 
-    @torch.no_grad()
-    def act_batch(
-        self,
-        obs: Any,
-        deterministic: bool = False,
-        *,
-        action_mask: Mask | None = None,
-        memory: Tensor | None = None,
-    ) -> NDArray[np.generic]:
-        """[n_envs, *obs] -> [n_envs, *act]; not deterministic: explores with ``epsilon_end``."""
-        leaves = self.reader.read(obs)
-        n_envs = len(next(iter(leaves.values())))
-        inputs = self.inputs(leaves, self.masks.in_call(leaves, action_mask))
+    def _act(self, inputs: PolicyInput, n_envs: int, deterministic: bool) -> NDArray[np.generic]:
+        """Not deterministic: explores with ``epsilon_end``."""
         if deterministic:
-            action = self.distribution.mode(self._values(inputs))
+            action = self.distribution.mode(self.outputs(inputs))
         else:
             noise = self.draw_noise(1, n_envs, self._generator)[0]
             action = self.sample_batch(inputs, noise, self.config.epsilon_end).action
         return self.distribution.to_env(action.cpu().numpy())
 
-    def new_memory(self, n_envs: int) -> None:
-        return None
-
-    def mask_of(self, infos: Mapping[str, Any]) -> Mask | None:
-        return self.masks.of_infos(infos)
-
-    def for_playing(self) -> DQNAgent:
-        return self
-
     def greedy(self) -> GreedyPolicy:
-        return GreedyPolicy(
-            self.reader,
-            self.masks,
-            preprocess=self.preprocess,
-            trunk=self.model.trunk,
-            head=self.model.head,
-            distribution=self.distribution,
-        )
-
-    def update(self, batch: ReplayBatch, rates: DQNRates) -> DQNResult:
-        """One gradient step; every ``target_every`` of them, the target network is replaced."""
-        return self.gradient_step(batch, rates, self.begin_update())
+        return self.policy_of(self.model.trunk, self.model.head)
 
     def begin_update(self) -> bool:
         """Count an update; returns whether the target network is replaced after it."""
         self.n_updates += 1
         return self.n_updates % self.config.target_every == 0
 
-    def gradient_step(self, batch: ReplayBatch, rates: DQNRates, copies: bool) -> DQNResult:
-        """Only tensors change, so that a graph can be captured for each ``copies``."""
+    def gradient_step(self, batch: ReplayBatch, rates: DQNRates, is_turn: bool) -> DQNResult:
+        """``is_turn``: the target network is replaced after this update."""
         gradient: Any = self.plain_gradient if self.fast is None else self.fast.gradient
         loss, mean, error = gradient(batch)
         norm, finite = self.adam.quick_step(rates.learning_rate, loss)
-        if copies:
+        if is_turn:
             self._copy_to_target()
         return DQNResult(loss, mean, norm, finite, error)
 
@@ -332,40 +293,17 @@ class DQNAgent:
         for own, other in zip(self.target.buffers(), self.model.buffers(), strict=True):
             own.copy_(other)
 
-    def learn_moments(self, obs: Obs) -> None:
-        """Add observations [N, ...] to the running normalisation."""
-        self.preprocess.learn_moments(obs, self.adam.world)
-
-    def join(self, world: World) -> None:
-        self.load_state_dict(world.agreed(self.state_dict()))
-        self.adam.world = world
-
-    def take_part(self, part: BatchPart) -> None:
-        self.adam.share = part.share
-
-    def learnt(self) -> list[Tensor]:
-        trained = [self.adam.values, *self.adam.moments]
-        return [*trained, self._target_values, *self.preprocess.buffers()]
-
     def state_dict(self) -> StateDict:
-        return {
-            "spaces": {name: space_to_data(space) for name, space in self.spaces.items()},
-            "model": self.model.state_dict(),
-            "target": self.target.state_dict(),
-            "preprocess": self.preprocess.state_dict(),
-            "adam": self.adam.state_dict(),
-            "n_updates": self.n_updates,
-            "act_generator": self._generator.get_state(),
-        }
+        state = super().state_dict()
+        own = {"adam": self.adam.state_dict(), "act_generator": self._generator.get_state()}
+        return {name: value for name, value in state.items() if name not in _NOT_SAVED} | own
 
     def load_state_dict(self, state: StateDict) -> None:
-        check_spaces(self.spaces, state["spaces"])
-        self.model.load_state_dict(state["model"])
-        self.target.load_state_dict(state["target"])
-        self.preprocess.load_state_dict(state["preprocess"])
-        self.adam.load_state_dict(state["adam"])
-        self.n_updates = state["n_updates"]
+        super().load_state_dict({**state, "adams": {"model": state["adam"]}})
         self._generator.set_state(state["act_generator"])
+
+
+_NOT_SAVED = ("adams", "act_step", "act_noise")  # one optimiser, and no noise that lasts
 
 
 def _discrete(space: Any) -> Distribution:

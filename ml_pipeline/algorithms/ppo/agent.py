@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
 from ml_pipeline.mirrors import why_not
 from ml_pipeline.policy.acting_noise import ActingNoise
 from ml_pipeline.policy.actor_critic import ActorCritic, GreedyPolicy, one_step
-from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, PolicySample
+from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, PolicySample, Spaces
 from ml_pipeline.policy.masks import ActionMasks, Mask, find_mask_leaf
 from ml_pipeline.policy.observation_input import array_input, policy_input
 from ml_pipeline.policy.observations import ObservationReader, map_obs
@@ -36,6 +35,7 @@ from ml_pipeline.policy.space_data import check_spaces, space_to_data
 from ml_pipeline.records import StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.targets import check_arguments, import_entry
+from ml_pipeline.training.contracts import RunContext
 
 
 class TorchPPO:
@@ -121,27 +121,22 @@ class PPOAgent:
 
     def __init__(
         self,
-        observation_space: gym.Space[Any],
-        action_space: gym.Space[Any],
+        spaces: Spaces,
         build_network: NetworkBuilder,
         config: PPOConfig,
-        *,
-        device: torch.device,
-        seed: int,
-        precision: str = "float32",
+        context: RunContext,
     ) -> None:
-        """``precision`` of matrix products on a GPU: float32, tf32 or bf16."""
         self.config = config
-        self.device = device
-        self.spaces = {"observation_space": observation_space, "action_space": action_space}
-        self._build_network = build_network
-        self._seed = seed
+        self.device = device = context.device
+        self.spaces = {"observation_space": spaces.observation, "action_space": spaces.action}
+        self._made_from = spaces, build_network, config
+        self._seed = seed = context.seed
         self._player: PPOAgent | None = None
-        self.reader = ObservationReader(observation_space)
+        self.reader = ObservationReader(spaces.observation)
         self.inputs = partial(policy_input, self.reader, device)
         self.model = ActorCritic(
             self.reader,
-            action_space,
+            spaces.action,
             build_network,
             config,
             mask_leaf=find_mask_leaf(config.action_mask, self.reader),
@@ -155,7 +150,7 @@ class PPOAgent:
         self._noise = ActingNoise(
             self.distribution, n_steps=config.n_steps, seed=stream_seed(seed, "act")
         )
-        self.plain = TorchPPO(self.model, self.adam, config, precision=precision)
+        self.plain = TorchPPO(self.model, self.adam, config, precision=context.precision)
         self.fast: FastPPO | None = None
         if config.fast == "auto" and self.plain.has_standard_loss:
             self.fast = fastest(self.plain, masked=self.masks.are_used)
@@ -246,8 +241,7 @@ class PPOAgent:
 
     def on_cpu(self) -> PPOAgent:
         """A new agent with the same settings on the CPU; its weights are not copied."""
-        given: dict[str, Any] = {**self.spaces, "build_network": self._build_network}
-        return PPOAgent(**given, config=self.config, device=torch.device("cpu"), seed=self._seed)
+        return PPOAgent(*self._made_from, RunContext.alone(seed=self._seed))
 
     def for_playing(self) -> PPOAgent:
         """This agent, or a CPU copy if launching GPU kernels takes longer than running them."""

@@ -15,42 +15,37 @@ from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.policy.contracts import NetworkBuilder, Spaces
 from ml_pipeline.records import StateDict
 from ml_pipeline.seeding import stream_seed
-from ml_pipeline.training.contracts import Algorithm, Envs, Place
+from ml_pipeline.training.contracts import Algorithm, Envs, RunContext
 from ml_pipeline.training.old_weights import load_parts
 
 
 def make_agent(
-    spaces: Spaces, build_network: NetworkBuilder, config: PPOConfig, place: Place
+    spaces: Spaces, build_network: NetworkBuilder, config: PPOConfig, context: RunContext
 ) -> PPOAgent:
-    agent = PPOAgent(
-        *spaces,
-        build_network,
-        config,
-        device=place.device,
-        seed=place.seed,
-        precision=place.precision,
-    )
+    agent = PPOAgent(spaces, build_network, config, context)
     if not agent.plain.has_standard_loss:
         check_loss(agent)
     if remark := agent.check_fast():
-        place.programs.tell(remark)
-    if place.world.size > 1 and agent.fast is not None and place.device.type != "cpu":
+        context.programs.tell(remark)
+    if context.world.size > 1 and agent.fast is not None and context.device.type != "cpu":
         agent.fast = None
-        place.programs.tell("plain torch runs: the GPU kernels cannot average gradients over ranks")
+        context.programs.tell(
+            "plain torch runs: the GPU kernels cannot average gradients over ranks"
+        )
     return agent
 
 
-def make_trainer(agent: PPOAgent, envs: Envs, config: PPOConfig, place: Place) -> PPOTrainer:
+def make_trainer(agent: PPOAgent, envs: Envs, config: PPOConfig, context: RunContext) -> PPOTrainer:
     collector: RolloutCollector
     first = envs.parts[0]
-    noise_seed = stream_seed(place.seed, "actions")
+    noise_seed = stream_seed(context.seed, "actions")
     if isinstance(first, TorchVectorEnv):
         collector = TensorCollector(
             first,
             env_seed=envs.first_seed,
             noise_seed=noise_seed,
-            programs=place.programs,
-            world=place.world,
+            programs=context.programs,
+            world=context.world,
         )
     else:
         collector = Collector(
@@ -59,14 +54,12 @@ def make_trainer(agent: PPOAgent, envs: Envs, config: PPOConfig, place: Place) -
             noise_seed=noise_seed,
             infos_have_episodes=envs.infos_have_episodes,
             allow_nonfinite=config.on_nonfinite == "skip",
-            programs=place.programs,
-            world=place.world,
+            programs=context.programs,
+            world=context.world,
         )
-    trainer = PPOTrainer(
-        agent, collector, seed=place.seed, programs=place.programs, world=place.world
-    )
-    if remark := join_ranks(agent, place.world):
-        place.programs.tell(remark)
+    trainer = PPOTrainer(agent, collector, context)
+    if remark := join_ranks(agent, context.world):
+        context.programs.tell(remark)
     return trainer
 
 

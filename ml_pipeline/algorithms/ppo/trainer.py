@@ -20,11 +20,10 @@ from ml_pipeline.algorithms.ppo.rank_epochs import new_epochs, quality_of_all
 from ml_pipeline.algorithms.ppo.records import Rates
 from ml_pipeline.algorithms.ppo.schedules import Schedules
 from ml_pipeline.algorithms.ppo.undo import undone_if_stopped
-from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
+from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.training.episode_window import EpisodeWindow
-from ml_pipeline.training.graphs import Programs
 
 _LONG_UPDATE = 100  # epochs; more of them run one by one also on a GPU
 
@@ -36,13 +35,11 @@ class PPOTrainer:
         self,
         agent: PPOAgent,
         collector: RolloutCollector,
-        *,
-        seed: int,
-        programs: Programs | None = None,
-        world: World = ALONE,
+        context: RunContext,
     ) -> None:
-        """``programs`` compiles and captures the work on a GPU; None: it runs eagerly."""
-        self.agent, self.collector, self.world = agent, collector, world
+        self.agent = agent
+        self.collector = collector
+        self.world = context.world
         self.config = config = agent.config
         reason = config.why_not(collector.n_envs, recurrent=bool(agent.memory_size))
         if reason is not None:
@@ -50,7 +47,7 @@ class PPOTrainer:
         self.progress = 0.0  # through the run, for the schedules
         self.schedules = Schedules(config)
         self.episodes = EpisodeWindow()
-        self._programs = programs or Programs(agent.device)
+        self._programs = context.programs
         if remark := agent.check_fast():
             self._programs.tell(remark)
         self._scaler = None
@@ -58,7 +55,7 @@ class PPOTrainer:
             self._scaler = collector.new_scaler(gamma=config.gamma, clip=config.clip_reward)
         self._on_host = collector.on_host and agent.device.type == "cpu"
         self._make_buffer()
-        self._generator = torch.Generator().manual_seed(stream_seed(seed, "minibatches"))
+        self._generator = torch.Generator().manual_seed(stream_seed(context.seed, "minibatches"))
 
     def _make_buffer(self) -> None:
         n_epochs = self.config.n_epochs

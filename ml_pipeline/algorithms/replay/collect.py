@@ -10,8 +10,8 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ml_pipeline.algorithms.replay.agent import ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.contracts import ReplayAgent
 from ml_pipeline.algorithms.replay.final_observations import FinalObservation
 from ml_pipeline.envs.episode_stats import Episode
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
@@ -28,7 +28,11 @@ class ReplaySteps:
     """Steps of envs in host memory, in processes or not; see ``TensorReplaySteps``."""
 
     def __init__(
-        self, agent: ReplayAgent, envs: Envs, replay: ReplayBuffer, programs: Programs
+        self,
+        agent: ReplayAgent[Any, Any, Any],
+        envs: Envs,
+        replay: ReplayBuffer,
+        programs: Programs,
     ) -> None:
         (env,) = envs.parts
         self._agent = agent

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ml_pipeline.algorithms.replay.agent import ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.contracts import ReplayAgent
 from ml_pipeline.records import Metrics
 from ml_pipeline.seeding import set_generator_state
 from ml_pipeline.training.checks import TrainingError
@@ -32,7 +32,7 @@ class ReplayLearning:
 
     def __init__(
         self,
-        agent: ReplayAgent,
+        agent: ReplayAgent[Any, Any, Any],
         replay: ReplayBuffer,
         programs: Programs,
         *,

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ml_pipeline.algorithms.replay.agent import ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.contracts import BatchPart, RankAgent
+from ml_pipeline.algorithms.replay.contracts import BatchPart
 from ml_pipeline.algorithms.replay.learning import ReplayLearning
 from ml_pipeline.ranks.world import World
 from ml_pipeline.records import Metrics
@@ -34,7 +35,7 @@ class RankLearning(ReplayLearning):
     def __init__(
         self,
         world: World,
-        agent: RankAgent,
+        agent: ReplayAgent[Any, Any, Any],
         replay: ReplayBuffer,
         programs: Programs,
         **settings: Any,

@@ -17,8 +17,8 @@ from ml_pipeline.algorithms.ppo.tensor_collect import (
     position_parts,
     with_ended,
 )
+from ml_pipeline.algorithms.replay.agent import ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.contracts import ReplayAgent
 from ml_pipeline.envs.episode_stats import Episode
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.policy.contracts import PolicyInput
@@ -31,7 +31,11 @@ class TensorReplaySteps:
     """Steps of envs whose tensors are on the device of agent and buffer."""
 
     def __init__(
-        self, agent: ReplayAgent, envs: Envs, replay: ReplayBuffer, programs: Programs
+        self,
+        agent: ReplayAgent[Any, Any, Any],
+        envs: Envs,
+        replay: ReplayBuffer,
+        programs: Programs,
     ) -> None:
         (env,) = envs.parts
         if not isinstance(env, TorchVectorEnv):

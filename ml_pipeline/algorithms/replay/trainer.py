@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from gymnasium.vector import VectorEnv
 
+from ml_pipeline.algorithms.replay.agent import ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
 from ml_pipeline.algorithms.replay.collect import ReplaySteps
 from ml_pipeline.algorithms.replay.config import OffPolicyConfig
-from ml_pipeline.algorithms.replay.contracts import ReplayAgent
 from ml_pipeline.algorithms.replay.files import read_replay, replay_names, write_replay
 from ml_pipeline.algorithms.replay.rank_learning import new_learning
 from ml_pipeline.algorithms.replay.tensor_collect import TensorReplaySteps
@@ -21,7 +21,7 @@ from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.checks import TrainingError
-from ml_pipeline.training.contracts import Envs, FileStore, Place
+from ml_pipeline.training.contracts import Envs, FileStore, RunContext
 from ml_pipeline.training.episode_window import EpisodeWindow
 from ml_pipeline.training.schedules import annealed
 
@@ -31,14 +31,14 @@ class OffPolicyTrainer:
 
     def __init__(
         self,
-        agent: ReplayAgent,
+        agent: ReplayAgent[Any, Any, Any],
         envs: Envs,
         config: OffPolicyConfig,
-        place: Place,
+        context: RunContext,
     ) -> None:
         self.agent = agent
         self.config = config
-        self.world = place.world
+        self.world = context.world
         self.progress = 0.0  # through the run, for the schedules
         self.episodes = EpisodeWindow()
         is_tensor = isinstance(envs.parts[0], TorchVectorEnv)
@@ -49,25 +49,25 @@ class OffPolicyTrainer:
             agent.distribution,
             n_step=config.n_step,
             gamma=config.gamma,
-            device=place.device,
+            device=context.device,
             has_masks=agent.masks.are_used,
             priority_exponent=config.replay_exponent,
             stacked_frames=config.stacked_frames,
-            programs=place.programs,
+            programs=context.programs,
             on_device=is_tensor,
-            n_ranks=place.world.size,
+            n_ranks=context.world.size,
         )
         steps = TensorReplaySteps if is_tensor else ReplaySteps
-        self._steps: Any = steps(agent, envs, self.replay, place.programs)
+        self._steps: Any = steps(agent, envs, self.replay, context.programs)
         self._learning = new_learning(
-            place.world,
+            context.world,
             agent,
             self.replay,
-            place.programs,
+            context.programs,
             batch_size=config.batch_size,
-            seed=stream_seed(place.seed, "minibatches"),
+            seed=stream_seed(context.seed, "minibatches"),
         )
-        self._noise = torch.Generator().manual_seed(stream_seed(place.seed, "actions"))
+        self._noise = torch.Generator().manual_seed(stream_seed(context.seed, "actions"))
         self._is_complete = True  # no iteration is half done
 
     @property

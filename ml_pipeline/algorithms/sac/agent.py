@@ -6,42 +6,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, ClassVar, NamedTuple, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.algorithms.replay.contracts import BatchPart, ReplayBatch
+from ml_pipeline.algorithms.replay.agent import LearningRate, ReplayAgent
+from ml_pipeline.algorithms.replay.contracts import ReplayBatch
+from ml_pipeline.algorithms.replay.networks import Actor, Critics
 from ml_pipeline.algorithms.sac.config import SACConfig
 from ml_pipeline.algorithms.sac.fast.mlp_sac import MIRRORED, MlpBatch, MlpSAC
-from ml_pipeline.algorithms.sac.networks import Actor, Critics, Temperature, add_layer_norm
+from ml_pipeline.algorithms.sac.networks import Temperature, add_layer_norm
 from ml_pipeline.algorithms.sac.soft_actions import SoftValue, soft_actions
-from ml_pipeline.algorithms.sac.update_noise import UpdateNoise
 from ml_pipeline.mirrors import why_not
-from ml_pipeline.policy.acting_noise import ActingNoise
 from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, PolicySample, Spaces
-from ml_pipeline.policy.masks import Mask
 from ml_pipeline.policy.networks import out_features
-from ml_pipeline.policy.observation_input import Senses
-from ml_pipeline.policy.optimiser import FlatAdam, flat_parameters
+from ml_pipeline.policy.optimiser import flat_parameters
 from ml_pipeline.policy.recurrent import refuse_recurrent
-from ml_pipeline.policy.space_data import check_spaces, space_to_data
 from ml_pipeline.ranks.world import World
 from ml_pipeline.records import StateDict
-from ml_pipeline.seeding import set_generator_state, stream_seed
-from ml_pipeline.training.contracts import Place
-
-
-class SACRates(NamedTuple):
-    """The annealed settings at their current values."""
-
-    learning_rate: float
+from ml_pipeline.seeding import stream_seed
+from ml_pipeline.training.contracts import RunContext
 
 
 class SACResult(NamedTuple):
@@ -72,11 +59,10 @@ def soft_target(
     return reward + discount * (following.value - temperature * following.log_prob)
 
 
-class SACAgent:
+class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
     """Soft actor-critic with two critics and a learned temperature."""
 
-    memory_size = 0  # not recurrent
-    takes_arrays = False
+    draws_in_updates = True
     metric_names: ClassVar[dict[str, str]] = {  # field of SACResult -> name in the log
         "critic_loss": "loss/value",
         "actor_loss": "loss/policy",
@@ -86,26 +72,22 @@ class SACAgent:
     }
 
     def __init__(
-        self, env_spaces: Spaces, build_network: NetworkBuilder, config: SACConfig, place: Place
+        self,
+        env_spaces: Spaces,
+        build_network: NetworkBuilder,
+        config: SACConfig,
+        context: RunContext,
     ) -> None:
-        self.config = config
-        self.device = place.device
-        self.spaces = {
-            "observation_space": env_spaces.observation,
-            "action_space": env_spaces.action,
-        }
-        senses = Senses(env_spaces.observation, config, self.device)
-        self.reader, self.preprocess, self.inputs = senses.reader, senses.preprocess, senses.inputs
+        super().__init__(env_spaces, config, context)
         space = self.preprocess.space
         # Layers draw their first weights from torch's global generator, so seed it here.
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(stream_seed(place.seed, "weights"))
+            torch.default_generator.manual_seed(stream_seed(context.seed, "weights"))
             trunk = refuse_recurrent(build_network(space))
             self.actions = soft_actions(env_spaces.action, out_features(trunk), config)
             actor = Actor(trunk, self.actions.distribution)
             critics = Critics([self.actions.new_critic(space, build_network) for _ in range(2)])
         self.distribution = self.actions.distribution
-        self.masks = senses.masks(self.distribution)
         if config.critic_layer_norm:
             add_layer_norm(critics)
         self.actor = actor.to(self.device).eval()
@@ -114,110 +96,59 @@ class SACAgent:
         fixed = config.temperature
         self.temperature = Temperature(config.temperature_init if fixed is None else fixed)
         self.temperature.to(self.device)
-        norm = math.inf if config.max_grad_norm is None else config.max_grad_norm
         self.adams = {
-            name: FlatAdam(module, eps=config.adam_eps, max_grad_norm=norm)
-            for name, module in (
-                ("actor", self.actor),
-                ("critics", self.critics),
-                ("temperature", self.temperature),
-            )
+            "actor": self.new_adam(self.actor),
+            "critics": self.new_adam(self.critics),
+            "temperature": self.new_adam(self.temperature),
         }
         self.target_values = flat_parameters(self.targets)
-        self._parameters = {
-            "actor": list(self.actor.parameters()),
-            "critics": list(self.critics.parameters()),
-        }
         self.last_actor = torch.zeros(2, device=self.device)  # loss and entropy
         self.fast: MlpSAC | None = None
         if config.fast == "auto" and MlpSAC.covers(self.actor, self.critics, self.preprocess):
             parts = self.actor, self.critics, self.adams, self.target_values, self.last_actor
             target = cast("float", self.target_entropy(None))
-            self.fast = MlpSAC(*parts, config, place.programs, target_entropy=target)
-        self.n_updates = 0
-        self._noise = ActingNoise(
-            self.distribution, n_steps=config.iteration_length, seed=stream_seed(place.seed, "act")
-        )
-        self.update_generator = torch.Generator(self.device).manual_seed(
-            stream_seed(place.seed, "update noise")
-        )
-        self._update_noise = UpdateNoise(self.update_generator, self.device)
-
-    def rates(self, progress: float, learning_rate: float) -> SACRates:
-        return SACRates(learning_rate)
-
-    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
-        """Noise for ``n_steps`` steps, [n_rows, n_envs, ...], on the agent's device."""
-        return self.distribution.draw_noise(n_steps, n_envs, generator).to(self.device)
+            self.fast = MlpSAC(*parts, config, context.programs, target_entropy=target)
+        self.parts = {
+            "actor": self.actor,
+            "critics": self.critics,
+            "targets": self.targets,
+            "temperature": self.temperature,
+            "preprocess": self.preprocess,
+        }
 
     @torch.no_grad()
     def explore(
-        self, inputs: PolicyInput, noise: Tensor, rates: SACRates, *, is_random: bool
+        self, inputs: PolicyInput, noise: Tensor, rates: LearningRate, *, is_random: bool
     ) -> PolicySample:
         """Actions for training; ``is_random``: all with the same probability."""
         if is_random:
             return PolicySample(self.actions.random(noise, inputs.action_mask), None)
-        return PolicySample(self.distribution.sample(self._outputs(inputs), noise), None)
+        return PolicySample(self.distribution.sample(self.outputs(inputs), noise), None)
 
-    @torch.no_grad()
-    def act_batch(
-        self,
-        obs: Any,
-        deterministic: bool = False,
-        *,
-        action_mask: Mask | None = None,
-        memory: Tensor | None = None,
-    ) -> NDArray[np.generic]:
-        """[n_envs, *obs] -> [n_envs, *act]; gSDE keeps its noise for several calls."""
-        leaves = self.reader.read(obs)
-        outputs = self._outputs(self.inputs(leaves, self.masks.in_call(leaves, action_mask)))
-        noise = None if deterministic else self._noise.next(len(outputs)).to(self.device)
-        return self.distribution.chosen(outputs, noise)
-
-    def _outputs(self, inputs: PolicyInput) -> Tensor:
+    def outputs(self, inputs: PolicyInput) -> Tensor:
         outputs: Tensor = self.actor(self.preprocess(inputs.obs), inputs.action_mask)
         return outputs
 
-    def new_memory(self, n_envs: int) -> None:
-        return None
-
-    def mask_of(self, infos: Mapping[str, Any]) -> Mask | None:
-        return self.masks.of_infos(infos)
-
-    def for_playing(self) -> SACAgent:
-        return self
-
     def greedy(self) -> GreedyPolicy:
-        return GreedyPolicy(
-            self.reader,
-            self.masks,
-            preprocess=self.preprocess,
-            trunk=self.actor.trunk,
-            head=self.actor.head,
-            distribution=self.distribution,
-        )
-
-    def update(self, batch: ReplayBatch, rates: SACRates) -> SACResult:
-        """One gradient step of the critics, and of actor and temperature if it is their turn."""
-        return self.gradient_step(batch, rates, self.begin_update())
+        return self.policy_of(self.actor.trunk, self.actor.head)
 
     def begin_update(self) -> bool:
         """Count an update; returns whether it is the turn of actor and temperature."""
         self.n_updates += 1
         return self.n_updates % self.config.policy_delay == 0
 
-    def gradient_step(self, batch: ReplayBatch, rates: SACRates, trains_actor: bool) -> SACResult:
-        """Only tensors change, so that a graph can be captured for each ``trains_actor``."""
+    def gradient_step(self, batch: ReplayBatch, rates: LearningRate, is_turn: bool) -> SACResult:
+        """``is_turn``: actor and temperature learn too."""
         step = self.plain_step if self.fast is None else self._fast_step
-        return step(batch, rates, trains_actor)
+        return step(batch, rates, is_turn)
 
-    def plain_step(self, batch: ReplayBatch, rates: SACRates, trains_actor: bool) -> SACResult:
+    def plain_step(self, batch: ReplayBatch, rates: LearningRate, trains_actor: bool) -> SACResult:
         """The step in plain torch."""
         obs, mask = self.preprocess(batch.inputs.obs), batch.inputs.action_mask
         target = self._target(batch)
         values = self.actions.taken(self.critics, obs, batch.action)
         loss = critic_loss(values, target, batch.weight)
-        finite = self._step("critics", loss, rates)
+        finite = self.step("critics", loss, rates)
         if trains_actor:
             finite = self._update_actor(obs, mask, rates) & finite
         self.target_values.lerp_(self.adams["critics"].values, self.config.tau)
@@ -226,13 +157,13 @@ class SACAgent:
         return SACResult(loss.detach(), actor, values.detach().mean(), entropy, alpha, finite)
 
     @torch.no_grad()
-    def _fast_step(self, batch: ReplayBatch, rates: SACRates, trains_actor: bool) -> SACResult:
+    def _fast_step(self, batch: ReplayBatch, rates: LearningRate, trains_actor: bool) -> SACResult:
         fast = cast("MlpSAC", self.fast)
         inputs = [self.preprocess(each.obs) for each in (batch.inputs, batch.next_inputs)]
         obs, next_obs = (cast("Tensor", each).flatten(1) for each in inputs)
         read = (obs, batch.action, next_obs, batch.reward, batch.discount, batch.weight)
-        noise = self._update_noise.draw(*batch.action.shape)
-        actor_noise = self._update_noise.draw(*batch.action.shape) if trains_actor else None
+        noise = self.update_noise.draw(*batch.action.shape)
+        actor_noise = self.update_noise.draw(*batch.action.shape) if trains_actor else None
         return SACResult(*fast.step(MlpBatch(*read, noise, actor_noise), rates.learning_rate))
 
     def check_fast(self) -> str:
@@ -242,7 +173,7 @@ class SACAgent:
         modules = self.actor, self.critics, self.temperature, self.preprocess
         parts = [part for module in modules for part in module.modules()]
         reason = why_not(
-            MIRRORED, self, self.actions, self._update_noise, *parts, *self.adams.values()
+            MIRRORED, self, self.actions, self.update_noise, *parts, *self.adams.values()
         )
         if reason is None and not MlpSAC.covers(self.actor, self.critics, self.preprocess):
             reason = "a network has changed"
@@ -259,17 +190,17 @@ class SACAgent:
         return soft_target(batch.reward, batch.discount, following, self.temperature())
 
     def _soft_value(self, critics: Critics, obs: Obs, mask: Tensor | None) -> SoftValue:
-        return self.actions.soft_value(critics, obs, self.actor(obs, mask), self._update_noise)
+        return self.actions.soft_value(critics, obs, self.actor(obs, mask), self.update_noise)
 
-    def _update_actor(self, obs: Obs, mask: Tensor | None, rates: SACRates) -> Any:
+    def _update_actor(self, obs: Obs, mask: Tensor | None, rates: LearningRate) -> Any:
         soft = self._soft_value(self.critics, obs, mask)
         loss = actor_loss(soft, self.temperature().detach())
-        finite = self._step("actor", loss, rates)
+        finite = self.step("actor", loss, rates)
         entropy = -soft.log_prob.detach().mean()
         if self.config.temperature is None:
             # Below the target entropy, the temperature rises.
             gap = self.temperature.log * (entropy - self.target_entropy(mask))
-            finite = self._step("temperature", gap, rates) & finite
+            finite = self.step("temperature", gap, rates) & finite
         self._keep_report(loss.detach(), entropy)
         return finite
 
@@ -283,53 +214,17 @@ class SACAgent:
         given = self.config.target_entropy
         return self.actions.target_entropy(mask) if given is None else given
 
-    def _step(self, name: str, loss: Tensor, rates: SACRates) -> Any:
-        adam = self.adams[name]
-        adam.grad.zero_()
-        # Only these parameters: the actor's loss must not train the critics.
-        torch.autograd.backward(loss, inputs=self._parameters.get(name))
-        return adam.quick_step(rates.learning_rate, loss.detach())[1]
-
-    def learn_moments(self, obs: Obs) -> None:
-        """Add observations [N, ...] to the running normalisation."""
-        self.preprocess.learn_moments(obs, self.adams["actor"].world)
-
     def join(self, world: World) -> None:
-        self.load_state_dict(world.agreed(self.state_dict()))
-        for adam in self.adams.values():
-            adam.world = world
-
-    def take_part(self, part: BatchPart) -> None:
-        self._update_noise.part = part
-        for adam in self.adams.values():
-            adam.share = part.share
+        super().join(world)
+        if self.device.type != "cpu":
+            self.fast = None  # its compiled step cannot average gradients
 
     def learnt(self) -> list[Tensor]:
-        trained = [each for adam in self.adams.values() for each in (adam.values, *adam.moments)]
-        return [*trained, self.target_values, self.last_actor, *self.preprocess.buffers()]
+        return [*super().learnt(), self.last_actor]
 
     def state_dict(self) -> StateDict:
-        parts = {name: getattr(self, name).state_dict() for name in PARTS}
-        return {
-            "spaces": {name: space_to_data(space) for name, space in self.spaces.items()},
-            **parts,
-            "adams": {name: adam.state_dict() for name, adam in self.adams.items()},
-            "n_updates": self.n_updates,
-            "last_actor": list(self.last_actor.clone()),
-            "update_generator": self.update_generator.get_state(),
-            **self._noise.state_dict(),
-        }
+        return {**super().state_dict(), "last_actor": list(self.last_actor.clone())}
 
     def load_state_dict(self, state: StateDict) -> None:
-        check_spaces(self.spaces, state["spaces"])
-        for name in PARTS:
-            getattr(self, name).load_state_dict(state[name])
-        for name, adam in self.adams.items():
-            adam.load_state_dict(state["adams"][name])
-        self.n_updates = state["n_updates"]
+        super().load_state_dict(state)
         self.last_actor.copy_(torch.stack(state["last_actor"]))
-        set_generator_state(self.update_generator, state["update_generator"])
-        self._noise.load_state_dict(state)
-
-
-PARTS = ("actor", "critics", "targets", "temperature", "preprocess")

@@ -14,9 +14,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from ml_pipeline.algorithms.sac.networks import Critic, Critics, DiscreteCritic
+from ml_pipeline.algorithms.replay.networks import Critic, Critics, DiscreteCritic
+from ml_pipeline.algorithms.replay.update_noise import UpdateNoise
 from ml_pipeline.algorithms.sac.squashed import SquashedNoise, SquashedPolicy
-from ml_pipeline.algorithms.sac.update_noise import UpdateNoise
 from ml_pipeline.policy.contracts import NetworkBuilder, Obs
 from ml_pipeline.policy.distributions import (
     FORBIDDEN,

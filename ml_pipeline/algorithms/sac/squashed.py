@@ -6,18 +6,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from gymnasium import spaces
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.policy.box_scale import BoxScale
 from ml_pipeline.policy.distributions import (
     LOG_SQRT_2PI,
-    ActionSpaceError,
-    BoxDistribution,
+    ScaledBox,
     StateDependentNoise,
     log_tanh_slope,
 )
@@ -25,19 +21,13 @@ from ml_pipeline.policy.distributions import (
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
 
 
-class SquashedPolicy(BoxDistribution):
+class SquashedPolicy(ScaledBox):
     """Bounded Box actions, stored in [-1, 1]; ``outputs`` are means and log deviations."""
 
     def __init__(self, space: spaces.Box) -> None:
-        super().__init__(space)
-        if not space.is_bounded():
-            raise ActionSpaceError(
-                f"agent=sac: action space {space} is not bounded on every side; "
-                "wrap the env so that its actions are"
-            )
+        super().__init__(space, key="agent=sac")
         (self.n_actions,) = self.action_shape
         self.n_outputs = 2 * self.n_actions
-        self.scale = BoxScale(space)
 
     def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
         return n_steps, n_envs, self.n_actions
@@ -71,15 +61,6 @@ class SquashedPolicy(BoxDistribution):
         raw = torch.atanh(action.clamp(-1.0 + 1e-6, 1.0 - 1e-6))
         _, log_prob = self.sample_and_log_prob(outputs, (raw - mean) * torch.exp(-log_std))
         return log_prob, -log_prob  # an estimate from one action: the entropy has no closed form
-
-    def to_env(self, action: NDArray[Any]) -> NDArray[Any]:
-        return super().to_env(self.scale.array(action))
-
-    def to_env_tensor(self, action: Tensor) -> Tensor:
-        return super().to_env_tensor(self.scale.exact(action))
-
-    def to_torch_env(self, action: Tensor) -> Tensor:
-        return super().to_torch_env(self.scale(action))
 
 
 class SquashedNoise(SquashedPolicy):

@@ -17,19 +17,17 @@ from ml_pipeline.algorithms.replay.contracts import ReplayBatch
 from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.distributions import Categorical, MultiCategorical
 from ml_pipeline.policy.networks import MLP
-from ml_pipeline.ranks.world import World
-from ml_pipeline.training.contracts import Place
-from ml_pipeline.training.graphs import Programs
+from ml_pipeline.training.contracts import RunContext
 
 CPU = torch.device("cpu")
 
 
 def made(action_space: Any = None, *, activation: str = "tanh", **settings: Any) -> DQNAgent:
-    place = Place(CPU, 1, "float32", Programs(CPU), World())
+    context = RunContext.alone(seed=1)
     box = spaces.Box(-1, 1, (2,), np.float32)
     config = DQNConfig(**{"action_mask": "none", **settings})
     network: Any = partial(MLP, activation=activation)
-    return DQNAgent(Spaces(box, action_space or spaces.Discrete(3)), network, config, place)
+    return DQNAgent(Spaces(box, action_space or spaces.Discrete(3)), network, config, context)
 
 
 def batch_of(agent: DQNAgent, n: int, **changes: Any) -> ReplayBatch:

@@ -22,11 +22,13 @@ from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
 from ml_pipeline.mirrors import fingerprint
 from ml_pipeline.policy import distributions, networks, optimiser
 from ml_pipeline.policy.actor_critic import ActorCritic
+from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.policy.distributions import Categorical, DiagonalGaussian
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.observations import Preprocess, RunningMoments
 from ml_pipeline.policy.optimiser import FlatAdam
 from ml_pipeline.targets import TargetError
+from ml_pipeline.training.contracts import RunContext
 
 OBS = spaces.Box(-1, 1, (3,), np.float32)
 RATES = Rates(learning_rate=1e-2, clip_range=0.2, entropy_coef=0.01)
@@ -161,7 +163,7 @@ def test_override_in_a_subclass_runs_and_other_methods_keep_the_fast_backend() -
             return self
 
     agent, named = (
-        kind(OBS, FIVE, MLP, PPOConfig(), device=CPU, seed=1) for kind in (Counting, Named)
+        kind(Spaces(OBS, FIVE), MLP, PPOConfig(), RunContext.alone()) for kind in (Counting, Named)
     )
 
     remark = agent.check_fast()

@@ -18,7 +18,7 @@ from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.recurrent import Recurrent
 from ml_pipeline.training.checks import TrainingError
-from ml_pipeline.training.contracts import Resizes, ResumesEpisodes, ShowsRollouts
+from ml_pipeline.training.contracts import Resizes, ResumesEpisodes, RunContext, ShowsRollouts
 
 
 def trainer_of(env: Any = None, network: Any = MLP, **more: Any) -> PPOTrainer:
@@ -27,7 +27,9 @@ def trainer_of(env: Any = None, network: Any = MLP, **more: Any) -> PPOTrainer:
     settings = {"n_steps": 6, "n_epochs": 2, "n_minibatches": 3, "learning_rate": 0.01}
     agent = agent_in(env, network, **{**settings, **more})
     skips = agent.config.on_nonfinite == "skip"
-    return PPOTrainer(agent, Played(env, 6, agent, allow_nonfinite=skips).collector, seed=1)
+    return PPOTrainer(
+        agent, Played(env, 6, agent, allow_nonfinite=skips).collector, RunContext.alone(seed=1)
+    )
 
 
 def test_an_iteration_returns_the_metrics_of_rollout_and_update() -> None:

@@ -23,6 +23,7 @@ from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
 from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
 from ml_pipeline.assembly.run import train
 from ml_pipeline.envs.vec_env import SerialEnv
+from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.training.graphs import Programs
 
 SIZES: dict[str, Any] = {"n_steps": 8, "n_minibatches": 2, "n_epochs": 3}
@@ -39,7 +40,7 @@ def trainer_of(kind: str) -> PPOTrainer:
         host = SerialEnv([CountingEnv] * 2, seed=1)
         agent = agent_in(host, **options, learning_rate_schedule="adaptive", fast=kind == "NumPy")
         collector = Collector([host], **seeds)
-    return PPOTrainer(agent, collector, seed=3)
+    return PPOTrainer(agent, collector, RunContext.alone(seed=3))
 
 
 def numbers(state: Any) -> Any:

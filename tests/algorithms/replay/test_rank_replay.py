@@ -20,7 +20,7 @@ from ml_pipeline.algorithms.replay.final_observations import FinalObservation
 from ml_pipeline.algorithms.replay.rank_learning import RankLearning
 from ml_pipeline.algorithms.replay.rank_replay import state_of_rank
 from ml_pipeline.algorithms.replay.rows import rows_of
-from ml_pipeline.algorithms.sac.update_noise import UpdateNoise
+from ml_pipeline.algorithms.replay.update_noise import UpdateNoise
 from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config
 from ml_pipeline.assembly.plan import make_plan
 from ml_pipeline.assembly.ranks import check_ranks
@@ -274,7 +274,7 @@ def test_another_number_of_envs_is_refused_with_the_one_that_fits(size: int, mes
 def test_sizes_and_layers_that_do_not_fit_several_ranks_are_refused() -> None:
     config = checked_config(compose_config(["agent=sac", "env=pendulum", "n_envs=4"]))
     plan = make_plan(checked_config(compose_config(["device=cpu", "logger=[]"])))
-    place, agent = plan.place._replace(world=World(0, 2)), Recorder()
+    place, agent = plan.context._replace(world=World(0, 2)), Recorder()
     agent.model = nn.Sequential(nn.BatchNorm1d(2))  # type: ignore[attr-defined]
 
     with pytest.raises(ConfigError, match="network, which has BatchNorm layers: does not train on"):

@@ -12,17 +12,15 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
+from ml_pipeline.algorithms.replay.networks import Critics
+from ml_pipeline.algorithms.replay.update_noise import UpdateNoise
 from ml_pipeline.algorithms.sac.agent import SACAgent, actor_loss, soft_target
 from ml_pipeline.algorithms.sac.config import SACConfig
-from ml_pipeline.algorithms.sac.networks import Critics
 from ml_pipeline.algorithms.sac.soft_actions import DiscreteActions
-from ml_pipeline.algorithms.sac.update_noise import UpdateNoise
 from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.distributions import FORBIDDEN, ActionSpaceError, Categorical
 from ml_pipeline.policy.networks import MLP
-from ml_pipeline.ranks.world import World
-from ml_pipeline.training.contracts import Place
-from ml_pipeline.training.graphs import Programs
+from ml_pipeline.training.contracts import RunContext
 
 CPU = torch.device("cpu")
 NO_DRAWS = UpdateNoise(torch.Generator(), torch.device("cpu"))
@@ -40,10 +38,10 @@ class Table(nn.Module):
 
 
 def made(n_actions: int, **settings: Any) -> SACAgent:
-    place = Place(CPU, 1, "float32", Programs(CPU), World())
+    context = RunContext.alone(seed=1)
     observations: Any = spaces.Box(-1, 1, (3,), np.float32)
     action: Any = spaces.Discrete(n_actions, start=5)
-    return SACAgent(Spaces(observations, action), MLP, SACConfig(**settings), place)
+    return SACAgent(Spaces(observations, action), MLP, SACConfig(**settings), context)
 
 
 def batch_of(n: int, n_actions: int, mask: Tensor | None = None) -> ReplayBatch:
@@ -165,9 +163,9 @@ def test_layer_norm_leaves_the_values_alone() -> None:
 
 
 def test_multidiscrete_is_refused() -> None:
-    place = Place(CPU, 1, "float32", Programs(CPU), World())
+    context = RunContext.alone(seed=1)
     observations: Any = spaces.Box(-1, 1, (3,), np.float32)
     action: Any = spaces.MultiDiscrete([2, 3])
 
     with pytest.raises(ActionSpaceError, match=r"agent=sac: .* is not a Box or Discrete"):
-        SACAgent(Spaces(observations, action), MLP, SACConfig(), place)
+        SACAgent(Spaces(observations, action), MLP, SACConfig(), context)

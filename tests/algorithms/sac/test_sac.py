@@ -17,18 +17,16 @@ from ml_pipeline.algorithms.sac.soft_actions import SoftValue
 from ml_pipeline.algorithms.sac.squashed import SquashedPolicy
 from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.networks import MLP
-from ml_pipeline.ranks.world import World
-from ml_pipeline.training.contracts import Place
-from ml_pipeline.training.graphs import Programs
+from ml_pipeline.training.contracts import RunContext
 
 CPU = torch.device("cpu")
 ACTIONS = spaces.Box(np.float32([-2.0, 0.0]), np.float32([2.0, 10.0]))
 
 
 def made(**settings: Any) -> SACAgent:
-    place = Place(CPU, 1, "float32", Programs(CPU), World())
+    context = RunContext.alone(seed=1)
     observations: Any = spaces.Box(-1, 1, (3,), np.float32)
-    return SACAgent(Spaces(observations, ACTIONS), MLP, SACConfig(**settings), place)
+    return SACAgent(Spaces(observations, ACTIONS), MLP, SACConfig(**settings), context)
 
 
 def batch_of(n: int) -> ReplayBatch:
@@ -131,10 +129,10 @@ def test_the_two_critics_differ_and_layer_norm_is_added_to_hidden_layers_only() 
 
 
 def test_images_and_dicts_are_supported() -> None:
-    place = Place(CPU, 1, "float32", Programs(CPU), World())
+    context = RunContext.alone(seed=1)
     camera = spaces.Box(0, 255, (3, 4, 4), np.uint8)
     both = spaces.Dict({"camera": camera, "speed": spaces.Box(-1, 1, (2,), np.float32)})
-    agent = SACAgent(Spaces(both, ACTIONS), MLP, SACConfig(), place)
+    agent = SACAgent(Spaces(both, ACTIONS), MLP, SACConfig(), context)
     obs = {"camera": np.zeros((5, 3, 4, 4), np.uint8), "speed": np.zeros((5, 2), np.float32)}
 
     action = agent.act_batch(obs, True)
@@ -163,9 +161,9 @@ def test_gradients_by_hand_train_as_autograd_does(
     def network(space: Any) -> MLP:
         return MLP(space, (16, 16), activation)
 
-    place, observations = Place(CPU, 1, "float32", Programs(CPU), World()), spaces.Box(-1, 1, (3,))
+    context, observations = RunContext.alone(seed=1), spaces.Box(-1, 1, (3,))
     agents = [
-        SACAgent(Spaces(observations, ACTIONS), network, SACConfig(fast=fast, **settings), place)
+        SACAgent(Spaces(observations, ACTIONS), network, SACConfig(fast=fast, **settings), context)
         for fast in ("auto", "off")
     ]
     assert [agent.fast is None for agent in agents] == [False, True]

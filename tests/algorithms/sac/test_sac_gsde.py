@@ -20,9 +20,7 @@ from ml_pipeline.algorithms.sac.squashed import SquashedNoise
 from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.networks import MLP
-from ml_pipeline.ranks.world import World
-from ml_pipeline.training.contracts import Envs, Place
-from ml_pipeline.training.graphs import Programs
+from ml_pipeline.training.contracts import Envs, RunContext
 
 CPU = torch.device("cpu")
 ACTIONS = spaces.Box(np.float32([-2.0, 0.0]), np.float32([2.0, 10.0]))
@@ -43,8 +41,8 @@ class StillEnv(gym.Env[Any, Any]):
         return np.full(3, 0.5, np.float32), 0.0, False, False, {}
 
 
-def place() -> Place:
-    return Place(CPU, 1, "float32", Programs(CPU), World())
+def place() -> RunContext:
+    return RunContext.alone(seed=1)
 
 
 def made(**settings: Any) -> SACAgent:

@@ -1,0 +1,242 @@
+"""ReplayAgent: the base of agents that learn from replay, such as DQN, SAC and your own.
+
+It reads observations and masks, counts updates, saves and loads, and joins ranks. A subclass
+makes its networks in ``__init__`` and has five members of its own: ``metric_names``, ``outputs``,
+``explore``, ``gradient_step`` and ``greedy``. docs/own_algorithm.md shows one.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ml_pipeline.algorithms.replay.config import OffPolicyConfig
+from ml_pipeline.algorithms.replay.contracts import BatchPart, ReplayBatch
+from ml_pipeline.algorithms.replay.update_noise import UpdateNoise
+from ml_pipeline.policy.acting_noise import ActingNoise
+from ml_pipeline.policy.actor_critic import GreedyPolicy
+from ml_pipeline.policy.contracts import Obs, PolicyInput, PolicySample, Spaces
+from ml_pipeline.policy.distributions import Distribution
+from ml_pipeline.policy.masks import ActionMasks, Mask
+from ml_pipeline.policy.observation_input import ObservationInput
+from ml_pipeline.policy.optimiser import FlatAdam
+from ml_pipeline.policy.space_data import check_spaces, space_to_data
+from ml_pipeline.ranks.world import World
+from ml_pipeline.records import StateDict
+from ml_pipeline.seeding import set_generator_state, stream_seed
+from ml_pipeline.training.contracts import RunContext
+
+ConfigT = TypeVar("ConfigT", bound=OffPolicyConfig)
+RatesT = TypeVar("RatesT", bound="tuple[float, ...]")
+# A NamedTuple of metrics, 0-d tensors or numbers. ``finite`` is False if a loss or a gradient was
+# not; such a step changes nothing. With prioritised replay, ``error`` has the TD errors, [B].
+ResultT = TypeVar("ResultT", bound="tuple[Any, ...]")
+
+
+class LearningRate(NamedTuple):
+    """The annealed settings of an agent that anneals nothing else."""
+
+    learning_rate: float
+
+
+class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
+    """A subclass sets ``distribution``, ``adams`` and ``parts`` in its ``__init__``."""
+
+    memory_size = 0  # not recurrent
+    draws_in_updates: ClassVar[bool] = False  # whether ``gradient_step`` uses ``update_noise``
+    metric_names: ClassVar[dict[str, str]]  # field of the result of an update -> name in the log
+
+    distribution: Distribution
+    adams: dict[str, FlatAdam]  # one per loss
+    parts: dict[str, nn.Module]  # what is learnt: saved, and taken over by init_from
+    kept: dict[str, Tensor]  # what else a resumed run needs, such as a metric of an earlier update
+
+    def __init__(self, spaces: Spaces, config: ConfigT, context: RunContext) -> None:
+        self.config = config
+        self.device = context.device
+        self.spaces = {"observation_space": spaces.observation, "action_space": spaces.action}
+        self._input = ObservationInput(spaces.observation, config, self.device)
+        self.reader, self.preprocess = self._input.reader, self._input.preprocess
+        self.inputs = self._input.inputs
+        self.n_updates = 0
+        self.kept = {}
+        self._seed = context.seed
+        self.update_generator: torch.Generator | None = None
+        if self.draws_in_updates:
+            seed = stream_seed(context.seed, "update noise")
+            self.update_generator = torch.Generator(self.device).manual_seed(seed)
+
+    @cached_property
+    def update_noise(self) -> UpdateNoise:
+        """The noise of gradient steps, which does not depend on the number of ranks."""
+        if self.update_generator is None:
+            raise TypeError(f"{type(self).__name__} needs draws_in_updates = True")
+        return UpdateNoise(self.update_generator, self.device)
+
+    def new_adam(self, module: nn.Module) -> FlatAdam:
+        """The optimiser of a module on its device; a value of ``adams``."""
+        norm = self.config.max_grad_norm
+        return FlatAdam(
+            module,
+            eps=self.config.adam_eps,
+            max_grad_norm=math.inf if norm is None else norm,
+        )
+
+    def step(self, name: str, loss: Tensor, rates: RatesT) -> Any:
+        """A gradient step of ``adams[name]`` alone; returns whether all was finite."""
+        adam = self.adams[name]
+        adam.grad.zero_()
+        # Only these parameters: the loss of an actor must not train its critics.
+        torch.autograd.backward(loss, inputs=adam.parameters)
+        return adam.quick_step(rates[0], loss.detach())[1]
+
+    @abstractmethod
+    def outputs(self, inputs: PolicyInput) -> Tensor:
+        """The outputs for ``distribution``, [B, n_outputs]: logits, values or means."""
+
+    @abstractmethod
+    def explore(
+        self, inputs: PolicyInput, noise: Tensor, rates: RatesT, *, is_random: bool
+    ) -> PolicySample:
+        """Actions for training; ``is_random``: before the first update."""
+
+    @abstractmethod
+    def gradient_step(self, batch: ReplayBatch, rates: RatesT, is_turn: bool) -> ResultT:
+        """One update that only changes tensors, so that it can be captured as a graph.
+
+        ``is_turn`` is what ``begin_update`` returned.
+        """
+
+    @abstractmethod
+    def greedy(self) -> GreedyPolicy:
+        """The deterministic policy that export writes."""
+
+    def policy_of(self, trunk: nn.Module, head: nn.Module) -> GreedyPolicy:
+        """The deterministic policy of a network and its head."""
+        return GreedyPolicy(
+            self.reader,
+            self.masks,
+            preprocess=self.preprocess,
+            trunk=trunk,
+            head=head,
+            distribution=self.distribution,
+        )
+
+    def begin_update(self) -> bool:
+        """Count an update; returns whether it has the part that only some updates have."""
+        self.n_updates += 1
+        return True
+
+    def rates(self, progress: float, learning_rate: float) -> RatesT:
+        """The annealed settings at ``progress`` (0 to 1) through the run."""
+        return LearningRate(learning_rate)  # type: ignore[return-value]  # a subclass has its own
+
+    def update(self, batch: ReplayBatch, rates: RatesT) -> ResultT:
+        """One gradient step."""
+        return self.gradient_step(batch, rates, self.begin_update())
+
+    @property
+    def takes_arrays(self) -> bool:
+        """Whether ``explore`` and ``gradient_step`` take NumPy arrays in the place of tensors."""
+        return False
+
+    @cached_property
+    def masks(self) -> ActionMasks:
+        return self._input.masks(self.distribution)
+
+    @cached_property
+    def _acting_noise(self) -> ActingNoise:
+        seed = stream_seed(self._seed, "act")
+        return ActingNoise(self.distribution, n_steps=self.config.iteration_length, seed=seed)
+
+    def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
+        """Noise for ``n_steps`` steps, [n_rows, n_envs, ...], on the agent's device."""
+        return self.distribution.draw_noise(n_steps, n_envs, generator).to(self.device)
+
+    @torch.no_grad()
+    def act_batch(
+        self,
+        obs: Any,
+        deterministic: bool = False,
+        *,
+        action_mask: Mask | None = None,
+        memory: Tensor | None = None,
+    ) -> NDArray[np.generic]:
+        """[n_envs, *obs] -> [n_envs, *act]; gSDE keeps its noise for several calls."""
+        leaves = self.reader.read(obs)
+        inputs = self.inputs(leaves, self.masks.in_call(leaves, action_mask))
+        return self._act(inputs, len(next(iter(leaves.values()))), deterministic)
+
+    def _act(self, inputs: PolicyInput, n_envs: int, deterministic: bool) -> NDArray[np.generic]:
+        noise = None if deterministic else self._acting_noise.next(n_envs).to(self.device)
+        return self.distribution.chosen(self.outputs(inputs), noise)
+
+    def new_memory(self, n_envs: int) -> None:
+        return None
+
+    def mask_of(self, infos: Mapping[str, Any]) -> Mask | None:
+        """The masks in a vector env's infos, or None if this policy does not read them there."""
+        return self.masks.of_infos(infos)
+
+    def for_playing(self) -> ReplayAgent[ConfigT, RatesT, ResultT]:
+        return self
+
+    def check_fast(self) -> str:
+        """Use readable code from now on if what fast code repeats has changed; returns why."""
+        return ""
+
+    def learn_moments(self, obs: Obs) -> None:
+        """Add observations [N, ...] to the running normalisation."""
+        self.preprocess.learn_moments(obs, next(iter(self.adams.values())).world)
+
+    def join(self, world: World) -> None:
+        """Start from the state of rank 0, and average gradients with the others from now on."""
+        self.load_state_dict(world.agreed(self.state_dict()))
+        for adam in self.adams.values():
+            adam.world = world
+
+    def take_part(self, part: BatchPart) -> None:
+        """The next batch consists of these rows of the whole batch."""
+        for adam in self.adams.values():
+            adam.share = part.share
+        if self.draws_in_updates:
+            self.update_noise.part = part
+
+    def learnt(self) -> list[Tensor]:
+        """All float32 tensors that must be equal on all ranks."""
+        trained = [each for adam in self.adams.values() for each in (adam.values, *adam.moments)]
+        kept = [each for part in self.parts.values() for each in part.state_dict().values()]
+        return [*trained, *(each for each in kept if each.dtype == torch.float32)]
+
+    def state_dict(self) -> StateDict:
+        state = {
+            "spaces": {name: space_to_data(space) for name, space in self.spaces.items()},
+            **{name: part.state_dict() for name, part in self.parts.items()},
+            "adams": {name: adam.state_dict() for name, adam in self.adams.items()},
+            "n_updates": self.n_updates,
+            **self._acting_noise.state_dict(),
+        }
+        if self.update_generator is not None:
+            state["update_generator"] = self.update_generator.get_state()
+        return {**state, "kept": self.kept} if self.kept else state
+
+    def load_state_dict(self, state: StateDict) -> None:
+        check_spaces(self.spaces, state["spaces"])
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+        for name, adam in self.adams.items():
+            adam.load_state_dict(state["adams"][name])
+        self.n_updates = state["n_updates"]
+        self._acting_noise.load_state_dict(state)
+        for name, tensor in self.kept.items():
+            tensor.copy_(state["kept"][name])
+        if self.update_generator is not None:
+            set_generator_state(self.update_generator, state["update_generator"])
