@@ -21,12 +21,12 @@ import optuna
 import yaml
 from filelock import FileLock, Timeout
 from optuna.pruners import MedianPruner
-from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.runs.run_folder import write_text
-from ml_pipeline.study.journal import HOST, Journal
+from ml_pipeline.study.journal import HOST, JournalLock
 
 STUDY_ROOT = Path("studies")
 MOST_DEATHS = 5  # of the worker of one trial; a stop signal does not count
@@ -93,7 +93,8 @@ class StudyFolder:
 
     @cached_property
     def storage(self) -> JournalStorage:
-        return JournalStorage(Journal(self.journal))
+        backend = JournalFileBackend(str(self.journal), lock_obj=JournalLock(self.journal))
+        return JournalStorage(backend)
 
     def study(self) -> optuna.Study:
         """The study as Optuna sees it, including later changes by other processes."""
