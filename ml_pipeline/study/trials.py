@@ -95,12 +95,12 @@ def _claim(
     for dead in running(trials):
         lock = folder.claim(dead)
         if lock is not None:
-            trial = folder.attach(study, dead.number)
+            trial = folder.open_trial(study, dead.number)
             _record_claim(trial)
             return trial, lock
     if len(trials) >= settings.n_trials:
         return None
-    trial = folder.attach(study, _new_trial(study, settings, trials))
+    trial = folder.add_trial(study, _new_trial(settings, trials))
     lock = folder.trial_lock(trial.number)
     lock.acquire()
     return trial, lock
@@ -116,11 +116,8 @@ def _record_claim(trial: Trial) -> None:
         trial.set_user_attr(key, value)
 
 
-def _new_trial(study: optuna.Study, settings: StudySettings, trials: list[FrozenTrial]) -> int:
-    """Add a trial to the journal, in one line, and return its number.
-
-    Its parameters depend on the study's seed, its number and the trials before it.
-    """
+def _new_trial(settings: StudySettings, trials: list[FrozenTrial]) -> FrozenTrial:
+    """A trial whose parameters depend on the study's seed, its number and the trials before it."""
     number = len(trials)
     space = distributions(settings.space)
     with warnings.catch_warnings():
@@ -130,20 +127,16 @@ def _new_trial(study: optuna.Study, settings: StudySettings, trials: list[Frozen
             multivariate=True,
             constant_liar=True,  # avoid the parameters of trials that still run
         )
+    # In memory: study.ask would write each parameter to the journal in a line of its own.
     beside = optuna.create_study(direction="maximize", sampler=sampler)
     beside.add_trials(trials)
-    owner = {"host": HOST, "pid": os.getpid()}
-    study.add_trial(
-        create_trial(
-            state=TrialState.RUNNING,
-            params=beside.ask(space).params,
-            distributions=space,
-            user_attrs={**owner, "seed": stream_seed(settings.seed, f"trial {number}")},
-        )
+    seed = stream_seed(settings.seed, f"trial {number}")
+    return create_trial(
+        state=TrialState.RUNNING,
+        params=beside.ask(space).params,
+        distributions=space,
+        user_attrs={"host": HOST, "pid": os.getpid(), "seed": seed},
     )
-    # Another machine may have just added a trial; then ours has a higher number.
-    newest_first = reversed(study.get_trials(deepcopy=False))
-    return next(trial.number for trial in newest_first if owner.items() <= trial.user_attrs.items())
 
 
 def _run(study: optuna.Study, settings: StudySettings, trial: Trial) -> None:
