@@ -122,13 +122,15 @@ class StudyFolder:
         trials = self.read_trials()
         return [Path(t.user_attrs["run_dir"]) for t in trials if "run_dir" in t.user_attrs]
 
-    def add_trial(self, study: optuna.Study, trial: FrozenTrial) -> Trial:
+    def add_trial(self, trial: FrozenTrial) -> Trial:
         """Write a new trial to the journal, in one line: a kill leaves all of it or nothing."""
+        study = self.study()
         study_id = self.storage.get_study_id_from_name(self.name)
         return Trial(study, self.storage.create_new_trial(study_id, template_trial=trial))
 
-    def open_trial(self, study: optuna.Study, number: int) -> Trial:
+    def open_trial(self, number: int) -> Trial:
         """A writable trial, created by any process."""
+        study = self.study()
         study_id = self.storage.get_study_id_from_name(self.name)
         return Trial(study, self.storage.get_trial_id_from_study_id_trial_number(study_id, number))
 

@@ -32,7 +32,7 @@ class JournalLock(JournalFileOpenLock):
         with ExitStack() as stack:
             stack.enter_context(self._on_this_machine.acquire(poll_interval=0.005))
             if self._owner() == HOST:  # a dead process: a live one would hold the file lock
-                self._among_machines.release()
+                self._release_among_machines()
             self._among_machines.acquire()
             stack.callback(self._release_among_machines)
             self._marker.write_text(HOST)
@@ -44,7 +44,7 @@ class JournalLock(JournalFileOpenLock):
         self._held.close()
 
     def _release_among_machines(self) -> None:
-        with suppress(RuntimeError):  # another machine considered this process dead
+        with suppress(RuntimeError):  # another machine considered its owner dead
             self._among_machines.release()
 
     def _owner(self) -> str | None:

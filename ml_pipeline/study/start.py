@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentError, ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from ml_pipeline.runs.console import python_command, say
 from ml_pipeline.signals import Interrupted, StopSignals
 from ml_pipeline.study.folder import (
     MOST_DEATHS,
+    Space,
     StudyError,
     StudyFolder,
     StudySettings,
@@ -114,14 +115,12 @@ def _new_settings(name: str, request: Request) -> StudySettings:
     cfg = compose_config([f"objective={EVAL_RETURN}", *request.overrides, *searched])
     config = checked_config(cfg)
     check_selection(config)
-    space = read_space(request.space or default_space(config), request.config_dir)
-    given = _by_key(request.overrides)
-    fixed = [key for key in space if _key(key) in given]
-    for key in fixed:
-        del space[key]
+    all_keys = read_space(request.space or default_space(config), request.config_dir)
+    space = _searched(all_keys, _by_key(request.overrides))
     if not space:
         raise StudyError("overrides fix every key of the space; leave one out to search it")
     check_space(space, cfg, [*request.overrides, *searched])
+    fixed = [key for key in all_keys if key not in space]
     if fixed:
         say(f"fixed by overrides, not searched: {', '.join(fixed)}")
     return StudySettings(
@@ -161,13 +160,17 @@ def _difference(settings: StudySettings, request: Request) -> str | None:
     if request.space is not None:
         from ml_pipeline.study.space import read_space
 
-        read = read_space(request.space, settings.config_dir)
-        space = {key: rule for key, rule in read.items() if _key(key) not in stored}
+        space = _searched(read_space(request.space, settings.config_dir), stored)
         for key in [*settings.space, *space]:
             old, new = settings.space.get(key), space.get(key)
             if old != new:
                 return f"with another space, {key}: {old}, not {new} as in space={request.space}"
     return None
+
+
+def _searched(space: Space, given: Mapping[str, str]) -> Space:
+    """The space without the keys that overrides fix."""
+    return {key: rule for key, rule in space.items() if _key(key) not in given}
 
 
 def _key(override: str) -> str:
@@ -244,7 +247,7 @@ class _Workers:
             self._workers.append(self._new_worker(len(self._workers)))
         for index, worker in enumerate(self._workers):
             code = worker.poll()
-            if code in (None, 0, 1):
+            if code in (None, 0, 1):  # it trains, is done, or has logged its error
                 continue
             self._deaths += 1
             if self._deaths > MOST_DEATHS * self._n_jobs:  # the trials should have failed by now

@@ -72,35 +72,34 @@ def work(name: str, *, first: int, parent: int) -> None:
     end_with_parent()
     with StopSignals():
         folder = StudyFolder.open(name)
-        study = folder.study()
         while True:
             settings = folder.read()  # n_trials may have been raised
             with folder.alone():
-                trials = study.get_trials(deepcopy=False)
+                trials = folder.read_trials()
                 if len(finished(trials)) >= settings.n_trials or why_hopeless(trials, first):
                     return
-                claimed = _claim(folder, study, settings, trials)
+                claimed = _claim(folder, settings, trials)
             if claimed is None:
                 time.sleep(_LOOK_SECONDS)  # other workers train the last trials, and may die
                 continue
             trial, lock = claimed
             with held(lock):
-                _run(study, settings, trial)
+                _run(settings, trial)
 
 
 def _claim(
-    folder: StudyFolder, study: optuna.Study, settings: StudySettings, trials: list[FrozenTrial]
+    folder: StudyFolder, settings: StudySettings, trials: list[FrozenTrial]
 ) -> tuple[Trial, FileLock] | None:
     """A dead trial or else a new one, with its lock; None if other workers train all the rest."""
     for dead in running(trials):
         lock = folder.claim(dead)
         if lock is not None:
-            trial = folder.open_trial(study, dead.number)
+            trial = folder.open_trial(dead.number)
             _record_claim(trial)
             return trial, lock
     if len(trials) >= settings.n_trials:
         return None
-    trial = folder.add_trial(study, _new_trial(settings, trials))
+    trial = folder.add_trial(_new_trial(settings, trials))
     lock = folder.trial_lock(trial.number)
     lock.acquire()
     return trial, lock
@@ -139,19 +138,17 @@ def _new_trial(settings: StudySettings, trials: list[FrozenTrial]) -> FrozenTria
     )
 
 
-def _run(study: optuna.Study, settings: StudySettings, trial: Trial) -> None:
+def _run(settings: StudySettings, trial: Trial) -> None:
     """Train the rest of a trial and report the result to Optuna."""
     say(f"trial {trial.number}: {trial.params}")
     try:
         if trial.user_attrs.get("deaths", 0) >= MOST_DEATHS:
             raise UserError(f"its worker died {MOST_DEATHS} times")
-        value = _trained_value(study, settings, trial)
-        if trial.user_attrs.get("pruned"):
-            study.tell(trial, state=TrialState.PRUNED)
-        elif math.isnan(value):
-            raise UserError(f"objective={settings.objective} was never measured")
+        value = None if _is_pruned(trial) else _trained_value(settings, trial)
+        if value is None:
+            trial.study.tell(trial, state=TrialState.PRUNED)
         else:
-            study.tell(trial, value)
+            trial.study.tell(trial, value)
     except KeyboardInterrupt:
         trial.set_user_attr("stopped", True)
         raise
@@ -163,11 +160,15 @@ def _run(study: optuna.Study, settings: StudySettings, trial: Trial) -> None:
             traceback.print_exc()
             reason = f"{type(error).__name__}: {reason}"
         trial.set_user_attr("error", reason)
-        study.tell(trial, state=TrialState.FAIL)
+        trial.study.tell(trial, state=TrialState.FAIL)
 
 
-def _trained_value(study: optuna.Study, settings: StudySettings, trial: Trial) -> float:
-    """Train the rest of the trial's run, if any, and return its objective; nan if pruned."""
+def _is_pruned(trial: Trial) -> bool:
+    return bool(trial.user_attrs.get("pruned"))  # the callback ``Pruning`` sets it
+
+
+def _trained_value(settings: StudySettings, trial: Trial) -> float | None:
+    """Train the rest of the trial's run, if any, and return its objective; None if pruned."""
     overrides = [
         *settings.overrides,
         *param_overrides(settings.space, trial.params),
@@ -178,14 +179,16 @@ def _trained_value(study: optuna.Study, settings: StudySettings, trial: Trial) -
     cfg = compose_config(overrides)
     config = checked_config(cfg)
     run = _run_folder(trial, config)
-    if trial.user_attrs.get("pruned"):
-        return math.nan
     if _has_checkpoint(run) and _is_trained(run):
         value = recorded_value(run, settings.objective)
     else:
-        callbacks = _callbacks(study, trial, config)
-        value = _train(run, cfg, overrides, study.study_name, callbacks).objective
+        callbacks = _callbacks(trial, config)
+        value = _train(run, cfg, overrides, trial.study.study_name, callbacks).objective
     trial.set_user_attr("seconds", run.read_summary().get("seconds"))
+    if _is_pruned(trial):
+        return None
+    if math.isnan(value):
+        raise UserError(f"objective={settings.objective} was never measured")
     return value
 
 
@@ -220,12 +223,12 @@ def _run_folder(trial: Trial, config: TrainConfig) -> RunFolder:
     return run
 
 
-def _callbacks(study: optuna.Study, trial: Trial, config: TrainConfig) -> dict[str, Callback]:
+def _callbacks(trial: Trial, config: TrainConfig) -> dict[str, Callback]:
     evaluation = config.callbacks.get("evaluation") or {}
     every_steps = evaluation.get("eval_every_steps")
     if every_steps is None:  # no evaluation, or the user's own
         return {}
-    reported = set(study.get_trials(deepcopy=False)[trial.number].intermediate_values)
+    reported = set(trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
     return {"pruning": Pruning(trial, every_steps=every_steps, reported=reported)}
 
 
