@@ -31,7 +31,7 @@ from rich.table import Table
 from ml_pipeline.errors import UserError, one_line
 from ml_pipeline.extras import missing_extra
 from ml_pipeline.metrics import shown_return
-from ml_pipeline.runs.console import user_command, wide_console
+from ml_pipeline.runs.console import plain_table, user_command, wide_console
 from ml_pipeline.runs.run_folder import write_text
 from ml_pipeline.signals import Interrupted, signals_to_handle
 
@@ -149,9 +149,7 @@ def jobs_table(jobs: Sequence[Job], *, running: str = "died") -> Table:
     ``running`` is shown for jobs that have not recorded their end. When a sweep is over, they died.
     """
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("job", "overrides", "status", "objective", "run folder or error"):
-        table.add_column(title, overflow="fold")
+    table = plain_table("job", "overrides", "status", "objective", "run folder or error")
     for job in jobs:
         table.add_row(
             str(job.number),

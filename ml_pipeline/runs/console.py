@@ -89,6 +89,14 @@ def wide_console() -> Console:
     return console
 
 
+def plain_table(*titles: str) -> Table:
+    """A table without lines; long cells are folded."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    return table
+
+
 _is_quiet = False
 
 

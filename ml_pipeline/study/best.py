@@ -12,10 +12,9 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import yaml
 from filelock import FileLock
 from omegaconf import OmegaConf
 from optuna.trial import FrozenTrial, TrialState
@@ -54,7 +53,7 @@ def write_best(
     """
     folder = StudyFolder.open(name)
     settings = folder.read()
-    trials = folder.study().get_trials(deepcopy=False)
+    trials = folder.read_trials()
     complete = ranked(trials)
     if not complete:
         raise StudyError(f"study {name} has no complete trial yet; see: study status {name}")
@@ -65,11 +64,10 @@ def write_best(
     say(f"experiment: {path}")
     say(f"train it:   {user_command('train')} {arguments}")
     if deploy is not None:
-        facts = {"study": name, "trial": best.number, "objective": best.value}
         run = RunFolder.open(run_dir)
         looked_at = [each for each in finished(trials) if each.state != TrialState.FAIL]
-        config = stored_config(run, trust=True)
-        facts |= judged_facts(run, config, n_trials=len(looked_at))
+        verdict = judged_facts(run, stored_config(run, trust=True), n_trials=len(looked_at))
+        facts = {"study": name, "trial": best.number, "objective": best.value, **verdict}
         deploy_run(run, deploy, facts, n_episodes=n_episodes, seed=seed, trust=trust)
 
 
@@ -78,7 +76,7 @@ def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> 
     overrides = [*settings.overrides, *param_overrides(settings.space, best.params)]
     cfg = compose_config([*overrides, *with_config_dir(settings.config_dir)])
     defaults: list[str] = []
-    values: dict[str, Any] = {}
+    values = OmegaConf.create()
     removed = []  # a YAML file cannot remove a key
     for override in overrides:
         key, _, value = override.partition("=")
@@ -91,7 +89,10 @@ def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> 
         elif is_group(key):
             defaults.append(f"  - override /{key}: {value}")
         else:
-            _put(values, key.lstrip("+"), OmegaConf.select(cfg, key.lstrip("+")))
+            key = key.lstrip("+")
+            value = OmegaConf.select(cfg, key)
+            # YAML reads 5e5 as a float.
+            OmegaConf.update(values, key, int(value) if key == "total_steps" else value)
     options = ["--config-dir", settings.config_dir] if settings.config_dir is not None else []
     arguments = shlex.join([*options, f"experiment=best_{name}", *removed])
     command = user_command("train", python="python")
@@ -100,7 +101,7 @@ def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> 
         f"# {command} {arguments}   trial {best.number} of study {name}: "
         f"{settings.objective} {figure(best.value)} with seed={best.user_attrs['seed']}",
         *(["defaults:", *defaults, ""] if defaults else []),
-        yaml.safe_dump(values, sort_keys=False, width=1000),
+        OmegaConf.to_yaml(values),
     ]
     # The user's own folder, not that of the package; Hydra also searches conf/ in this folder.
     path = Path(settings.config_dir or "conf") / "experiment" / f"best_{name}.yaml"
@@ -112,19 +113,10 @@ def _write_experiment(name: str, settings: StudySettings, best: FrozenTrial) -> 
     return path, arguments
 
 
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    if key == "total_steps":
-        value = int(value)  # YAML reads 5e5 as a float
-    *parents, last = key.split(".")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-    values[last] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-
-
 def deploy_run(
     run: RunFolder,
     target: Path,
-    facts: Mapping[str, Any],
+    facts: Mapping[str, object],
     *,
     n_episodes: int,
     seed: int | None,
@@ -137,9 +129,9 @@ def deploy_run(
         is_first = _is_first(run, target, trust=trust)
         # A new seed each time: the deployed policy won on the episodes of the last seed.
         seed = secrets.randbelow(2**31 - 1 - n_episodes) if seed is None else seed
-        how: dict[str, Any] = {"n_episodes": n_episodes, "seed": seed}
-        new = evaluate_run(run.path, None, **how)
-        old = None if is_first else evaluate_run(target, None, **how, trust=trust)
+        play = partial(evaluate_run, checkpoint=None, n_episodes=n_episodes, seed=seed)
+        new = play(run.path)
+        old = None if is_first else play(target, trust=trust)
         before = "no policy before" if old is None else f"{figure(old.mean)} before"
         result = f"{figure(new.mean)} over {n_episodes} episodes from seed {seed}, {before}"
         if old is not None and new.mean <= old.mean:
@@ -176,7 +168,7 @@ def _is_first(run: RunFolder, target: Path, *, trust: bool) -> bool:
     return False
 
 
-def _replace(run: RunFolder, target: Path, facts: Mapping[str, Any]) -> None:
+def _replace(run: RunFolder, target: Path, facts: Mapping[str, object]) -> None:
     """Write a complete new folder, then rename a link to it over ``target``."""
     made = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     before = target.resolve()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from socketserver import ThreadingMixIn
-from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from ml_pipeline.extras import import_extra
@@ -17,7 +16,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class _QuietHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Print nothing: the page sends a request every few seconds."""
 
 

@@ -21,12 +21,12 @@ import optuna
 import yaml
 from filelock import FileLock, Timeout
 from optuna.pruners import MedianPruner
-from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.runs.run_folder import write_text
-from ml_pipeline.study.journal import HOST, Journal
+from ml_pipeline.study.journal import HOST, JournalLock
 
 STUDY_ROOT = Path("studies")
 MOST_DEATHS = 5  # of the worker of one trial; a stop signal does not count
@@ -40,11 +40,15 @@ class StudyError(UserError):
     """A study does not exist, or does not match this command."""
 
 
+Rule = dict[str, Any]  # low and high, with log or step; or choices
+Space = dict[str, Rule]  # by config key
+
+
 class StudySettings(NamedTuple):
     """The contents of study.yaml."""
 
     overrides: list[str]  # of every trial
-    space: dict[str, dict[str, Any]]
+    space: Space
     n_trials: int
     seed: int
     objective: str
@@ -93,26 +97,40 @@ class StudyFolder:
 
     @cached_property
     def storage(self) -> JournalStorage:
-        return JournalStorage(Journal(self.journal))
+        backend = JournalFileBackend(str(self.journal), lock_obj=JournalLock(self.journal))
+        return JournalStorage(backend)
 
     def study(self) -> optuna.Study:
         """The study as Optuna sees it, including later changes by other processes."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        storage = self.storage
+        if self.name not in optuna.get_all_study_names(storage):
+            # Always writes to the journal, also if the study exists.
+            optuna.create_study(
+                study_name=self.name, storage=storage, direction="maximize", load_if_exists=True
+            )
         # Trials with long rollouts skip points, so few trials may have a value at a point.
         pruner = MedianPruner(n_startup_trials=5, n_min_trials=5)
-        options: Any = {"study_name": self.name, "storage": self.storage, "pruner": pruner}
-        try:
-            return optuna.load_study(**options)
-        except KeyError:  # a new study; create_study always writes to the journal
-            return optuna.create_study(**options, direction="maximize", load_if_exists=True)
+        return optuna.load_study(study_name=self.name, storage=storage, pruner=pruner)
+
+    def read_trials(self) -> list[FrozenTrial]:
+        """All trials, in the order of their numbers; do not change them."""
+        return self.study().get_trials(deepcopy=False)
 
     def run_dirs(self) -> list[Path]:
         """The run folders of all trials that have begun, in the order of the trials."""
-        trials = self.study().get_trials(deepcopy=False)
+        trials = self.read_trials()
         return [Path(t.user_attrs["run_dir"]) for t in trials if "run_dir" in t.user_attrs]
 
-    def attach(self, study: optuna.Study, number: int) -> Trial:
+    def add_trial(self, trial: FrozenTrial) -> Trial:
+        """Write a new trial to the journal, in one line: a kill leaves all of it or nothing."""
+        study = self.study()
+        study_id = self.storage.get_study_id_from_name(self.name)
+        return Trial(study, self.storage.create_new_trial(study_id, template_trial=trial))
+
+    def open_trial(self, number: int) -> Trial:
         """A writable trial, created by any process."""
+        study = self.study()
         study_id = self.storage.get_study_id_from_name(self.name)
         return Trial(study, self.storage.get_trial_id_from_study_id_trial_number(study_id, number))
 
@@ -151,7 +169,7 @@ class StudyFolder:
     def _silence(self, trial: FrozenTrial) -> float:
         """Seconds since the last heartbeat."""
         try:
-            beat = (self.trials / f"{trial.number}.lock").stat().st_mtime
+            beat = os.stat(self.trial_lock(trial.number).lock_file).st_mtime
         except OSError:
             beat = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
         return time.time() - beat

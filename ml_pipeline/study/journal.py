@@ -1,56 +1,51 @@
-"""Journal: the file of a study's trials, written by many processes; any may be killed."""
+"""JournalLock: lets many processes write Optuna's journal of a study; any may be killed."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any
 
 from filelock import FileLock
-from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.storages.journal import JournalFileOpenLock
 
 HOST = platform.node()
 
 
-class Journal(JournalFileBackend):
-    """Optuna's journal file, which also survives a writer that is killed.
+class JournalLock(JournalFileOpenLock):
+    """Optuna's lock between machines, which also cleans up after a killed writer.
 
-    Optuna cannot read past a half-written line, so ``append_logs`` overwrites one at the end.
+    Optuna alone would wait 30 s for a dead writer, and could not read past its half-written line.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
-        self._journal = path
-        self._among_machines = JournalFileOpenLock(str(path))
-        self._marker = path.with_name(f"{path.name}.lock")  # the file of that lock
-        self._on_this_machine = FileLock(path.with_name(f"{path.name}.{HOST}.flock"))
+    def __init__(self, journal: Path) -> None:
+        super().__init__(str(journal))
+        self._journal = journal
+        self._marker = journal.with_name(f"{journal.name}.lock")  # the file of Optuna's lock
+        # Not super(): Optuna's ``acquire`` calls ``release`` to end the lock of a dead machine.
+        self._among_machines = JournalFileOpenLock(str(journal))
+        self._on_this_machine = FileLock(journal.with_name(f"{journal.name}.{HOST}.flock"))
+        self._held = ExitStack()
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
-        with self._locked(), self._journal.open("rb+") as file:
-            _seek_end_of_lines(file)
-            file.truncate()
-            file.write(lines.encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Optuna's lock, but without its 30 s wait for a writer that died on this machine."""
-        with self._on_this_machine.acquire(poll_interval=0.005):
+    def acquire(self) -> bool:
+        with ExitStack() as stack:
+            stack.enter_context(self._on_this_machine.acquire(poll_interval=0.005))
             if self._owner() == HOST:  # a dead process: a live one would hold the file lock
-                self._among_machines.release()
+                self._release_among_machines()
             self._among_machines.acquire()
-            try:
-                self._marker.write_text(HOST)
-                yield
-            finally:
-                with suppress(RuntimeError):  # another machine considered this process dead
-                    self._among_machines.release()
+            stack.callback(self._release_among_machines)
+            self._marker.write_text(HOST)
+            _remove_half_line(self._journal)
+            self._held = stack.pop_all()
+        return True
+
+    def release(self) -> None:
+        self._held.close()
+
+    def _release_among_machines(self) -> None:
+        with suppress(RuntimeError):  # another machine considered its owner dead
+            self._among_machines.release()
 
     def _owner(self) -> str | None:
         try:
@@ -59,12 +54,11 @@ class Journal(JournalFileBackend):
             return None
 
 
-def _seek_end_of_lines(file: IO[bytes]) -> None:
-    """Move to the position after the last newline."""
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        file.seek(end - 1)
-        if file.read(1) == b"\n":
-            break
-        end -= 1
-    file.seek(end)
+def _remove_half_line(path: Path) -> None:
+    """Remove the text after the last newline."""
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        if file.read() not in (b"", b"\n"):
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)

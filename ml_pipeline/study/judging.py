@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.envs.judged import JudgedEnv
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.study.folder import StudyError
 from ml_pipeline.targets import import_dotted
+
+Judge = Callable[[Path, int], dict[str, object]]  # (run folder, n_trials) -> facts; may refuse
 
 
 def check_selection(config: TrainConfig) -> None:
@@ -19,13 +22,13 @@ def check_selection(config: TrainConfig) -> None:
         raise StudyError(reason)
 
 
-def judged_facts(run: RunFolder, config: TrainConfig, *, n_trials: int) -> dict[str, Any]:
+def judged_facts(run: RunFolder, config: TrainConfig, *, n_trials: int) -> dict[str, object]:
     """What the env says about a run that shall be deployed; empty for other envs."""
     env = _judged_env(config)
     if env is None:
         return {}
-    facts: dict[str, Any] = import_dotted(env.judge, key="judge")(run.path, n_trials)
-    return facts
+    judge: Judge = import_dotted(env.judge, key="judge")
+    return judge(run.path, n_trials)
 
 
 def _judged_env(config: TrainConfig) -> JudgedEnv | None:

@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import RenderableType
 from rich.table import Table
 
 from ml_pipeline.metrics import shown_return
-from ml_pipeline.runs.console import wide_console
-from ml_pipeline.study.folder import (
-    StudyFolder,
-    StudySettings,
-    all_studies,
-    finished,
-    running,
-)
+from ml_pipeline.runs.console import plain_table, wide_console
+from ml_pipeline.study.folder import StudyFolder, StudySettings, all_studies, finished, running
 
 _RECENT = 50  # trials to measure the pace by
 _BEST_SHOWN = 5
@@ -40,7 +33,8 @@ def trials_per_hour(trials: Sequence[FrozenTrial]) -> float | None:
         if trial.datetime_complete is not None
     ]
     ended = sorted(ended, key=lambda pair: pair[0])[-_RECENT:]
-    busy, covered = 0.0, 0.0
+    busy = 0.0  # seconds with at least one trial
+    covered = 0.0  # the end of the last such time
     for end, trial in ended:
         begin = trial.datetime_start.timestamp() if trial.datetime_start else end
         seconds = trial.user_attrs.get("seconds")
@@ -70,29 +64,31 @@ def trial_line(
         line += f", {trial.user_attrs.get('error', 'for an unknown reason')}"
     elif trial.value is not None:
         line += f", {figure(trial.value)}"
-    for best in ranked(trials)[:1]:
+    best = next(iter(ranked(trials)), None)
+    if best is not None:
         line += f"; best {figure(best.value)} by trial {best.number}"
     pace, eta = _pace_and_eta(trials, settings)
     return f"{line}; {n_done} of {settings.n_trials}, {pace} trials/hour, ETA {eta}"
 
 
 def _pace_and_eta(trials: Sequence[FrozenTrial], settings: StudySettings) -> tuple[str, str]:
-    pace, left = trials_per_hour(trials), settings.n_trials - len(finished(trials))
-    shown = "-" if pace is None else f"{pace:,.0f}" if pace >= 100 else f"{pace:.1f}"
-    if left <= 0:
-        return shown, "done"
-    return shown, "-" if pace is None else _duration(3600.0 * left / pace)
+    pace = trials_per_hour(trials)
+    left = settings.n_trials - len(finished(trials))
+    if pace is None:
+        return "-", "-" if left > 0 else "done"
+    eta = _duration(3600.0 * left / pace) if left > 0 else "done"
+    return f"{pace:,.0f}" if pace >= 100 else f"{pace:.1f}", eta
 
 
 def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def figure(value: Any) -> str:
+def figure(value: object) -> str:
     """A value of an objective or a parameter, as text."""
-    if not isinstance(value, float):
-        return "-" if value is None else str(value)
-    return shown_return(value)
+    if isinstance(value, float):
+        return shown_return(value)
+    return "-" if value is None else str(value)
 
 
 def _state(trial: FrozenTrial) -> str:
@@ -101,20 +97,25 @@ def _state(trial: FrozenTrial) -> str:
 
 def print_status(name: str | None) -> None:
     """Print the state of one study, or a line for each."""
+    parts = [_studies_table()] if name is None else _status(StudyFolder.open(name))
     console = wide_console()
-    for part in [_studies_table()] if name is None else _status(StudyFolder.open(name)):
+    for part in parts:
         console.print(part)
 
 
 def _studies_table() -> RenderableType:
-    table = _table("study", "trials", "goal", "running", "best", "trials/hour", "ETA", "overrides")
+    table = plain_table(
+        "study", "trials", "goal", "running", "best", "trials/hour", "ETA", "overrides"
+    )
     for folder in all_studies():
-        settings, trials = folder.read(), folder.study().get_trials(deepcopy=False)
+        settings = folder.read()
+        trials = folder.read_trials()
+        n_running = sum(folder.is_alive(trial) for trial in running(trials))
         table.add_row(
             folder.name,
             str(len(finished(trials))),
             str(settings.n_trials),
-            str(sum(map(folder.is_alive, running(trials)))),
+            str(n_running),
             next((figure(best.value) for best in ranked(trials)), "-"),
             *_pace_and_eta(trials, settings),
             " ".join(settings.overrides),
@@ -123,12 +124,13 @@ def _studies_table() -> RenderableType:
 
 
 def _status(folder: StudyFolder) -> list[RenderableType]:
-    settings, trials = folder.read(), folder.study().get_trials(deepcopy=False)
+    settings = folder.read()
+    trials = folder.read_trials()
     states = {trial.number: _state(trial) for trial in trials}
     for trial in running(trials):
         states[trial.number] = "running" if folder.is_alive(trial) else "stopped"
     n_in = Counter(states.values())
-    counts = _table(*_STATES, "trials/hour", "ETA")
+    counts = plain_table(*_STATES, "trials/hour", "ETA")
     counts.add_row(*(str(n_in[state]) for state in _STATES), *_pace_and_eta(trials, settings))
     parts: list[RenderableType] = [
         f"study {folder.name}: {len(finished(trials))} of {settings.n_trials} trials, "
@@ -138,8 +140,10 @@ def _status(folder: StudyFolder) -> list[RenderableType]:
     for title, shown in (("best", ranked(trials)[:_BEST_SHOWN]), ("begun", running(trials))):
         if shown:
             parts += ["", title, _trials_table(shown, settings, states)]
-    for last in [trial for trial in trials if trial.state == TrialState.FAIL][-1:]:
-        parts += ["", f"last failure, trial {last.number}: {last.user_attrs.get('error', '-')}"]
+    failed = [trial for trial in trials if trial.state == TrialState.FAIL]
+    if failed:
+        error = failed[-1].user_attrs.get("error", "-")
+        parts += ["", f"last failure, trial {failed[-1].number}: {error}"]
     return parts
 
 
@@ -147,7 +151,7 @@ def _trials_table(
     trials: Sequence[FrozenTrial], settings: StudySettings, states: dict[int, str]
 ) -> Table:
     names = (key.rpartition(".")[2] for key in settings.space)
-    table = _table("trial", "state", "value", "for", *names, "run folder")
+    table = plain_table("trial", "state", "value", "for", *names, "run folder")
     for trial in trials:
         value = trial.value
         if value is None and trial.intermediate_values:
@@ -169,10 +173,3 @@ def _lasted(trial: FrozenTrial) -> str:
         end = trial.datetime_complete or datetime.now()
         seconds = (end - trial.datetime_start).total_seconds()
     return "-" if seconds is None else _duration(seconds)
-
-
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    return table

@@ -10,7 +10,7 @@ import copy
 import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ from ml_pipeline.assembly.compose import (
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.errors import first_line
 from ml_pipeline.shelves import conf_folders
-
-Space = dict[str, dict[str, Any]]
+from ml_pipeline.study.folder import Rule, Space
 
 _MOST_COMBINATIONS = 2_000  # of integers; 2 ms each
 
@@ -47,16 +46,7 @@ def default_space(config: TrainConfig) -> str:
 
 def read_space(name: str, config_dir: str | None = None) -> Space:
     """Read a space; ``name`` is the path of a YAML file, or a file of study/ in a config folder."""
-    is_path = name.endswith((".yaml", ".yml")) or "/" in name
-    places = [CONF, *conf_folders(), *own_folders(config_dir)]  # as Hydra searches
-    folders = [each / "study" for each in places]
-    paths = [Path(name)] if is_path else [each / f"{name}.yaml" for each in folders]
-    path = next((each for each in paths if each.is_file()), paths[0])
-    if not path.is_file():
-        beside = [path.parent] if is_path else folders
-        known = sorted({each.stem for folder in beside for each in folder.glob("*.yaml")})
-        shown = ", ".join(known) or "none"
-        raise ConfigError(f"space={name}: {path} does not exist; existing: {shown}")
+    path = _find_space(name, config_dir)
     try:
         space = OmegaConf.to_container(OmegaConf.load(path))  # PyYAML would read 1e-5 as a string
     except (OmegaConfBaseException, YAMLError, OSError) as error:
@@ -68,56 +58,71 @@ def read_space(name: str, config_dir: str | None = None) -> Space:
     return rules
 
 
+def _find_space(name: str, config_dir: str | None) -> Path:
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        paths = [Path(name)]
+    else:  # as Hydra searches
+        places = [CONF, *conf_folders(), *own_folders(config_dir)]
+        paths = [each / "study" / f"{name}.yaml" for each in places]
+    for path in paths:
+        if path.is_file():
+            return path
+    known = {each.stem for path in paths for each in path.parent.glob("*.yaml")}
+    shown = ", ".join(sorted(known)) or "none"
+    raise ConfigError(f"space={name}: {paths[0]} does not exist; existing: {shown}")
+
+
 def distributions(space: Space) -> dict[str, BaseDistribution]:
     """The space as Optuna's distributions; refuses a rule without any possible value."""
     return {key: _distribution(key, rule) for key, rule in space.items()}
 
 
-def _distribution(key: str, rule: Any) -> BaseDistribution:
-    keys = set(rule) if isinstance(rule, dict) else set()
+def _distribution(key: str, rule: Rule) -> BaseDistribution:
+    keys = set(rule) if isinstance(rule, dict) else set()  # the user's file may hold anything
     try:
         if keys == {"choices"}:
             return CategoricalDistribution(_labels(rule["choices"]))
         if {"low", "high"} <= keys <= {"low", "high", "log", "step"}:
             if all(isinstance(value, int) for value in rule.values()):
                 return IntDistribution(**rule)
-            ends = {name: float(rule[name]) for name in ("low", "high")}
+            ends = {end: float(rule[end]) for end in ("low", "high")}
             return FloatDistribution(**{**rule, **ends})
     except (TypeError, ValueError) as error:
         raise _space_error(f"{key}: {first_line(error)}") from error
     raise _space_error(f"{key}: needs low and high (log or step), or choices; got {rule}")
 
 
-def _labels(choices: Any) -> list[Any]:
+def _labels(choices: object) -> list[bool | int | float | str | None]:
     if not isinstance(choices, list) or any(isinstance(choice, dict) for choice in choices):
         raise ValueError(f"choices must be a list of values or lists, got {choices}")
-    labels = [_label(choice) for choice in choices]
-    if len(set(map(repr, labels))) < len(labels):
+    labels = [_label(choice) if isinstance(choice, list) else choice for choice in choices]
+    if len({repr(label) for label in labels}) < len(labels):  # unlike ==, tells 1 from true
         raise ValueError(f"choices has a value twice: {choices}")
     return labels
 
 
-def _label(choice: Any) -> Any:
-    """The choice as a value for Optuna, which accepts only plain values: a list becomes text."""
-    return json.dumps(choice) if isinstance(choice, list) else choice
+def _label(choice: list[object]) -> str:
+    """A list as text: Optuna accepts only plain values."""
+    return json.dumps(choice)
 
 
 def _space_error(fact: str) -> ConfigError:
     return ConfigError(f"search space: {fact}")
 
 
-def param_overrides(space: Space, params: Mapping[str, Any]) -> list[str]:
+def param_overrides(space: Space, params: Mapping[str, object]) -> list[str]:
     """Drawn values as overrides for Hydra."""
-    return [f"{key}={_text(_drawn(space[key], value))}" for key, value in params.items()]
+    overrides = []
+    for key, drawn in params.items():
+        choices = space[key].get("choices", [])
+        lists = {_label(choice): choice for choice in choices if isinstance(choice, list)}
+        value = lists.get(drawn, drawn) if isinstance(drawn, str) else drawn
+        overrides.append(_override(key, value))
+    return overrides
 
 
-def _drawn(rule: Mapping[str, Any], value: Any) -> Any:
-    choices = rule.get("choices", [value])
-    return next(choice for choice in choices if repr(_label(choice)) == repr(value))
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+def _override(key: str, value: object) -> str:
+    return f"{key}={json.dumps(value, separators=(',', ':'), ensure_ascii=False)}"
 
 
 def is_group(key: str) -> bool:
@@ -132,10 +137,12 @@ def check_space(space: Space, cfg: DictConfig, overrides: Sequence[str]) -> None
     """
     cfg = copy.deepcopy(cfg)
     tried = {key: _tried_values(rule) for key, rule in space.items()}
-    first = {key: values[0] for key, values in tried.items() if not _is_composed(key)}
+    # Only Hydra can set a group, or add a key.
+    composed = {key for key in space if key.startswith("+") or is_group(key)}
+    first = {key: values[0] for key, values in tried.items() if key not in composed}
     for key, values in tried.items():
         for value in values:
-            if _is_composed(key):
+            if key in composed:
                 _check_composed(key, value, overrides)
             else:
                 _check_point(cfg, {**first, key: value})
@@ -143,7 +150,7 @@ def check_space(space: Space, cfg: DictConfig, overrides: Sequence[str]) -> None
         _check_point(cfg, {**first, **point})
 
 
-def _tried_values(rule: Mapping[str, Any]) -> list[Any]:
+def _tried_values(rule: Rule) -> list[Any]:
     """All choices, or the ends of a range and ``low + step``, an integer that may not divide."""
     if "choices" in rule:
         return list(rule["choices"])
@@ -151,30 +158,24 @@ def _tried_values(rule: Mapping[str, Any]) -> list[Any]:
     return list(dict.fromkeys([low, min(low + rule.get("step", 1), high), high]))
 
 
-def _combinations(tried: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
+def _combinations(tried: Mapping[str, list[Any]]) -> list[dict[str, int]]:
     """Combinations of integers, because sizes may not fit together; a sample if too many."""
     sizes = {key: values for key, values in tried.items() if all(type(v) is int for v in values)}
     combinations = list(itertools.product(*sizes.values()))
     if len(combinations) > _MOST_COMBINATIONS:
         combinations = random.Random(0).sample(combinations, _MOST_COMBINATIONS)
-    for values in combinations:
-        yield dict(zip(sizes, values, strict=True))
+    return [dict(zip(sizes, values, strict=True)) for values in combinations]
 
 
-def _is_composed(key: str) -> bool:
-    """Whether only Hydra can set this key: a group, or a key that is added."""
-    return key.startswith("+") or is_group(key)
-
-
-def _check_composed(key: str, value: Any, overrides: Sequence[str]) -> None:
+def _check_composed(key: str, value: object, overrides: Sequence[str]) -> None:
     try:
-        checked_config(compose_config([*overrides, f"{key}={_text(value)}"]))
+        checked_config(compose_config([*overrides, _override(key, value)]))
     except ConfigError as error:
         reason = str(error).removeprefix(f"{key}={value}: ")
         raise _space_error(f"{key}={value}: {reason}") from error
 
 
-def _check_point(cfg: DictConfig, point: Mapping[str, Any]) -> None:
+def _check_point(cfg: DictConfig, point: Mapping[str, object]) -> None:
     """Set all of ``point`` in ``cfg``, and check the result."""
     for key, value in point.items():
         try:

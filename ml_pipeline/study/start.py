@@ -11,12 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from argparse import ArgumentError, ArgumentParser
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
-import optuna
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from ml_pipeline.assembly.sweeps import share_of_cores
 from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
@@ -25,6 +25,7 @@ from ml_pipeline.runs.console import python_command, say
 from ml_pipeline.signals import Interrupted, StopSignals
 from ml_pipeline.study.folder import (
     MOST_DEATHS,
+    Space,
     StudyError,
     StudyFolder,
     StudySettings,
@@ -36,7 +37,6 @@ from ml_pipeline.study.report import headline, trial_line
 
 _LOOK_SECONDS = 0.5
 _OWN_KEYS = ("n_trials", "n_jobs", "space")
-_CONFIG_DIR = "--config-dir"
 
 
 class Request(NamedTuple):
@@ -51,40 +51,33 @@ class Request(NamedTuple):
 
 def read_request(arguments: Sequence[str]) -> Request:
     """Separate the keys of the study from the overrides of its trials."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-dir", type=os.path.normpath)
+    try:
+        options, words = parser.parse_known_args(arguments)
+    except ArgumentError as error:
+        raise StudyError("--config-dir: name a folder after it") from error
     own: dict[str, str] = {}
     overrides = []
-    config_dir, rest = _read_config_dir(arguments)
-    for argument in rest:
-        key, equals, value = argument.partition("=")
+    for word in words:
+        key, equals, value = word.partition("=")
         if key in _OWN_KEYS:
             own[key] = value
-        elif key in ("resume", "hydra.mode") or argument.startswith("-"):
-            raise StudyError(f"{argument}: not possible in a study; leave it out")
-        elif not equals and not argument.startswith("~"):
-            raise StudyError(f"{argument}: not an override; write key=value")
+        elif key in ("resume", "hydra.mode") or word.startswith("-"):
+            raise StudyError(f"{word}: not possible in a study; leave it out")
+        elif not equals and not word.startswith("~"):
+            raise StudyError(f"{word}: not an override; write key=value")
         elif near := get_close_matches(key, _OWN_KEYS, n=1, cutoff=0.8):  # no key of a run is near
-            raise StudyError(f"{argument}: unknown key; did you mean {near[0]}?")
+            raise StudyError(f"{word}: unknown key; did you mean {near[0]}?")
         else:
-            overrides.append(argument)
-    numbers = {key: _count(key, own[key]) for key in ("n_trials", "n_jobs") if key in own}
-    n_trials, n_jobs = numbers.get("n_trials"), numbers.get("n_jobs", 1)
-    return Request(overrides, own.get("space"), n_trials, n_jobs, config_dir)
-
-
-def _read_config_dir(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of --config-dir, and the other arguments."""
-    words = [word for each in arguments for word in _split_option(each)]
-    if _CONFIG_DIR not in words:
-        return None, words
-    index = words.index(_CONFIG_DIR)
-    if index + 1 == len(words):
-        raise StudyError(f"{_CONFIG_DIR}: name a folder after it")
-    return os.path.normpath(words[index + 1]), words[:index] + words[index + 2 :]
-
-
-def _split_option(argument: str) -> list[str]:
-    option, equals, value = argument.partition("=")
-    return [option, value] if option == _CONFIG_DIR and equals else [argument]
+            overrides.append(word)
+    return Request(
+        overrides,
+        space=own.get("space"),
+        n_trials=_count("n_trials", own["n_trials"]) if "n_trials" in own else None,
+        n_jobs=_count("n_jobs", own.get("n_jobs", "1")),
+        config_dir=options.config_dir,
+    )
 
 
 def _count(key: str, text: str) -> int:
@@ -98,16 +91,15 @@ def start(name: str, arguments: Sequence[str]) -> None:
     """Train trials until the study has all of them."""
     request = read_request(arguments)
     folder = StudyFolder(name)
-    is_new = not folder.settings.is_file()
-    settings = _new_settings(name, request) if is_new else folder.read()
+    settings = None if folder.settings.is_file() else _new_settings(name, request)
     folder.make()
     with folder.alone():
-        if folder.settings.is_file():  # another process may have created the study in the meantime
+        # Another process may have created the study in the meantime.
+        if settings is None or folder.settings.is_file():
             settings = _joined_settings(folder, request)
         folder.write(settings)
-    study = folder.study()
-    say(headline(folder, settings, study.get_trials(deepcopy=False)))
-    _Workers(folder, study, n_jobs=request.n_jobs).train()
+    say(headline(folder, settings, folder.read_trials()))
+    _Workers(folder, n_jobs=request.n_jobs).train()
 
 
 def _new_settings(name: str, request: Request) -> StudySettings:
@@ -123,49 +115,62 @@ def _new_settings(name: str, request: Request) -> StudySettings:
     cfg = compose_config([f"objective={EVAL_RETURN}", *request.overrides, *searched])
     config = checked_config(cfg)
     check_selection(config)
-    space = read_space(request.space or default_space(config), request.config_dir)
-    fixed = [key for key in space if key.lstrip("+") in _by_key(request.overrides)]
-    for key in fixed:
-        del space[key]
+    all_keys = read_space(request.space or default_space(config), request.config_dir)
+    space = _searched(all_keys, _by_key(request.overrides))
     if not space:
         raise StudyError("overrides fix every key of the space; leave one out to search it")
     check_space(space, cfg, [*request.overrides, *searched])
+    fixed = [key for key in all_keys if key not in space]
     if fixed:
         say(f"fixed by overrides, not searched: {', '.join(fixed)}")
-    overrides = [each for each in request.overrides if _key(each) not in ("seed", "objective")]
     return StudySettings(
-        overrides, space, request.n_trials, config.seed, config.objective, request.config_dir
+        overrides=[each for each in request.overrides if _key(each) not in ("seed", "objective")],
+        space=space,
+        n_trials=request.n_trials,
+        seed=config.seed,
+        objective=config.objective,
+        config_dir=request.config_dir,
     )
 
 
 def _joined_settings(folder: StudyFolder, request: Request) -> StudySettings:
     """Settings of an existing study; only ``n_trials`` may change."""
     settings = folder.read()
-    stored = _by_key(settings.overrides)
-    stored |= {"seed": f"seed={settings.seed}", "objective": f"objective={settings.objective}"}
-    way_out = "leave it out to continue, or start a study with another name"
+    difference = _difference(settings, request)
+    if difference is not None:
+        raise StudyError(
+            f"study {folder.name} was started {difference}; leave it out to continue, or start a "
+            "study with another name"
+        )
+    return settings._replace(n_trials=request.n_trials or settings.n_trials)
+
+
+def _difference(settings: StudySettings, request: Request) -> str | None:
+    """How an argument contradicts the study, or None."""
+    own = [f"seed={settings.seed}", f"objective={settings.objective}"]
+    stored = _by_key([*settings.overrides, *own])
     for key, override in _by_key(request.overrides).items():
-        if stored.get(key) != override:
-            had = f"with {stored[key]}, not" if key in stored else "without"
-            raise StudyError(f"study {folder.name} was started {had} {override}; {way_out}")
+        if key not in stored:
+            return f"without {override}"
+        if stored[key] != override:
+            return f"with {stored[key]}, not {override}"
     if request.config_dir not in (None, settings.config_dir):
-        had = "without" if settings.config_dir is None else f"with {settings.config_dir} as"
-        raise StudyError(f"study {folder.name} was started {had} {_CONFIG_DIR}; {way_out}")
+        had = settings.config_dir
+        return "without --config-dir" if had is None else f"with --config-dir {had}"
     if request.space is not None:
         from ml_pipeline.study.space import read_space
 
-        read = read_space(request.space, settings.config_dir)
-        space = {k: v for k, v in read.items() if _key(k) not in stored}
+        space = _searched(read_space(request.space, settings.config_dir), stored)
         for key in [*settings.space, *space]:
             old, new = settings.space.get(key), space.get(key)
             if old != new:
-                raise StudyError(
-                    f"space={request.space}: study {folder.name} was started with another space, "
-                    f"{key}: {old}, not {new}; {way_out}"
-                )
-    if request.n_trials is not None:
-        settings = settings._replace(n_trials=request.n_trials)
-    return settings
+                return f"with another space, {key}: {old}, not {new} as in space={request.space}"
+    return None
+
+
+def _searched(space: Space, given: Mapping[str, str]) -> Space:
+    """The space without the keys that overrides fix."""
+    return {key: rule for key, rule in space.items() if _key(key) not in given}
 
 
 def _key(override: str) -> str:
@@ -179,11 +184,10 @@ def _by_key(overrides: Sequence[str]) -> dict[str, str]:
 class _Workers:
     """The worker processes of this start."""
 
-    def __init__(self, folder: StudyFolder, study: optuna.Study, *, n_jobs: int) -> None:
+    def __init__(self, folder: StudyFolder, *, n_jobs: int) -> None:
         self._folder = folder
-        self._study = study
         self._n_jobs = n_jobs
-        trials = self._trials()
+        trials = folder.read_trials()
         self._first = len(trials)
         self._reported = {trial.number for trial in finished(trials)}
         self._n_workers = min(n_jobs, folder.read().n_trials - len(self._reported))
@@ -202,9 +206,6 @@ class _Workers:
         self._report_ended()
         self._report_result(stop)
 
-    def _trials(self) -> list[FrozenTrial]:
-        return self._study.get_trials(deepcopy=False)
-
     def _new_worker(self, index: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ml_pipeline.study", self._folder.name]
         command += [str(self._first), str(os.getpid())]
@@ -222,7 +223,8 @@ class _Workers:
 
     def _watch(self, signals: StopSignals) -> Interrupted | None:
         """Wait until all workers have ended; return the stop signal, if one came."""
-        stop = passed_on = None
+        stop: Interrupted | None = None
+        passed_on: Interrupted | None = None
         while True:
             try:
                 with signals.shielded():  # an interrupt must not lose track of a new worker
@@ -245,7 +247,7 @@ class _Workers:
             self._workers.append(self._new_worker(len(self._workers)))
         for index, worker in enumerate(self._workers):
             code = worker.poll()
-            if code in (None, 0, 1):
+            if code in (None, 0, 1):  # it trains, is done, or has logged its error
                 continue
             self._deaths += 1
             if self._deaths > MOST_DEATHS * self._n_jobs:  # the trials should have failed by now
@@ -258,7 +260,7 @@ class _Workers:
 
     def _report_ended(self) -> None:
         """Print the trials that ended since the last call, in any process."""
-        trials = self._trials()
+        trials = self._folder.read_trials()
         new = [trial for trial in finished(trials) if trial.number not in self._reported]
         if not new:
             return
@@ -269,7 +271,9 @@ class _Workers:
             say(trial_line(trial, trials, settings, n_done=len(self._reported)))
 
     def _report_result(self, stop: Interrupted | None) -> None:
-        name, n_done, trials = self._folder.name, len(self._reported), self._trials()
+        name = self._folder.name
+        n_done = len(self._reported)
+        trials = self._folder.read_trials()
         settings = self._folder.read()
         command = f"{python_command()} -m ml_pipeline study"
         if stop is not None:

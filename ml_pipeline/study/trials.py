@@ -72,35 +72,34 @@ def work(name: str, *, first: int, parent: int) -> None:
     end_with_parent()
     with StopSignals():
         folder = StudyFolder.open(name)
-        study = folder.study()
         while True:
             settings = folder.read()  # n_trials may have been raised
             with folder.alone():
-                trials = study.get_trials(deepcopy=False)
+                trials = folder.read_trials()
                 if len(finished(trials)) >= settings.n_trials or why_hopeless(trials, first):
                     return
-                claimed = _claim(folder, study, settings, trials)
+                claimed = _claim(folder, settings, trials)
             if claimed is None:
                 time.sleep(_LOOK_SECONDS)  # other workers train the last trials, and may die
                 continue
             trial, lock = claimed
             with held(lock):
-                _run(study, settings, trial)
+                _run(settings, trial)
 
 
 def _claim(
-    folder: StudyFolder, study: optuna.Study, settings: StudySettings, trials: list[FrozenTrial]
+    folder: StudyFolder, settings: StudySettings, trials: list[FrozenTrial]
 ) -> tuple[Trial, FileLock] | None:
     """A dead trial or else a new one, with its lock; None if other workers train all the rest."""
     for dead in running(trials):
         lock = folder.claim(dead)
         if lock is not None:
-            trial = folder.attach(study, dead.number)
+            trial = folder.open_trial(dead.number)
             _record_claim(trial)
             return trial, lock
     if len(trials) >= settings.n_trials:
         return None
-    trial = folder.attach(study, _new_trial(study, settings, trials))
+    trial = folder.add_trial(_new_trial(settings, trials))
     lock = folder.trial_lock(trial.number)
     lock.acquire()
     return trial, lock
@@ -116,11 +115,8 @@ def _record_claim(trial: Trial) -> None:
         trial.set_user_attr(key, value)
 
 
-def _new_trial(study: optuna.Study, settings: StudySettings, trials: list[FrozenTrial]) -> int:
-    """Add a trial to the journal, in one line, and return its number.
-
-    Its parameters depend on the study's seed, its number and the trials before it.
-    """
+def _new_trial(settings: StudySettings, trials: list[FrozenTrial]) -> FrozenTrial:
+    """A trial whose parameters depend on the study's seed, its number and the trials before it."""
     number = len(trials)
     space = distributions(settings.space)
     with warnings.catch_warnings():
@@ -130,35 +126,29 @@ def _new_trial(study: optuna.Study, settings: StudySettings, trials: list[Frozen
             multivariate=True,
             constant_liar=True,  # avoid the parameters of trials that still run
         )
+    # In memory: study.ask would write each parameter to the journal in a line of its own.
     beside = optuna.create_study(direction="maximize", sampler=sampler)
     beside.add_trials(trials)
-    owner = {"host": HOST, "pid": os.getpid()}
-    study.add_trial(
-        create_trial(
-            state=TrialState.RUNNING,
-            params=beside.ask(space).params,
-            distributions=space,
-            user_attrs={**owner, "seed": stream_seed(settings.seed, f"trial {number}")},
-        )
+    seed = stream_seed(settings.seed, f"trial {number}")
+    return create_trial(
+        state=TrialState.RUNNING,
+        params=beside.ask(space).params,
+        distributions=space,
+        user_attrs={"host": HOST, "pid": os.getpid(), "seed": seed},
     )
-    # Another machine may have just added a trial; then ours has a higher number.
-    newest_first = reversed(study.get_trials(deepcopy=False))
-    return next(trial.number for trial in newest_first if owner.items() <= trial.user_attrs.items())
 
 
-def _run(study: optuna.Study, settings: StudySettings, trial: Trial) -> None:
+def _run(settings: StudySettings, trial: Trial) -> None:
     """Train the rest of a trial and report the result to Optuna."""
     say(f"trial {trial.number}: {trial.params}")
     try:
         if trial.user_attrs.get("deaths", 0) >= MOST_DEATHS:
             raise UserError(f"its worker died {MOST_DEATHS} times")
-        value = _trained_value(study, settings, trial)
-        if trial.user_attrs.get("pruned"):
-            study.tell(trial, state=TrialState.PRUNED)
-        elif math.isnan(value):
-            raise UserError(f"objective={settings.objective} was never measured")
+        value = None if _is_pruned(trial) else _trained_value(settings, trial)
+        if value is None:
+            trial.study.tell(trial, state=TrialState.PRUNED)
         else:
-            study.tell(trial, value)
+            trial.study.tell(trial, value)
     except KeyboardInterrupt:
         trial.set_user_attr("stopped", True)
         raise
@@ -170,11 +160,15 @@ def _run(study: optuna.Study, settings: StudySettings, trial: Trial) -> None:
             traceback.print_exc()
             reason = f"{type(error).__name__}: {reason}"
         trial.set_user_attr("error", reason)
-        study.tell(trial, state=TrialState.FAIL)
+        trial.study.tell(trial, state=TrialState.FAIL)
 
 
-def _trained_value(study: optuna.Study, settings: StudySettings, trial: Trial) -> float:
-    """Train the rest of the trial's run, if any, and return its objective; nan if pruned."""
+def _is_pruned(trial: Trial) -> bool:
+    return bool(trial.user_attrs.get("pruned"))  # the callback ``Pruning`` sets it
+
+
+def _trained_value(settings: StudySettings, trial: Trial) -> float | None:
+    """Train the rest of the trial's run, if any, and return its objective; None if pruned."""
     overrides = [
         *settings.overrides,
         *param_overrides(settings.space, trial.params),
@@ -185,14 +179,16 @@ def _trained_value(study: optuna.Study, settings: StudySettings, trial: Trial) -
     cfg = compose_config(overrides)
     config = checked_config(cfg)
     run = _run_folder(trial, config)
-    if trial.user_attrs.get("pruned"):
-        return math.nan
     if _has_checkpoint(run) and _is_trained(run):
         value = recorded_value(run, settings.objective)
     else:
-        callbacks = _callbacks(study, trial, config)
-        value = _train(run, cfg, overrides, study.study_name, callbacks).objective
+        callbacks = _callbacks(trial, config)
+        value = _train(run, cfg, overrides, trial.study.study_name, callbacks).objective
     trial.set_user_attr("seconds", run.read_summary().get("seconds"))
+    if _is_pruned(trial):
+        return None
+    if math.isnan(value):
+        raise UserError(f"objective={settings.objective} was never measured")
     return value
 
 
@@ -227,12 +223,12 @@ def _run_folder(trial: Trial, config: TrainConfig) -> RunFolder:
     return run
 
 
-def _callbacks(study: optuna.Study, trial: Trial, config: TrainConfig) -> dict[str, Callback]:
+def _callbacks(trial: Trial, config: TrainConfig) -> dict[str, Callback]:
     evaluation = config.callbacks.get("evaluation") or {}
     every_steps = evaluation.get("eval_every_steps")
     if every_steps is None:  # no evaluation, or the user's own
         return {}
-    reported = set(study.get_trials(deepcopy=False)[trial.number].intermediate_values)
+    reported = set(trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
     return {"pruning": Pruning(trial, every_steps=every_steps, reported=reported)}
 
 

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.xdist_group("study")  # its module fixture takes second
 
 optuna = pytest.importorskip("optuna", reason="needs the extra: pip install -e '.[study]'")
 
+from optuna.storages.journal import JournalFileBackend  # noqa: E402
 from optuna.trial import FrozenTrial, TrialState  # noqa: E402
 
 from ml_pipeline.__main__ import main  # noqa: E402
@@ -47,7 +48,7 @@ from ml_pipeline.runs.loggers import read_metrics  # noqa: E402
 from ml_pipeline.runs.run_folder import RunFolder  # noqa: E402
 from ml_pipeline.study import best  # noqa: E402
 from ml_pipeline.study.folder import StudyError, StudyFolder, finished, running  # noqa: E402
-from ml_pipeline.study.journal import HOST, Journal  # noqa: E402
+from ml_pipeline.study.journal import HOST, JournalLock  # noqa: E402
 from ml_pipeline.study.report import trials_per_hour  # noqa: E402
 from ml_pipeline.study.trials import recorded_value  # noqa: E402
 
@@ -461,10 +462,12 @@ def test_journal_waits_for_the_lock_of_another_machine(here: Path) -> None:
     code = "import os, sys, time; time.sleep(0.3); os.unlink(sys.argv[1])"
     process = subprocess.Popen([sys.executable, "-c", code, str(lock)])
 
-    Journal(here / "journal.log").append_logs([{"a": 1}, {"b": 2}])
+    path = here / "journal.log"
+    journal = JournalFileBackend(str(path), lock_obj=JournalLock(path))
+    journal.append_logs([{"a": 1}, {"b": 2}])
 
     assert process.wait() == 0  # it found its lock
-    assert list(Journal(here / "journal.log").read_logs(0)) == [{"a": 1}, {"b": 2}]
+    assert list(journal.read_logs(0)) == [{"a": 1}, {"b": 2}]
     assert not lock.exists()
 
 

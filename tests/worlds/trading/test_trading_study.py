@@ -19,8 +19,9 @@ optuna = pytest.importorskip("optuna", reason="needs the extra: pip install -e '
 from ml_pipeline.__main__ import main  # noqa: E402
 from ml_pipeline.assembly.compose import stored_config  # noqa: E402
 from ml_pipeline.assembly.run import train  # noqa: E402
+from ml_pipeline.errors import UserError  # noqa: E402
 from ml_pipeline.runs.run_folder import RunFolder  # noqa: E402
-from ml_pipeline.study.folder import StudyError, StudyFolder  # noqa: E402
+from ml_pipeline.study.folder import StudyFolder  # noqa: E402
 from ml_pipeline.study.judging import judged_facts  # noqa: E402
 from ml_pipeline.worlds.trading.data.synthetic import synthetic_bars  # noqa: E402
 from ml_pipeline.worlds.trading.env import Trading  # noqa: E402
@@ -57,7 +58,7 @@ def test_a_run_without_an_edge_is_not_deployed(env: list[str], here: Path) -> No
     result = train([*small(), *known, *walk, *HELD_OUT, "total_steps=2048", *env])
     run = RunFolder.open(result.run_dir)
 
-    with pytest.raises(StudyError, match=r"no edge can be claimed.*the study is kept") as caught:
+    with pytest.raises(UserError, match=r"no edge can be claimed.*the study is kept") as caught:
         judged_facts(run, stored_config(run), n_trials=500)
 
     assert "\n" not in str(caught.value)
