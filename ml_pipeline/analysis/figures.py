@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -123,6 +124,11 @@ class Chart(NamedTuple):
             figure.update_yaxes(range=[len(self.bars) - 0.5, -0.5], automargin=True)
 
 
+def plotly_text(text: str) -> str:
+    """``text`` as it is: plotly would read a tag such as <b> in it."""
+    return html.escape(text, quote=False)
+
+
 def numbered(rank: int, name: str) -> str:
     """A label that is unique although a long name is cut; rank 0 has the number 1."""
     return f"{rank + 1}  {shorten(name, _LONGEST_NAME)}"
@@ -141,14 +147,15 @@ def _draw_line(figure: PlotlyFigure, line: Line, band_opacity: float) -> None:
     colour = _colour(line.rank)
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     band = f"rgba({red},{green},{blue},{band_opacity})"
-    same = {"x": line.x, "legendgroup": line.label}
+    label = plotly_text(line.label)
+    same = {"x": line.x, "legendgroup": label}
     edge = {**same, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
     figure.add_scatter(y=line.high, showlegend=False, **edge)
     figure.add_scatter(y=line.low, showlegend=False, fill="tonexty", fillcolor=band, **edge)
     is_point = len(line.x) == 1
     figure.add_scatter(
         y=line.y,
-        name=line.label,
+        name=label,
         mode="markers" if is_point else "lines",
         line={"color": colour},
         marker={"color": colour, "size": 9},
@@ -161,9 +168,10 @@ def _draw_line(figure: PlotlyFigure, line: Line, band_opacity: float) -> None:
 
 def _draw_bar(figure: PlotlyFigure, bar: Bar) -> None:
     colour = _colour(bar.rank)
+    label = plotly_text(bar.label)
     figure.add_scatter(
         x=bar.points,
-        y=[bar.label] * len(bar.points),
+        y=[label] * len(bar.points),
         mode="markers",
         marker={"color": colour, "symbol": "line-ns-open", "size": 9},
         hovertemplate="seed: %{x:.4~g}<extra></extra>",
@@ -172,8 +180,8 @@ def _draw_bar(figure: PlotlyFigure, bar: Bar) -> None:
     value, low, high = (np.array([each]) for each in (bar.value, bar.low, bar.high))
     figure.add_scatter(
         x=value,
-        y=[bar.label],
-        name=bar.label,
+        y=[label],
+        name=label,
         mode="markers",
         marker={"color": colour, "size": 11},
         error_x=_error(value, low, high),

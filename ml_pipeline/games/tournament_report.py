@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ml_pipeline.analysis.figures import Chart, interval_bar, numbered
+from ml_pipeline.analysis.figures import Chart, interval_bar, numbered, plotly_text
 from ml_pipeline.analysis.page import (
     Bullets,
     Figures,
@@ -121,7 +121,7 @@ class _HeatMap:
         figure.add_heatmap(
             z=[[None if np.isnan(each) else 100 * each for each in row] for row in scores],
             x=self._ranks,
-            y=self._labels,
+            y=[plotly_text(label) for label in self._labels],
             text=self._cell_texts("<br>"),
             texttemplate="%{text}",
             zmin=0,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table as ConsoleTable
 
-from ml_pipeline.analysis.figures import Chart, interval_bar
+from ml_pipeline.analysis.figures import Chart, interval_bar, plotly_text
 from ml_pipeline.analysis.page import (
     Bullets,
     Page,
@@ -111,7 +111,7 @@ class Picture(NamedTuple):
             figure.add_scatter(
                 x=curve.time,
                 y=curve.value,
-                name=shorten(curve.label, _LONGEST_NAME),
+                name=plotly_text(shorten(curve.label, _LONGEST_NAME)),
                 mode="lines",
                 line={"color": curve.colour, "width": 1 if curve.is_faint else 2},
                 hovertemplate="%{x|%Y-%m-%d %H:%M}: %{y:.4~g}",
