@@ -51,16 +51,15 @@ def _labelled(groups: Sequence[Group]) -> list[tuple[int, str, Group]]:
     ]
 
 
-def _noted(note: str, groups: Sequence[Group], ranks: set[int], why: str) -> str:
-    """``note``, and the groups whose rank is not among those drawn."""
-    if not ranks:
-        return f"Nothing to draw: {why}."
-    missing = [group.name for rank, group in enumerate(groups) if rank not in ranks]
-    return f"{note} Not drawn: {', '.join(missing)} ({why})." if missing else note
-
-
-def _ranks(drawn: Sequence[Line] | Sequence[Bar]) -> set[int]:
-    return {each.rank for each in drawn}
+def _noted(chart: Chart, groups: Sequence[Group], why: str, *, first_rank: int = 0) -> Chart:
+    """The chart whose note also names the groups that are not drawn."""
+    if chart.is_empty:
+        return chart._replace(note=f"Nothing to draw: {why}.")
+    ranks = {line.rank for line in chart.lines} | {bar.rank for bar in chart.bars}
+    missing = [group.name for rank, group in enumerate(groups, first_rank) if rank not in ranks]
+    if not missing:
+        return chart
+    return chart._replace(note=f"{chart.note} Not drawn: {', '.join(missing)} ({why}).")
 
 
 def _curves(groups: Sequence[Group], metric: str) -> Chart:
@@ -68,8 +67,9 @@ def _curves(groups: Sequence[Group], metric: str) -> Chart:
     why = f"no {metric} over a range of steps that its runs share"
     marks = _phase_marks(groups)
     note = f"{_BAND}." + (" Dotted: a phase of the curriculum starts." if marks else "")
-    note = _noted(note, groups, _ranks(lines), why)
-    return Chart("curves", "Learning curves", "env steps", metric, note, lines=lines, marks=marks)
+    title = "Learning curves"
+    chart = Chart("curves", title, "env steps", metric, note, lines=lines, marks=marks)
+    return _noted(chart, groups, why)
 
 
 def _phase_marks(groups: Sequence[Group]) -> list[Mark]:
@@ -89,9 +89,9 @@ def _curves_by_time(groups: Sequence[Group], metric: str) -> Chart:
     lines = _lines(groups, metric, lambda run: run.seconds(metric))
     why = f"no {metric} over a range of time that its runs share"
     note = f"{_BAND}. The time excludes evaluation and saving."
-    note = _noted(note, groups, _ranks(lines), why)
     title = "Learning curves by training time"
-    return Chart("curves_by_time", title, "seconds", metric, note, lines=lines)
+    chart = Chart("curves_by_time", title, "seconds", metric, note, lines=lines)
+    return _noted(chart, groups, why)
 
 
 def _lines(
@@ -134,9 +134,9 @@ def _bars(groups: Sequence[Group], points_of: Callable[[Group], Array]) -> list[
 
 def _final(groups: Sequence[Group], metric: str) -> Chart:
     bars = _bars(groups, lambda group: group.finals(metric))
-    why = f"no {metric} in its runs"
-    note = _noted(f"{_BAND}. Each tick is one seed.", groups, _ranks(bars), why)
-    return Chart("final", "Final performance", metric, "", note, bars=bars)
+    note = f"{_BAND}. Each tick is one seed."
+    chart = Chart("final", "Final performance", metric, "", note, bars=bars)
+    return _noted(chart, groups, f"no {metric} in its runs")
 
 
 def _improvement(groups: Sequence[Group], metric: str) -> Chart:
@@ -151,10 +151,9 @@ def _improvement(groups: Sequence[Group], metric: str) -> Chart:
             bars.append(Bar(label, rank, value, low, high, np.array([])))
     note = "Probability that a run of the first group ends above a run of the second. 0.5: equal."
     title = "Probability of improvement"
-    ranks = _ranks(bars) | {0} if bars else set()
-    note = _noted(note, groups, ranks, f"no {metric} in its runs")
     all_of_it = (-0.02, 1.02)
-    return Chart("improvement", title, "probability", "", note, bars=bars, x_range=all_of_it)
+    chart = Chart("improvement", title, "probability", "", note, bars=bars, x_range=all_of_it)
+    return _noted(chart, others, f"no {metric} in its runs", first_rank=1)
 
 
 def _profile(groups: Sequence[Group], metric: str) -> Chart:
@@ -167,8 +166,9 @@ def _profile(groups: Sequence[Group], metric: str) -> Chart:
         if len(group.finals(metric))
     ]
     note = f"Share of seeds whose final {metric} is at or above each value. Higher is better."
-    note = _noted(note, groups, _ranks(lines), f"no {metric} in its runs")
-    return Chart("profile", "Performance profile", metric, "share of seeds", note, lines=lines)
+    title = "Performance profile"
+    chart = Chart("profile", title, metric, "share of seeds", note, lines=lines)
+    return _noted(chart, groups, f"no {metric} in its runs")
 
 
 def _efficiency(groups: Sequence[Group], metric: str) -> Chart:
@@ -192,8 +192,8 @@ def _efficiency(groups: Sequence[Group], metric: str) -> Chart:
             bars.append(Bar(counted, rank, np.nan, np.nan, np.nan, reached))
     goal = shown_return(target)
     note = f"Env steps until {metric} reaches {goal}. In brackets: the seeds that reach it."
-    note = _noted(note, groups, _ranks(bars), "no run reaches the value")
-    return Chart("efficiency", "Sample efficiency", "env steps", "", note, bars=bars)
+    chart = Chart("efficiency", "Sample efficiency", "env steps", "", note, bars=bars)
+    return _noted(chart, groups, "no run reaches the value")
 
 
 def _steps_to(run: RunData, metric: str, target: float) -> float:
@@ -204,5 +204,6 @@ def _steps_to(run: RunData, metric: str, target: float) -> float:
 
 def _throughput(groups: Sequence[Group]) -> Chart:
     bars = _bars(groups, lambda group: group.per_seed(RunData.steps_per_second))
-    note = _noted(f"{_BAND}.", groups, _ranks(bars), "no time/iteration_seconds in its metrics.csv")
-    return Chart("throughput", "Throughput", "env steps per second", "", note, bars=bars)
+    title = "Throughput"
+    chart = Chart("throughput", title, "env steps per second", "", f"{_BAND}.", bars=bars)
+    return _noted(chart, groups, "no time/iteration_seconds in its metrics.csv")

@@ -7,21 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from ml_pipeline.analysis import page
 from ml_pipeline.analysis.charts import MOST_GROUPS, make_charts
 from ml_pipeline.analysis.compare import FIGURES, Group, figures, remarks, verdicts
-from ml_pipeline.analysis.page import (
-    Bullets,
-    Figures,
-    Link,
-    Page,
-    Paragraph,
-    Part,
-    Section,
-    Table,
-    counted,
-    now_text,
-    write_page,
-)
 from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.analysis.settings import differing_keys
 from ml_pipeline.metrics import shown_return
@@ -30,52 +18,52 @@ from ml_pipeline.metrics import shown_return
 def write_report(folder: Path, groups: Sequence[Group], metric: str) -> Path:
     """Write the page and the PNGs into ``folder``; returns the path of the page."""
     runs = [run for group in groups for run in group.runs]
-    runs_in_groups = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}"
-    page = Page(
+    runs_in_groups = f"{page.counted(len(runs), 'run')} in {page.counted(len(groups), 'group')}"
+    report = page.Page(
         title=f"{runs[0].env}: {runs_in_groups}",
         heading=runs[0].env,
-        facts=f"{runs_in_groups}, compared by the final {metric} on {now_text()}. "
+        facts=f"{runs_in_groups}, compared by the final {metric} on {page.now_text()}. "
         "IQM is the interquartile mean over the seeds.",
         sections=[
-            Section("", _overview(groups, metric)),
-            Section("Config differences", [_differences(runs)]),
-            Section("Runs", [_runs_table(folder, groups, metric)]),
+            page.Section("", _overview(groups, metric)),
+            page.Section("Config differences", [_differences(runs)]),
+            page.Section("Runs", [_runs_table(folder, groups, metric)]),
         ],
     )
-    return write_page(folder / "report.html", page)
+    return page.write_page(folder / "report.html", report)
 
 
-def _overview(groups: Sequence[Group], metric: str) -> list[Part]:
+def _overview(groups: Sequence[Group], metric: str) -> list[page.Part]:
     lines = [*remarks(groups), *verdicts(groups, metric)]
     if len(groups) > MOST_GROUPS:
         lines.append(f"the charts show the {MOST_GROUPS} best of {len(groups)} groups")
     rows = [[each.name, *each.settings.values(), *figures(each, metric)] for each in groups]
     return [
-        Bullets(lines),
-        Table(["group", *groups[0].settings, *FIGURES], rows),
-        Figures(make_charts(groups, metric)),
+        page.Bullets(lines),
+        page.Table(["group", *groups[0].settings, *FIGURES], rows),
+        page.Figures(make_charts(groups, metric)),
     ]
 
 
-def _differences(runs: Sequence[RunData]) -> Part:
+def _differences(runs: Sequence[RunData]) -> page.Part:
     """The keys that differ, with the number of runs per value."""
     rows = []
     for key in differing_keys([run.config for run in runs]):
         counts = Counter(str(run.config.get(key, "-")) for run in runs)
         rows.append([key, ", ".join(f"{value} ({count})" for value, count in counts.items())])
     if not rows:
-        return Paragraph("All configs are equal.")
-    return Table(["key", "values (number of runs)"], rows)
+        return page.Paragraph("All configs are equal.")
+    return page.Table(["key", "values (number of runs)"], rows)
 
 
-def _runs_table(folder: Path, groups: Sequence[Group], metric: str) -> Table:
+def _runs_table(folder: Path, groups: Sequence[Group], metric: str) -> page.Table:
     members = []
     for group in groups:
         members += [(group.name, run) for run in group.runs]
         members += [(f"{group.name}, repeat", run) for run in group.repeats]
     rows = [
         [
-            Link(os.path.relpath(run.run.path, folder), run.run.name),
+            page.Link(os.path.relpath(run.run.path, folder), run.run.name),
             name,
             run.config.get("seed", "-"),
             run.summary.get("status", "-"),
@@ -85,4 +73,4 @@ def _runs_table(folder: Path, groups: Sequence[Group], metric: str) -> Table:
         ]
         for name, run in members
     ]
-    return Table(["run", "group", "seed", "status", "env steps", metric, "commit"], rows)
+    return page.Table(["run", "group", "seed", "status", "env steps", metric, "commit"], rows)

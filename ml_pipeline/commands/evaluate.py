@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ml_pipeline.commands._arguments import (
     ENV_HELP,
@@ -23,6 +23,8 @@ from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import shown_return
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ml_pipeline.analysis.evaluate import Evaluation, MakeEnv
     from ml_pipeline.assembly.players import Arena, Player
     from ml_pipeline.games.matches import Games
@@ -95,6 +97,7 @@ def _play_episodes(options: Namespace) -> None:
     from ml_pipeline.assembly.players import chosen_env
     from ml_pipeline.envs.judged import JudgedEnv
     from ml_pipeline.runs.console import user_command
+    from ml_pipeline.runs.run_folder import RunFolder
     from ml_pipeline.seeding import stream_seed
 
     run_dir = chosen_run(options.run, options.root)
@@ -115,8 +118,8 @@ def _play_episodes(options: Namespace) -> None:
     how = {"n_episodes": n_episodes, "seed": seed, "deterministic": options.deterministic}
     if options.video or options.render:
         name = f"{trained.checkpoint}-{trained.env_steps}"
-        video = _Video(run_dir, name) if options.video else None
-        result = _shown(trained.agent, lambda: trained.env, video, **how)
+        folder = RunFolder.open(run_dir).videos if options.video else None
+        result = _shown(trained.agent, lambda: trained.env, folder, name, **how)
     else:
         with closing(trained.make_envs(n_envs=min(n_episodes, _MOST_ENVS))) as envs:
             result = evaluate_batch(trained.agent, envs, **how)
@@ -136,24 +139,17 @@ def _play_episodes(options: Namespace) -> None:
         print(f"returns are not a judgement; see: {command} {shlex.quote(run_dir)}")
 
 
-class _Video(NamedTuple):
-    """Where to record."""
-
-    run_dir: str
-    name: str  # how the names of the files begin
-
-
-def _shown(policy: Policy, make_env: MakeEnv, video: _Video | None, **how: Any) -> Evaluation:
-    """Play in one env, in its window or into files."""
+def _shown(
+    policy: Policy, make_env: MakeEnv, folder: Path | None, name: str, **how: Any
+) -> Evaluation:
+    """Play in one env: record videos in ``folder``, or None: it renders in a window."""
     from ml_pipeline.analysis.evaluate import evaluate
     from ml_pipeline.analysis.video import record_video
-    from ml_pipeline.runs.run_folder import RunFolder
 
-    if video is None:
+    if folder is None:
         with closing(make_env()) as env:
             return evaluate(policy, env, **how)
-    folder = RunFolder.open(video.run_dir).videos
-    result, videos = record_video(policy, make_env, folder, video.name, **how)
+    result, videos = record_video(policy, make_env, folder, name, **how)
     for path in videos:
         print(path)
     return result
@@ -206,6 +202,7 @@ def _played(
     options: Namespace, run_dir: str, arena: Arena, players: tuple[Player, Player], seed: int
 ) -> Games:
     from ml_pipeline.games.matches import Side, play_games, play_sides
+    from ml_pipeline.runs.run_folder import RunFolder
 
     first, second = players
     policies = first.policy, second.policy
@@ -216,11 +213,12 @@ def _played(
         with closing(arena.make_envs(n_envs=min(n_games, MOST_GAMES))) as envs:
             return play_games(*policies, envs, n_games=n_games, seed=seed, **how)
 
+    folder = RunFolder.open(run_dir).videos if options.video else None
+
     def play(side: Side) -> Evaluation:
         number = int(side.is_swapped)
         name = f"{first.name}-against-{second.name}-as-player-{number}".replace("/", "-")
         place = {"n_episodes": side.n_games, "seed": side.seed, **how}
-        video = _Video(run_dir, name) if options.video else None
-        return _shown(side.policy, arena.make_env, video, **place)
+        return _shown(side.policy, arena.make_env, folder, name, **place)
 
     return play_sides(*policies, play, n_games=n_games, seed=seed)

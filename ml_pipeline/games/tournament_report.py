@@ -7,17 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ml_pipeline.analysis import page
 from ml_pipeline.analysis.figures import Chart, interval_bar, numbered, plotly_text
-from ml_pipeline.analysis.page import (
-    Bullets,
-    Figures,
-    Page,
-    Part,
-    Section,
-    Table,
-    now_text,
-    write_page,
-)
 from ml_pipeline.games.matches import Counts
 from ml_pipeline.games.ratings import Results
 from ml_pipeline.games.tournament import (
@@ -37,27 +28,27 @@ def write_report(folder: Path, tournament: Tournament) -> Path:
     """Write the page and the PNGs into ``folder``; returns the path of the page."""
     facts = [f"{name.replace('_', ' ')} {value}" for name, value in tournament.facts.items()]
     title = f"{tournament.env}: tournament"
-    overview: list[Part] = [
-        Bullets(remarks(tournament)),
-        Table(RATING_TITLES, list(rating_rows(tournament.ratings))),
-        Figures([_ratings(tournament), _HeatMap(tournament.results)], are_side_by_side=False),
+    overview: list[page.Part] = [
+        page.Bullets(remarks(tournament)),
+        page.Table(RATING_TITLES, list(rating_rows(tournament.ratings))),
+        page.Figures([_ratings(tournament), _HeatMap(tournament.results)], are_side_by_side=False),
     ]
-    page = Page(
+    report = page.Page(
         title=title,
         heading=title,
-        facts=f"{', '.join(facts)}, on {now_text()}.",
-        sections=[Section("", overview), Section("Matches", [_matches(tournament)])],
+        facts=f"{', '.join(facts)}, on {page.now_text()}.",
+        sections=[page.Section("", overview), page.Section("Matches", [_matches(tournament)])],
     )
-    return write_page(folder / "tournament.html", page)
+    return page.write_page(folder / "tournament.html", report)
 
 
-def _matches(tournament: Tournament) -> Table:
+def _matches(tournament: Tournament) -> page.Table:
     titles = ["first", "second", "wins-draws-losses", "as player 0", "as player 1"]
     rows = []
     for first, second, games in tournament.matches:
         counts = (games.counts, games.as_player_0, games.as_player_1)
         rows.append([first, second, *map(_joined, counts)])
-    return Table(titles, rows)
+    return page.Table(titles, rows)
 
 
 def _joined(counts: Counts) -> str:

@@ -11,21 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table as ConsoleTable
+from rich.table import Table
 
+from ml_pipeline.analysis import page
 from ml_pipeline.analysis.figures import Chart, interval_bar, plotly_text
-from ml_pipeline.analysis.page import (
-    Bullets,
-    Page,
-    Paragraph,
-    Section,
-    Table,
-    counted,
-    now_text,
-    write_page,
-)
-from ml_pipeline.analysis.page import Figures as PageFigures
-from ml_pipeline.analysis.page import Part as PagePart
 from ml_pipeline.analysis.statistics import Array
 from ml_pipeline.errors import shorten
 from ml_pipeline.runs.run_folder import RunFolderError, write_text
@@ -42,13 +31,12 @@ TITLES = (
 _MOST_POINTS, _FEW_POINTS = 1_500, 150  # of a curve
 _MOST_PARTS = 9  # runs, and symbols, in a picture
 _LONGEST_NAME = 40  # characters of a label
+_LEGEND = {"orientation": "h", "x": 1.0, "xanchor": "right", "y": 1.0, "yanchor": "bottom"}
 _RULE = (
     "An edge is claimed only on bars that the policy was not trained on, if the deflated Sharpe "
     f"ratio is at least {CONFIDENCE} and the interval of the Sharpe ratio minus that of the better "
     "of cash and buy-and-hold is above 0. Past bars promise nothing about new ones."
 )
-
-
 _FIGURES_NOTE = (
     "Ratios are those of a year. Turnover and exposure are multiples of the equity, means over "
     "the accounts. trades.csv has all trades, equity.csv all curves."
@@ -119,24 +107,14 @@ class Picture(NamedTuple):
             )
         figure.update_layout(
             yaxis={"title": self.y_title, "type": self.scale},
-            legend={
-                "orientation": "h",
-                "x": 1.0,
-                "xanchor": "right",
-                "y": 1.0,
-                "yanchor": "bottom",
-            },
+            legend=_LEGEND,
         )
 
 
 def rows(judgement: Judgement) -> list[list[str]]:
     """The table of all figures, below ``TITLES``."""
     whole = Part(
-        "policy",
-        judgement.figures,
-        judgement.activity,
-        judgement.interval,
-        judgement.deflated,
+        "policy", judgement.figures, judgement.activity, judgement.interval, judgement.deflated
     )
     hold = ["buy and hold", *_figure_texts(judgement.hold, interval="")]
     cash = ["cash", "0.0%", "0.0%", "0.0%", "0.00"]
@@ -154,8 +132,8 @@ def _shown_parts(judgement: Judgement, most: int | None = None) -> list[Part]:
     ]
 
 
-def table(judgement: Judgement) -> ConsoleTable:
-    shown = ConsoleTable(box=None, pad_edge=False, header_style="bold")
+def table(judgement: Judgement) -> Table:
+    shown = Table(box=None, pad_edge=False, header_style="bold")
     for title in TITLES:
         shown.add_column(title)
     for row in rows(judgement):
@@ -239,26 +217,31 @@ def write_report(folder: Path, judgement: Judgement) -> Path:
     title = "An edge can be claimed" if judgement.claims_edge else "No edge can be claimed"
     first, last = (each.replace("T", " ") for each in _iso(judgement.time[[0, -1]]))
     facts = (
-        f"{counted(len(judgement.walks), 'run')}, period {judgement.period} from {first} to {last} "
-        f"UTC, {len(judgement.time) - 1:,} bars, {judgement.periods_per_year:,.0f} per year, "
-        f"greedy actions, {counted(judgement.n_trials, 'trial')}, judged on {now_text()}."
+        f"{page.counted(len(judgement.walks), 'run')}, period {judgement.period} "
+        f"from {first} to {last} UTC, {len(judgement.time) - 1:,} bars, "
+        f"{judgement.periods_per_year:,.0f} per year, "
+        f"greedy actions, {page.counted(judgement.n_trials, 'trial')}, judged on {page.now_text()}."
     )
-    overview: list[PagePart] = [
-        Paragraph(f"{judgement.verdict}.", "bold"),
-        Bullets(judgement.remarks),
-        Paragraph(_RULE),
+    overview: list[page.Part] = [
+        page.Paragraph(f"{judgement.verdict}.", "bold"),
+        page.Bullets(judgement.remarks),
+        page.Paragraph(_RULE),
         _conditions(judgement),
-        PageFigures([*_pictures(judgement), _sharpe_chart(judgement)]),
+        page.Figures([*_pictures(judgement), _sharpe_chart(judgement)]),
     ]
-    figures = Section("Figures", [Table(TITLES, rows(judgement)), Paragraph(_FIGURES_NOTE, "note")])
-    page = Page(title, title, facts, [Section("", overview), figures])
-    return write_page(folder / "judgement.html", page)
+    figures: list[page.Part] = [
+        page.Table(TITLES, rows(judgement)),
+        page.Paragraph(_FIGURES_NOTE, "note"),
+    ]
+    sections = [page.Section("", overview), page.Section("Figures", figures)]
+    report = page.Page(title, title, facts, sections)
+    return page.write_page(folder / "judgement.html", report)
 
 
-def _conditions(judgement: Judgement) -> Table:
+def _conditions(judgement: Judgement) -> page.Table:
     excess = judgement.excess
     interval = f"{excess.value:.2f} ({excess.low:.2f} to {excess.high:.2f})"
-    return Table(
+    return page.Table(
         ["test", "value", "needed"],
         [
             ["deflated Sharpe ratio", f"{judgement.deflated:.3f}", f"at least {CONFIDENCE}"],
