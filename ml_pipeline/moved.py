@@ -110,6 +110,7 @@ _MODULES = {
     "door.trust": "assembly.trust",
     "door.warm_start": "assembly.warm_start",
     "envs.atari": "envs.wrappers.atari",
+    "envs.evaluation": "analysis.evaluate",
     "envs.parallel_api": "games.parallel_api",
     "envs.self_play": "games.self_play",
     "envs.tasks.acrobot": "envs.classic_control.acrobot",

@@ -1,14 +1,14 @@
-"""The charts of a comparison, as numbers; ``report`` draws them."""
+"""The charts of a comparison: curves, final values, profiles, efficiency and speed of groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from ml_pipeline.analysis.compare import Group
+from ml_pipeline.analysis.figures import COLOURS, Bar, Chart, Line, Mark
 from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.analysis.statistics import (
     Array,
@@ -19,58 +19,11 @@ from ml_pipeline.analysis.statistics import (
 )
 from ml_pipeline.metrics import PHASE, shown_return
 
-MOST_GROUPS = 10  # in a chart: as many as there are colours
+MOST_GROUPS = len(COLOURS)  # in a chart
 
 _N_POINTS = 100  # of a curve
 _LONGEST_LABEL = 30  # characters; with longer settings, a label is only the name of the group
 _BAND = "Interquartile mean over the seeds with its 95 % bootstrap interval"
-
-
-class Line(NamedTuple):
-    """A curve and the band around it."""
-
-    label: str
-    rank: int  # of its group, which gives the colour
-    x: Array
-    y: Array
-    low: Array
-    high: Array
-
-
-class Mark(NamedTuple):
-    """A vertical line: where a group enters a phase of its curriculum."""
-
-    rank: int
-    x: float
-
-
-class Bar(NamedTuple):
-    """A statistic with its interval, and the seeds behind it."""
-
-    label: str
-    rank: int
-    value: float
-    low: float
-    high: float
-    points: Array  # one per seed
-
-
-class Chart(NamedTuple):
-    """Lines, or horizontal bars; a chart has one kind, or is empty and its note says why."""
-
-    name: str  # of the PNG file
-    title: str
-    x_title: str
-    y_title: str
-    note: str
-    lines: Sequence[Line] = ()
-    bars: Sequence[Bar] = ()
-    x_range: tuple[float, float] | None = None  # None: fits the data
-    marks: Sequence[Mark] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.lines and not self.bars
 
 
 def make_charts(groups: Sequence[Group], metric: str) -> list[Chart]:
@@ -88,22 +41,25 @@ def make_charts(groups: Sequence[Group], metric: str) -> list[Chart]:
     ]
 
 
-def labels_of(groups: Sequence[Group]) -> list[str]:
-    """Names with settings, or names alone if the settings of a group are long."""
+def _labelled(groups: Sequence[Group]) -> list[tuple[int, str, Group]]:
+    """Each group with its rank and label: its name, and its settings unless they are long."""
     labels = [f"{group.name}: {group.label}" for group in groups]
-    return labels if max(map(len, labels)) <= _LONGEST_LABEL else [g.name for g in groups]
+    if max(map(len, labels)) > _LONGEST_LABEL:
+        labels = [group.name for group in groups]
+    return [
+        (rank, label, group) for rank, (label, group) in enumerate(zip(labels, groups, strict=True))
+    ]
 
 
-def _noted(note: str, groups: Sequence[Group], ranks: set[int], why: str) -> str:
-    """``note``, and the groups whose rank is not among those drawn."""
-    if not ranks:
-        return f"Nothing to draw: {why}."
-    missing = [group.name for rank, group in enumerate(groups) if rank not in ranks]
-    return f"{note} Not drawn: {', '.join(missing)} ({why})." if missing else note
-
-
-def _ranks(drawn: Sequence[Line] | Sequence[Bar]) -> set[int]:
-    return {each.rank for each in drawn}
+def _noted(chart: Chart, groups: Sequence[Group], why: str, *, first_rank: int = 0) -> Chart:
+    """The chart whose note also names the groups that are not drawn."""
+    if chart.is_empty:
+        return chart._replace(note=f"Nothing to draw: {why}.")
+    ranks = {line.rank for line in chart.lines} | {bar.rank for bar in chart.bars}
+    missing = [group.name for rank, group in enumerate(groups, first_rank) if rank not in ranks]
+    if not missing:
+        return chart
+    return chart._replace(note=f"{chart.note} Not drawn: {', '.join(missing)} ({why}).")
 
 
 def _curves(groups: Sequence[Group], metric: str) -> Chart:
@@ -111,8 +67,9 @@ def _curves(groups: Sequence[Group], metric: str) -> Chart:
     why = f"no {metric} over a range of steps that its runs share"
     marks = _phase_marks(groups)
     note = f"{_BAND}." + (" Dotted: a phase of the curriculum starts." if marks else "")
-    note = _noted(note, groups, _ranks(lines), why)
-    return Chart("curves", "Learning curves", "env steps", metric, note, lines=lines, marks=marks)
+    title = "Learning curves"
+    chart = Chart("curves", title, "env steps", metric, note, lines=lines, marks=marks)
+    return _noted(chart, groups, why)
 
 
 def _phase_marks(groups: Sequence[Group]) -> list[Mark]:
@@ -132,9 +89,9 @@ def _curves_by_time(groups: Sequence[Group], metric: str) -> Chart:
     lines = _lines(groups, metric, lambda run: run.seconds(metric))
     why = f"no {metric} over a range of time that its runs share"
     note = f"{_BAND}. The time excludes evaluation and saving."
-    note = _noted(note, groups, _ranks(lines), why)
     title = "Learning curves by training time"
-    return Chart("curves_by_time", title, "seconds", metric, note, lines=lines)
+    chart = Chart("curves_by_time", title, "seconds", metric, note, lines=lines)
+    return _noted(chart, groups, why)
 
 
 def _lines(
@@ -142,7 +99,7 @@ def _lines(
 ) -> list[Line]:
     """One line per group, over the range that all of its runs with the metric cover."""
     lines = []
-    for rank, (group, label) in enumerate(zip(groups, labels_of(groups), strict=True)):
+    for rank, label, group in _labelled(groups):
         seeds = [[run for run in runs if len(position(run))] for runs in group.seeds]
         measured = group._replace(seeds=[runs for runs in seeds if runs])
         start = max((position(run)[0] for run in measured.runs), default=np.nan)
@@ -164,16 +121,22 @@ def _bar(label: str, rank: int, points: Array) -> Bar:
     return Bar(label, rank, value, low, high, points)
 
 
+def _bars(groups: Sequence[Group], points_of: Callable[[Group], Array]) -> list[Bar]:
+    """One bar per group with a finite point."""
+    bars = []
+    for rank, label, group in _labelled(groups):
+        points = points_of(group)
+        points = points[np.isfinite(points)]
+        if len(points):
+            bars.append(_bar(label, rank, points))
+    return bars
+
+
 def _final(groups: Sequence[Group], metric: str) -> Chart:
-    bars = [
-        _bar(label, rank, group.finals(metric))
-        for rank, (group, label) in enumerate(zip(groups, labels_of(groups), strict=True))
-        if len(group.finals(metric))
-    ]
-    note = _noted(
-        f"{_BAND}. Each tick is one seed.", groups, _ranks(bars), f"no {metric} in its runs"
-    )
-    return Chart("final", "Final performance", metric, "", note, bars=bars)
+    bars = _bars(groups, lambda group: group.finals(metric))
+    note = f"{_BAND}. Each tick is one seed."
+    chart = Chart("final", "Final performance", metric, "", note, bars=bars)
+    return _noted(chart, groups, f"no {metric} in its runs")
 
 
 def _improvement(groups: Sequence[Group], metric: str) -> Chart:
@@ -188,10 +151,9 @@ def _improvement(groups: Sequence[Group], metric: str) -> Chart:
             bars.append(Bar(label, rank, value, low, high, np.array([])))
     note = "Probability that a run of the first group ends above a run of the second. 0.5: equal."
     title = "Probability of improvement"
-    ranks = _ranks(bars) | {0} if bars else set()
-    note = _noted(note, groups, ranks, f"no {metric} in its runs")
     all_of_it = (-0.02, 1.02)
-    return Chart("improvement", title, "probability", "", note, bars=bars, x_range=all_of_it)
+    chart = Chart("improvement", title, "probability", "", note, bars=bars, x_range=all_of_it)
+    return _noted(chart, others, f"no {metric} in its runs", first_rank=1)
 
 
 def _profile(groups: Sequence[Group], metric: str) -> Chart:
@@ -200,12 +162,13 @@ def _profile(groups: Sequence[Group], metric: str) -> Chart:
     thresholds = np.linspace(low, high, _N_POINTS if low < high else 1)
     lines = [
         Line(label, rank, thresholds, *performance_profile(group.finals(metric), thresholds))
-        for rank, (group, label) in enumerate(zip(groups, labels_of(groups), strict=True))
+        for rank, label, group in _labelled(groups)
         if len(group.finals(metric))
     ]
     note = f"Share of seeds whose final {metric} is at or above each value. Higher is better."
-    note = _noted(note, groups, _ranks(lines), f"no {metric} in its runs")
-    return Chart("profile", "Performance profile", metric, "share of seeds", note, lines=lines)
+    title = "Performance profile"
+    chart = Chart("profile", title, metric, "share of seeds", note, lines=lines)
+    return _noted(chart, groups, f"no {metric} in its runs")
 
 
 def _efficiency(groups: Sequence[Group], metric: str) -> Chart:
@@ -213,22 +176,24 @@ def _efficiency(groups: Sequence[Group], metric: str) -> Chart:
     curves = [run.curve(metric)[1] for group in groups for run in group.runs]
     firsts = np.array([values[0] for values in curves if len(values)])
     finals = [group.finals(metric) for group in groups if len(group.finals(metric))]
-    bars, target = [], np.nan
+    target = np.nan
     if finals:
-        start, best = float(iqm(firsts)), max(float(iqm(each)) for each in finals)
+        start = float(iqm(firsts))
+        best = max(float(iqm(each)) for each in finals)
         target = start + 0.9 * (best - start)
-    for rank, (group, label) in enumerate(zip(groups, labels_of(groups), strict=True)):
+    bars = []
+    for rank, label, group in _labelled(groups):
         needed = group.per_seed(lambda run: _steps_to(run, metric, target))
         reached = needed[np.isfinite(needed)]
-        label = f"{label} ({len(reached)} of {len(needed)})"
+        counted = f"{label} ({len(reached)} of {len(needed)})"
         if len(reached) == len(needed):
-            bars.append(_bar(label, rank, reached))
+            bars.append(_bar(counted, rank, reached))
         elif len(reached):  # a mean over the successful seeds alone would be too optimistic
-            bars.append(Bar(label, rank, np.nan, np.nan, np.nan, reached))
+            bars.append(Bar(counted, rank, np.nan, np.nan, np.nan, reached))
     goal = shown_return(target)
     note = f"Env steps until {metric} reaches {goal}. In brackets: the seeds that reach it."
-    note = _noted(note, groups, _ranks(bars), "no run reaches the value")
-    return Chart("efficiency", "Sample efficiency", "env steps", "", note, bars=bars)
+    chart = Chart("efficiency", "Sample efficiency", "env steps", "", note, bars=bars)
+    return _noted(chart, groups, "no run reaches the value")
 
 
 def _steps_to(run: RunData, metric: str, target: float) -> float:
@@ -238,11 +203,7 @@ def _steps_to(run: RunData, metric: str, target: float) -> float:
 
 
 def _throughput(groups: Sequence[Group]) -> Chart:
-    speeds = [group.per_seed(lambda run: run.steps_per_second()) for group in groups]
-    bars = [
-        _bar(label, rank, speed[np.isfinite(speed)])
-        for rank, (label, speed) in enumerate(zip(labels_of(groups), speeds, strict=True))
-        if np.isfinite(speed).any()
-    ]
-    note = _noted(f"{_BAND}.", groups, _ranks(bars), "no time/iteration_seconds in its metrics.csv")
-    return Chart("throughput", "Throughput", "env steps per second", "", note, bars=bars)
+    bars = _bars(groups, lambda group: group.per_seed(RunData.steps_per_second))
+    title = "Throughput"
+    chart = Chart("throughput", title, "env steps per second", "", f"{_BAND}.", bars=bars)
+    return _noted(chart, groups, "no time/iteration_seconds in its metrics.csv")

@@ -1,9 +1,14 @@
-"""Evaluation: plays complete episodes of a policy."""
+"""Evaluation: plays complete episodes of a policy, each from a seed of its own.
+
+``evaluate`` plays in one env, ``evaluate_batch`` in several at once, ``Evaluator`` keeps its envs
+for the next time. Workers import this module: keep torch out of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,24 +16,28 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from ml_pipeline.envs.episode_stats import Episode, row_numbers
-from ml_pipeline.envs.evaluation import (
-    END,
-    EVALUATED,
-    MAX_EPISODE_STEPS,
-    MAX_STEPS,
-    STRIDE,
-    EvaluationEnv,
-)
-from ml_pipeline.envs.vec_env import SerialEnv
+from ml_pipeline.config.train import VecEnvConfig
+from ml_pipeline.envs.episode_stats import Episode, counts_episodes, row_numbers
+from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.policy.contracts import Policy
+
+# An env without a time limit may never end an episode. This is longer than any usual limit:
+# Atari's is 27,000 steps of 4 frames.
+MAX_EPISODE_STEPS = 30_000
+_FIRST_LIMIT = 1_000  # the same, while no episode has ended anywhere
+
+# Keys of the options of a reset that begins an evaluation, and of the info of an ended episode.
+_STRIDE, _END, _MAX_STEPS, _EVALUATED = "stride", "end", "max_steps", "evaluated"
+
+MakeEnv = Callable[[], gym.Env[Any, Any]]
 
 
 class Evaluation(NamedTuple):
-    """Played episodes and their statistics."""
+    """Played episodes, in the order of their seeds, and their statistics."""
 
     episodes: list[Episode]
     n_cut: int  # episodes that reached max_episode_steps
+    max_episode_steps: int
 
     @property
     def mean(self) -> float:
@@ -64,7 +73,7 @@ def evaluate(
     max_episode_steps: int = MAX_EPISODE_STEPS,
 ) -> Evaluation:
     """Play ``n_episodes``; episode k starts from seed + k, so each can be replayed alone."""
-    with closing(SerialEnv([partial(EvaluationEnv, lambda: env, is_borrowed=True)])) as envs:
+    with closing(SerialEnv([partial(_EvaluationEnv, lambda: env, is_borrowed=True)])) as envs:
         return evaluate_batch(
             policy,
             envs,
@@ -73,6 +82,22 @@ def evaluate(
             deterministic=deterministic,
             max_episode_steps=max_episode_steps,
         )
+
+
+def make_evaluation_envs(
+    make_env: MakeEnv, settings: VecEnvConfig, *, n_envs: int, in_workers: bool = False
+) -> SerialEnv | ParallelEnv:
+    """Envs for ``evaluate_batch``, in this process or in workers."""
+    env_fns = [partial(_EvaluationEnv, make_env)] * n_envs
+    if not in_workers:
+        return SerialEnv(env_fns, infos=settings.infos)  # type: ignore[arg-type]  # VecEnvConfig
+    return ParallelEnv(
+        env_fns,
+        infos=settings.infos,  # type: ignore[arg-type]  # checked by VecEnvConfig
+        n_workers=settings.n_workers,
+        start_method=settings.start_method,  # type: ignore[arg-type]  # as above
+        step_timeout=settings.step_timeout_seconds,
+    )
 
 
 def evaluate_batch(
@@ -86,7 +111,7 @@ def evaluate_batch(
 ) -> Evaluation:
     """As ``evaluate``, in the envs of ``make_evaluation_envs``; env i of n plays i, i + n, ..."""
     n_envs = envs.num_envs
-    options = {STRIDE: n_envs, END: seed + n_episodes, MAX_STEPS: max_episode_steps}
+    options = {_STRIDE: n_envs, _END: seed + n_episodes, _MAX_STEPS: max_episode_steps}
     obs, infos = envs.reset(seed=seed, options=options)  # env i gets seed + i
     memory, first_memory = policy.new_memory(n_envs), policy.new_memory(n_envs)
     episodes: dict[int, Episode] = {}
@@ -100,26 +125,144 @@ def evaluate_batch(
             continue
         if memory is not None and first_memory is not None:
             memory[done] = first_memory[done]
-        for number, episode, is_cut in _evaluated(infos.get("final_info", {}), done):
+        for number, episode, is_cut in _ended(infos.get("final_info", {}), done):
             if number < seed + n_episodes:  # else the number of envs exceeds that of episodes
                 episodes[number] = episode
                 n_cut += is_cut
-    return Evaluation([episodes[number] for number in sorted(episodes)], n_cut)
+    in_order = [episodes[number] for number in sorted(episodes)]
+    return Evaluation(in_order, n_cut, max_episode_steps)
 
 
-def _evaluated(final_info: Mapping[str, Any], done: list[int]) -> list[tuple[int, Episode, bool]]:
+def _ended(final_info: Mapping[str, Any], done: list[int]) -> list[tuple[int, Episode, bool]]:
     """Seed, episode, and whether it was cut, for each episode that ended in this step."""
-    if EVALUATED not in final_info:
+    if _EVALUATED not in final_info:
         return []
-    result, has_result = final_info[EVALUATED], final_info[f"_{EVALUATED}"]
-    return [
-        (
-            int(result["seed"][i]),
-            Episode(
-                float(result["return"][i]), int(result["length"][i]), 1, row_numbers(final_info, i)
-            ),
-            bool(result["is_cut"][i]),
+    result, has_result = final_info[_EVALUATED], final_info[f"_{_EVALUATED}"]
+    ended = []
+    for i in done:
+        if has_result[i]:
+            gained, length = float(result["return"][i]), int(result["length"][i])
+            episode = Episode(gained, length, 1, row_numbers(final_info, i))
+            ended.append((int(result["seed"][i]), episode, bool(result["is_cut"][i])))
+    return ended
+
+
+class Evaluator:
+    """Plays the same greedy episodes again and again, so that two results differ by the policy.
+
+    It keeps its envs in between, because workers start slowly.
+    """
+
+    def __init__(
+        self, make_env: MakeEnv, settings: VecEnvConfig, *, n_episodes: int, seed: int
+    ) -> None:
+        self.n_episodes = n_episodes
+        self._make_env = make_env
+        self._settings = settings
+        self._seed = seed
+        self._envs: SerialEnv | ParallelEnv | None = None
+
+    def evaluate(
+        self, policy: Policy, *, most_envs: int, in_workers: bool, episodes_end: bool
+    ) -> Evaluation:
+        """``episodes_end``: an episode of training has ended, so that these may take longer."""
+        n_envs = min(self.n_episodes, most_envs)
+        if self._envs is not None and self._envs.num_envs != n_envs:
+            self.close()
+        if self._envs is None:
+            self._envs = make_evaluation_envs(
+                self._make_env, self._settings, n_envs=n_envs, in_workers=in_workers
+            )
+        own_limit = (self._envs.spec is not None and self._envs.spec.max_episode_steps) or 0
+        limit = MAX_EPISODE_STEPS if episodes_end or own_limit else _FIRST_LIMIT
+        return evaluate_batch(
+            policy,
+            self._envs,
+            n_episodes=self.n_episodes,
+            seed=self._seed,
+            deterministic=True,
+            max_episode_steps=max(limit, own_limit),
         )
-        for i in done
-        if has_result[i]
-    ]
+
+    def close(self) -> None:
+        if self._envs is not None:
+            self._envs.close()
+            self._envs = None
+
+
+class _EvaluationEnv(gym.Wrapper[Any, Any, Any, Any]):
+    """A reset with options plays the episodes of seeds ``range(seed, end, stride)``, then pauses.
+
+    The last info of each episode has its seed, return, length, and whether it was cut. Every
+    evaluation starts with a new env, so that no wrapper keeps its state. A paused env costs
+    nothing while the others of its batch finish.
+    """
+
+    def __init__(self, make_env: MakeEnv, *, is_borrowed: bool = False) -> None:
+        """``is_borrowed``: the env belongs to the caller, so it is neither renewed nor closed."""
+        super().__init__(make_env())
+        self._make_env = make_env
+        self._is_borrowed = is_borrowed
+        self._is_new = True
+        self._counts_own_episodes = counts_episodes(self.env)
+        self._seeds: list[int] = []  # of the episodes to play, the current one first
+        self._idle: tuple[Any, dict[str, Any]] = (None, {})  # observation and info of a pause
+        self._max_steps = MAX_EPISODE_STEPS
+        self._return = 0.0
+        self._length = 0
+        self._lost_life = False
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        if options is not None:
+            return self._begin(int(seed or 0), options)
+        if self._lost_life:
+            self._lost_life = False
+            return self.env.reset()
+        del self._seeds[:1]
+        return self._start_episode() if self._seeds else deepcopy(self._idle)
+
+    def _begin(self, seed: int, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if not (self._is_new or self._is_borrowed):
+            self.env.close()
+            self.env = self._make_env()
+        self._is_new = self._lost_life = False
+        self._seeds = list(range(seed, options[_END], options[_STRIDE])) or [seed]
+        self._max_steps = options[_MAX_STEPS]
+        obs, info = self._start_episode()
+        self._idle = deepcopy((obs, info))
+        return obs, info
+
+    def _start_episode(self) -> tuple[Any, dict[str, Any]]:
+        self._return = 0.0
+        self._length = 0
+        return self.env.reset(seed=self._seeds[0])
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if not self._seeds:
+            obs, info = deepcopy(self._idle)
+            return obs, 0.0, False, False, info
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self._return += float(reward)
+        self._length += 1
+        is_over = self._length >= self._max_steps
+        if not (terminated or truncated or is_over):
+            return obs, reward, False, False, info
+        # A wrapper may end an episode after a lost life although the game continues.
+        own = info.get("episode") if self._counts_own_episodes else None
+        if self._counts_own_episodes and own is None and not is_over:
+            self._lost_life = True
+            return obs, reward, terminated, truncated, info
+        is_cut = is_over and not (terminated or truncated)
+        result = {
+            "seed": self._seeds[0],
+            "return": self._return if own is None else float(own["r"]),
+            "length": self._length if own is None else int(own["l"]),
+            "is_cut": is_cut,
+        }
+        return obs, reward, terminated, truncated or is_cut, {**info, _EVALUATED: result}
+
+    def close(self) -> None:
+        if not self._is_borrowed:
+            self.env.close()

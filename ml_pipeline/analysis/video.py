@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from ml_pipeline.analysis.evaluate import Evaluation, evaluate
+from ml_pipeline.analysis.evaluate import Evaluation, MakeEnv, evaluate
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import import_extra, missing_extra
 from ml_pipeline.policy.contracts import Policy
 
 
-def check_video(make_env: Callable[[], gym.Env[Any, Any]]) -> None:
+def check_video(make_env: MakeEnv) -> None:
     """Render one frame, to find a missing package or render mode before training starts."""
     import_extra("moviepy", needed_by="a video")
     env = make_env()
@@ -43,7 +42,7 @@ def _check_render_mode(env: gym.Env[Any, Any]) -> None:
 
 def record_video(
     policy: Policy,
-    make_env: Callable[[], gym.Env[Any, Any]],
+    make_env: MakeEnv,
     folder: Path,
     name: str,
     *,

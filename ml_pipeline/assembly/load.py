@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import torch
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from gymnasium.vector import VectorEnv
 
+from ml_pipeline.analysis.evaluate import make_evaluation_envs
 from ml_pipeline.assembly.agent import build_agent, build_env_factory, cpu_context
 from ml_pipeline.assembly.compose import ConfigError, find_modules_in_cwd, stored_config
 from ml_pipeline.assembly.trust import check_names
@@ -20,10 +22,8 @@ from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.deploy.export import Agreement, export_policy
 from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.device import torch_threads
-from ml_pipeline.envs.evaluation import make_evaluation_envs
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.envs.judged import HasExportFacts
-from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.errors import first_line
 from ml_pipeline.policy.contracts import Policy
 from ml_pipeline.policy.space_data import space_to_data
@@ -43,7 +43,7 @@ class TrainedAgent(NamedTuple):
 
     agent: Agent
     env: gym.Env[Any, Any]
-    make_envs: Callable[..., SerialEnv]  # n_envs=: a vector env for evaluate_batch
+    make_envs: Callable[..., VectorEnv[Any, Any, Any]]  # n_envs=: for evaluate_batch
     env_name: str
     seed: int  # of the run
     checkpoint: str

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from gymnasium.vector import VectorEnv
 
+from ml_pipeline.analysis.evaluate import make_evaluation_envs
 from ml_pipeline.analysis.run_data import did_you_mean
 from ml_pipeline.assembly.agent import build_env_factory
 from ml_pipeline.assembly.compose import checked_config, compose_config, stored_config
 from ml_pipeline.assembly.load import exported_env, restored_agent
 from ml_pipeline.config.train import EnvConfig, VecEnvConfig
 from ml_pipeline.deploy.exported import ExportedPolicy
-from ml_pipeline.envs.evaluation import make_evaluation_envs
 from ml_pipeline.envs.factory import EnvFactory
-from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.games.matches import DiscretePolicy, GameError, ScriptedPolicy
 from ml_pipeline.games.two_players import Scripted, player_space
 from ml_pipeline.policy.contracts import Policy, Spaces
@@ -42,7 +42,7 @@ class Arena(NamedTuple):
     judges: Mapping[str, Callable[[], Scripted]]  # may have state; evaluations prefer them
     moves: Any  # [n, *act]: the continuous actions of its discrete version, or None
 
-    def make_envs(self, *, n_envs: int) -> SerialEnv:
+    def make_envs(self, *, n_envs: int) -> VectorEnv[Any, Any, Any]:
         """A vector env for ``play_games``."""
         return make_evaluation_envs(self.make_env, VecEnvConfig(), n_envs=n_envs)
 

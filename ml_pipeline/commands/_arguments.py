@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+import webbrowser
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,3 +90,29 @@ def check_actions(player: Player, *, deterministic: bool) -> None:
     """Refuse an exported policy where actions are sampled."""
     if player.only_greedy and not deterministic:
         raise UserError(f"{player.name}: an exported policy acts greedily; add --deterministic")
+
+
+def dated_folder(kind: str, name: str) -> Path:
+    """The default folder of a result: runs/<kind>/<name>_<date>_<time>."""
+    safe = re.sub(r"[^\w.-]+", "-", name)
+    return Path("runs") / kind / f"{safe}_{datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+
+def show_report(write: Callable[[], Path], *, is_asked_for: bool, opens: bool) -> bool:
+    """Write a report, print its path and open it in a browser; returns whether it was written.
+
+    Without the packages for it, print how to install them, or raise if it ``is_asked_for``.
+    """
+    from ml_pipeline.extras import MissingExtraError
+
+    try:
+        page = write()
+    except MissingExtraError as error:
+        if is_asked_for or opens:
+            raise
+        print(error)
+        return False
+    print(f"report: {page}")
+    if opens:
+        webbrowser.open(page.resolve().as_uri())
+    return True

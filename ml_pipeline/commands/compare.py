@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-import webbrowser
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ml_pipeline.commands._arguments import add_trust
+from ml_pipeline.commands._arguments import add_trust, dated_folder, show_report
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import import_extra
 
@@ -53,7 +50,6 @@ def run(options: Namespace) -> None:
     from ml_pipeline.analysis import compare
     from ml_pipeline.analysis.report import write_report
     from ml_pipeline.analysis.run_data import check_one_env, chosen_metric
-    from ml_pipeline.extras import MissingExtraError
     from ml_pipeline.runs.console import wide_console
 
     runs = _read_runs(options.runs, trust=options.trust)
@@ -69,16 +65,12 @@ def run(options: Namespace) -> None:
     console.print(compare.groups_table(groups, metric))
     for line in (*compare.remarks(groups), *compare.verdicts(groups, metric)):
         print(line)
-    try:
-        page = write_report(options.report or _report_folder(runs[0].env), groups, metric)
-    except MissingExtraError as error:
-        if options.report is not None or options.open:
-            raise
-        print(error)  # the tables are complete without a report
-        return
-    print(f"report: {page}")
-    if options.open:
-        webbrowser.open(page.resolve().as_uri())
+    folder = options.report or dated_folder("reports", runs[0].env)
+    show_report(
+        lambda: write_report(folder, groups, metric),
+        is_asked_for=options.report is not None,
+        opens=options.open,
+    )
 
 
 def _read_runs(arguments: Sequence[str], *, trust: bool) -> list[RunData]:
@@ -118,8 +110,3 @@ def _study_runs(path: Path) -> list[Path]:
     if not (study.path.is_dir() and study.path.samefile(path)):
         raise UserError(f"{path}: not in {STUDY_ROOT}/ here; change to the folder that has it")
     return study.run_dirs()
-
-
-def _report_folder(env: str) -> Path:
-    name = re.sub(r"[^\w.-]+", "-", env)
-    return Path("runs") / "reports" / f"{name}_{datetime.now():%Y-%m-%d_%H-%M-%S}"

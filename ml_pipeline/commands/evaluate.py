@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ml_pipeline.commands._arguments import (
     ENV_HELP,
@@ -23,8 +23,12 @@ from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import shown_return
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ml_pipeline.analysis.evaluate import Evaluation, MakeEnv
     from ml_pipeline.assembly.players import Arena, Player
     from ml_pipeline.games.matches import Games
+    from ml_pipeline.policy.contracts import Policy
 
 _MOST_ENVS = 8  # played at the same time
 _N_EPISODES, _N_GAMES, _N_SHOWN_GAMES = 20, 200, 2
@@ -88,11 +92,9 @@ def _render_mode(options: Namespace) -> str | None:
 
 
 def _play_episodes(options: Namespace) -> None:
-    from ml_pipeline.analysis.evaluate import evaluate, evaluate_batch
-    from ml_pipeline.analysis.video import record_video
+    from ml_pipeline.analysis.evaluate import evaluate_batch
     from ml_pipeline.assembly.load import load_agent
     from ml_pipeline.assembly.players import chosen_env
-    from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
     from ml_pipeline.envs.judged import JudgedEnv
     from ml_pipeline.runs.console import user_command
     from ml_pipeline.runs.run_folder import RunFolder
@@ -114,41 +116,55 @@ def _play_episodes(options: Namespace) -> None:
         seed = stream_seed(trained.seed, "evaluate command")
     n_episodes = options.episodes or _N_EPISODES
     how = {"n_episodes": n_episodes, "seed": seed, "deterministic": options.deterministic}
-    if options.video:
-        folder = RunFolder.open(run_dir).videos
+    if options.video or options.render:
         name = f"{trained.checkpoint}-{trained.env_steps}"
-        result, videos = record_video(trained.agent, lambda: trained.env, folder, name, **how)
-        for path in videos:
-            print(path)
-    elif options.render:
-        result = evaluate(trained.agent, trained.env, **how)
-        trained.env.close()
+        folder = RunFolder.open(run_dir).videos if options.video else None
+        result = _shown(trained.agent, lambda: trained.env, folder, name, **how)
     else:
-        n_envs = min(n_episodes, _MOST_ENVS)
-        with closing(trained.make_envs(n_envs=n_envs)) as envs:
+        with closing(trained.make_envs(n_envs=min(n_episodes, _MOST_ENVS))) as envs:
             result = evaluate_batch(trained.agent, envs, **how)
-    actions = "greedy" if options.deterministic else "sampled"
     print(
         f"{trained.env_name}, checkpoint {trained.checkpoint} of env step {trained.env_steps:,}, "
-        f"{n_episodes} episodes from seed {seed}, {actions} actions"
+        f"{n_episodes} episodes from seed {seed}, {_actions(options)} actions"
     )
     names = ("mean", "std", "min", "max")
     figures = "  ".join(f"{name} {shown_return(getattr(result, name))}" for name in names)
     print(f"return: {figures}   mean length {result.mean_length:.1f}")
     if result.n_cut:
-        print(f"{result.n_cut} episodes did not end and were cut at {MAX_EPISODE_STEPS:,} steps")
+        limit = f"{result.max_episode_steps:,}"
+        print(f"{result.n_cut} episodes did not end and were cut at {limit} steps")
     kind = type(trained.env.unwrapped)
     if isinstance(kind, JudgedEnv):
         command = user_command(kind.judge_command)
         print(f"returns are not a judgement; see: {command} {shlex.quote(run_dir)}")
 
 
+def _shown(
+    policy: Policy, make_env: MakeEnv, folder: Path | None, name: str, **how: Any
+) -> Evaluation:
+    """Play in one env: record videos in ``folder``, or None: it renders in a window."""
+    from ml_pipeline.analysis.evaluate import evaluate
+    from ml_pipeline.analysis.video import record_video
+
+    if folder is None:
+        with closing(make_env()) as env:
+            return evaluate(policy, env, **how)
+    result, videos = record_video(policy, make_env, folder, name, **how)
+    for path in videos:
+        print(path)
+    return result
+
+
+def _actions(options: Namespace) -> str:
+    return "greedy" if options.deterministic else "sampled"
+
+
 def _play_games(options: Namespace) -> None:
     import torch
 
+    from ml_pipeline.analysis.evaluate import MAX_EPISODE_STEPS
     from ml_pipeline.assembly.players import chosen_env, env_of, load_player, open_arena
     from ml_pipeline.device import torch_threads
-    from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
     from ml_pipeline.games.tournament import DRAWS_HINT, MANY_DRAWS, counts_lines
     from ml_pipeline.seeding import stream_seed
 
@@ -167,11 +183,10 @@ def _play_games(options: Namespace) -> None:
     for player in (first, second):
         check_actions(player, deterministic=options.deterministic)
     with torch_threads(torch.device("cpu")):
-        games = _played(options, arena, first, second, seed)
+        games = _played(options, run_dir, arena, (first, second), seed)
     counts = games.counts
-    actions = "greedy" if options.deterministic else "sampled"
     print(f"{first.name} ({first.origin}) against {second.name} ({second.origin})")
-    print(f"{arena.name}, {counts.n_games:,} games from seed {seed}, {actions} actions")
+    print(f"{arena.name}, {counts.n_games:,} games from seed {seed}, {_actions(options)} actions")
     for line in counts_lines(counts):
         print(line)
     for side, each in enumerate(games[:2]):
@@ -183,12 +198,13 @@ def _play_games(options: Namespace) -> None:
         print(f"most games are draws: {DRAWS_HINT}")
 
 
-def _played(options: Namespace, arena: Arena, first: Player, second: Player, seed: int) -> Games:
-    from ml_pipeline.analysis.evaluate import Evaluation, evaluate
-    from ml_pipeline.analysis.video import record_video
+def _played(
+    options: Namespace, run_dir: str, arena: Arena, players: tuple[Player, Player], seed: int
+) -> Games:
     from ml_pipeline.games.matches import Side, play_games, play_sides
     from ml_pipeline.runs.run_folder import RunFolder
 
+    first, second = players
     policies = first.policy, second.policy
     is_shown = options.video or options.render
     n_games = options.games or (_N_SHOWN_GAMES if is_shown else _N_GAMES)
@@ -197,17 +213,12 @@ def _played(options: Namespace, arena: Arena, first: Player, second: Player, see
         with closing(arena.make_envs(n_envs=min(n_games, MOST_GAMES))) as envs:
             return play_games(*policies, envs, n_games=n_games, seed=seed, **how)
 
+    folder = RunFolder.open(run_dir).videos if options.video else None
+
     def play(side: Side) -> Evaluation:
-        place = {"n_episodes": side.n_games, "seed": side.seed, **how}
-        if options.render:
-            with closing(arena.make_env()) as env:
-                return evaluate(side.policy, env, **place)
-        folder = RunFolder.open(chosen_run(options.run, options.root)).videos
         number = int(side.is_swapped)
         name = f"{first.name}-against-{second.name}-as-player-{number}".replace("/", "-")
-        result, videos = record_video(side.policy, arena.make_env, folder, name, **place)
-        for path in videos:
-            print(path)
-        return result
+        place = {"n_episodes": side.n_games, "seed": side.seed, **how}
+        return _shown(side.policy, arena.make_env, folder, name, **place)
 
     return play_sides(*policies, play, n_games=n_games, seed=seed)

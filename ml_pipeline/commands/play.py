@@ -54,7 +54,6 @@ def run(options: Namespace) -> None:
     from ml_pipeline.analysis.evaluate import evaluate
     from ml_pipeline.assembly.load import load_policy
     from ml_pipeline.device import torch_threads
-    from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
     from ml_pipeline.envs.factory import close_env
     from ml_pipeline.games.matches import winner_of
 
@@ -70,12 +69,13 @@ def run(options: Namespace) -> None:
         with torch_threads(torch.device("cpu")):
             for seed in range(options.seed, options.seed + options.episodes):
                 result = evaluate(policy, env, n_episodes=1, seed=seed, deterministic=True)
-                cut = f", cut at {MAX_EPISODE_STEPS:,} steps" if result.n_cut else ""
+                limit = result.max_episode_steps
+                cut = f", cut at {limit:,} steps" if result.n_cut else ""
                 (episode,) = result.episodes
                 returns.append(episode.episode_return)
                 outcome = ""
                 if options.opponent is not None:
-                    winners.append(winner_of(episode))
+                    winners.append(winner_of(episode, limit))
                     outcome = f"{_OUTCOMES[winners[-1]]}, "
                 gained = shown_return(returns[-1])
                 line = f"seed {seed}: {outcome}return {gained}, length {episode.length}"

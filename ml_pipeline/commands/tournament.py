@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import webbrowser
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
-from datetime import datetime
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +15,9 @@ from ml_pipeline.commands._arguments import (
     add_trust,
     check_actions,
     chosen_run,
+    dated_folder,
     integer,
+    show_report,
 )
 from ml_pipeline.errors import UserError
 
@@ -67,9 +66,8 @@ def run(options: Namespace) -> None:
     import torch
 
     from ml_pipeline.device import torch_threads
-    from ml_pipeline.extras import MissingExtraError
     from ml_pipeline.games import tournament
-    from ml_pipeline.games.tournament_report import write_page
+    from ml_pipeline.games.tournament_report import write_report
     from ml_pipeline.runs.console import wide_console
 
     arena, players = _loaded(options)
@@ -88,19 +86,13 @@ def run(options: Namespace) -> None:
     console.print(tournament.win_matrix_table(result.results))
     for line in tournament.remarks(result):
         print(line)
-    folder = options.out or _folder(arena.name)
+    folder = options.out or dated_folder("tournaments", arena.name)
     tournament.write_results(folder, result)
-    try:
-        page = write_page(folder, result)
-    except MissingExtraError as error:
-        if options.open:
-            raise
-        print(error)  # the tables and the result files are complete without a page
+    has_report = show_report(
+        lambda: write_report(folder, result), is_asked_for=False, opens=options.open
+    )
+    if not has_report:
         print(f"results: {folder}")
-        return
-    print(f"page: {page}")
-    if options.open:
-        webbrowser.open(page.resolve().as_uri())
 
 
 def _loaded(options: Namespace) -> tuple[Arena, dict[str, Player]]:
@@ -164,8 +156,3 @@ def _played(arena: Arena, first: Player, second: Player, options: Namespace) -> 
     line = f"{first.name} - {second.name}: wins {wins}, draws {draws}, losses {losses}"
     print(line, flush=True)
     return Match(first.name, second.name, games)
-
-
-def _folder(env: str) -> Path:
-    name = re.sub(r"[^\w.-]+", "-", env)
-    return Path("runs") / "tournaments" / f"{name}_{datetime.now():%Y-%m-%d_%H-%M-%S}"

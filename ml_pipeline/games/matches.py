@@ -11,9 +11,8 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.analysis.evaluate import Evaluation, evaluate_batch
+from ml_pipeline.analysis.evaluate import MAX_EPISODE_STEPS, Evaluation, evaluate_batch
 from ml_pipeline.envs.episode_stats import Episode
-from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
 from ml_pipeline.errors import UserError
 from ml_pipeline.games.two_players import Scripted
 from ml_pipeline.policy.contracts import Policy
@@ -177,7 +176,7 @@ def play_games(
             max_episode_steps=max_steps,
         )
 
-    return play_sides(first, second, play, n_games=n_games, seed=seed, max_steps=max_steps)
+    return play_sides(first, second, play, n_games=n_games, seed=seed)
 
 
 def play_sides(
@@ -187,7 +186,6 @@ def play_sides(
     *,
     n_games: int,
     seed: int,
-    max_steps: int = MAX_EPISODE_STEPS,
 ) -> Games:
     """``play`` half of the games, then the other half with the sides changed."""
     half = (n_games + 1) // 2
@@ -196,12 +194,17 @@ def play_sides(
         Side(PairPolicy(second, first), n_games - half, seed + half, is_swapped=True),
     )
     results = [play(side) for side in halves]
-    winners = [[winner_of(episode, max_steps) for episode in result.episodes] for result in results]
-    as_player_0, of_other = (Counts(*(each.count(w) for w in (1, 0, -1))) for each in winners)
+    as_player_0, of_other = (_counts(result) for result in results)
     return Games(as_player_0, of_other.swapped(), sum(result.n_cut for result in results))
 
 
-def winner_of(episode: Episode, max_steps: int = MAX_EPISODE_STEPS) -> int:
+def _counts(result: Evaluation) -> Counts:
+    """The results of player 0."""
+    winners = [winner_of(episode, result.max_episode_steps) for episode in result.episodes]
+    return Counts(wins=winners.count(1), draws=winners.count(0), losses=winners.count(-1))
+
+
+def winner_of(episode: Episode, max_steps: int) -> int:
     """1 if player 0 has won, -1 if it has lost, 0 for a draw and for a game that was cut."""
     winner = episode.infos.get(WINNER)
     if winner is None and episode.length >= max_steps:

@@ -1,28 +1,15 @@
-"""The page of a tournament: ratings, the win matrix as a heat map, and all matches.
-
-One HTML file that needs no network, and a PNG per chart, as in the report of ``compare``.
-"""
+"""The page of a tournament: ratings, the win matrix as a heat map, and all matches."""
 
 from __future__ import annotations
 
-import html
-from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ml_pipeline.analysis.charts import MOST_GROUPS, Bar, Chart
-from ml_pipeline.analysis.report import (
-    draw_png,
-    html_chart,
-    html_figure,
-    html_list,
-    html_page,
-    html_table,
-)
-from ml_pipeline.errors import shorten
-from ml_pipeline.extras import import_extra
+from ml_pipeline.analysis import page
+from ml_pipeline.analysis.figures import Chart, interval_bar, numbered, plotly_text
+from ml_pipeline.games.matches import Counts
 from ml_pipeline.games.ratings import Results
 from ml_pipeline.games.tournament import (
     RATING_TITLES,
@@ -31,88 +18,102 @@ from ml_pipeline.games.tournament import (
     rating_rows,
     remarks,
 )
-from ml_pipeline.runs.run_folder import RunFolderError, write_text
 
-_NOTE = (
-    "Points of the row player against the column player: a win is 1, a draw one half. "
-    "Below it the share of draws."
-)
-_LONGEST_NAME = 40  # characters of a label
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from plotly.graph_objects import Figure as PlotlyFigure
 
 
-def write_page(folder: Path, tournament: Tournament) -> Path:
+def write_report(folder: Path, tournament: Tournament) -> Path:
     """Write the page and the PNGs into ``folder``; returns the path of the page."""
-    import_extra("plotly", needed_by="the page")
-    import_extra("matplotlib", needed_by="the page")
-    chart = _ratings_chart(tournament)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        draw_png(chart, folder / "ratings.png")
-        _draw_heat_map(tournament.results, folder / "win_matrix.png")
-    except OSError as error:
-        raise RunFolderError(f"--out {folder}: cannot write the page: {error}") from error
-    page = folder / "tournament.html"
-    write_text(page, _page(tournament, chart))
-    return page
+    facts = [f"{name.replace('_', ' ')} {value}" for name, value in tournament.facts.items()]
+    title = f"{tournament.env}: tournament"
+    overview: list[page.Part] = [
+        page.Bullets(remarks(tournament)),
+        page.Table(RATING_TITLES, list(rating_rows(tournament.ratings))),
+        page.Figures([_ratings(tournament), _HeatMap(tournament.results)], are_side_by_side=False),
+    ]
+    report = page.Page(
+        title=title,
+        heading=title,
+        facts=f"{', '.join(facts)}, on {page.now_text()}.",
+        sections=[page.Section("", overview), page.Section("Matches", [_matches(tournament)])],
+    )
+    return page.write_page(folder / "tournament.html", report)
 
 
-def _labels(names: list[str]) -> list[str]:
-    return [f"{rank}  {shorten(name, _LONGEST_NAME)}" for rank, name in enumerate(names, 1)]
+def _matches(tournament: Tournament) -> page.Table:
+    titles = ["first", "second", "wins-draws-losses", "as player 0", "as player 1"]
+    rows = []
+    for first, second, games in tournament.matches:
+        counts = (games.counts, games.as_player_0, games.as_player_1)
+        rows.append([first, second, *map(_joined, counts)])
+    return page.Table(titles, rows)
 
 
-def _ratings_chart(tournament: Tournament) -> Chart:
-    labels = _labels(tournament.results.names)
+def _joined(counts: Counts) -> str:
+    return "-".join(map(str, counts))
+
+
+def _ratings(tournament: Tournament) -> Chart:
     bars = [
-        Bar(label, rank % MOST_GROUPS, each.value, each.low, each.high, np.array([]))
-        for rank, (label, each) in enumerate(zip(labels, tournament.ratings, strict=True))
+        interval_bar(rank, each.name, each.value, each.low, each.high)
+        for rank, each in enumerate(tournament.ratings)
     ]
     note = "Elo with its 95 % bootstrap interval. 400 points are odds of 10 to 1."
     return Chart("ratings", "Ratings", "rating", "", note, bars=bars)
 
 
-def _cell_texts(results: Results, new_line: str) -> list[list[str]]:
-    texts = []
-    for scores, draws in zip(results.scores, draw_shares(results), strict=True):
-        texts.append(
-            [
-                "" if np.isnan(score) else f"{score:.0%}{new_line}{draw:.0%} draws"
-                for score, draw in zip(scores, draws, strict=True)
-            ]
-        )
-    return texts
+class _HeatMap:
+    """The win matrix as a ``Figure``; rows and columns are players, by rank."""
 
+    name = "win_matrix"
+    title = "Win matrix"
+    note = (
+        "Points of the row player against the column player: a win is 1, a draw one half. "
+        "Below it the share of draws."
+    )
+    is_empty = False
 
-def _draw_heat_map(results: Results, path: Path) -> None:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    def __init__(self, results: Results) -> None:
+        n_players = len(results.names)
+        self.height = 180 + 50 * n_players
+        self.png_size = (4.0 + 0.8 * n_players, 1.6 + 0.7 * n_players)
+        self._results = results
+        self._labels = [numbered(rank, name) for rank, name in enumerate(results.names)]
+        self._ranks = [str(rank) for rank in range(1, n_players + 1)]
 
-    n = len(results.names)
-    with rc_context({"text.parse_math": False}):  # the name of a run may contain a $
-        figure = Figure(figsize=(4.0 + 0.8 * n, 1.6 + 0.7 * n), layout="constrained")
-        axes = figure.subplots()
-        image = axes.imshow(100 * results.scores, cmap="RdBu", vmin=0, vmax=100, aspect="auto")
-        texts = _cell_texts(results, "\n")
-        for i, j in np.argwhere(results.games > 0).tolist():
-            is_dark = abs(results.scores[i, j] - 0.5) > 0.3
+    def _cell_texts(self, new_line: str) -> list[list[str]]:
+        texts = []
+        for scores, draws in zip(self._results.scores, draw_shares(self._results), strict=True):
+            texts.append(
+                [
+                    "" if np.isnan(score) else f"{score:.0%}{new_line}{draw:.0%} draws"
+                    for score, draw in zip(scores, draws, strict=True)
+                ]
+            )
+        return texts
+
+    def draw_png(self, axes: Axes) -> None:
+        scores = self._results.scores
+        image = axes.imshow(100 * scores, cmap="RdBu", vmin=0, vmax=100, aspect="auto")
+        texts = self._cell_texts("\n")
+        for i, j in np.argwhere(self._results.games > 0).tolist():
+            is_dark = abs(scores[i, j] - 0.5) > 0.3
             colour = "white" if is_dark else "black"
             axes.text(j, i, texts[i][j], ha="center", va="center", color=colour, fontsize="small")
-        axes.set_xticks(range(n), [str(rank) for rank in range(1, n + 1)])
-        axes.set_yticks(range(n), _labels(results.names), fontsize="small")
-        axes.set(title="Win matrix", xlabel="against")
-        figure.colorbar(image, label="points of the row player, %")
-        figure.savefig(path, dpi=110)
+        axes.set_xticks(range(len(scores)), self._ranks)
+        axes.set_yticks(range(len(scores)), self._labels, fontsize="small")
+        axes.set_xlabel("against")
+        axes.figure.colorbar(image, label="points of the row player, %")
 
-
-def _heat_map(results: Results) -> Any:
-    from plotly import graph_objects
-
-    labels = _labels(results.names)
-    figure = graph_objects.Figure(
-        graph_objects.Heatmap(
-            z=[[None if np.isnan(each) else 100 * each for each in row] for row in results.scores],
-            x=[str(rank) for rank in range(1, len(labels) + 1)],
-            y=labels,
-            text=_cell_texts(results, "<br>"),
+    def draw_plotly(self, figure: PlotlyFigure) -> None:
+        scores = self._results.scores
+        figure.add_heatmap(
+            z=[[None if np.isnan(each) else 100 * each for each in row] for row in scores],
+            x=self._ranks,
+            y=[plotly_text(label) for label in self._labels],
+            text=self._cell_texts("<br>"),
             texttemplate="%{text}",
             zmin=0,
             zmax=100,
@@ -120,42 +121,5 @@ def _heat_map(results: Results) -> Any:
             hovertemplate="%{y}<br>against %{x}<br>%{text}<extra></extra>",
             colorbar={"title": "points, %"},
         )
-    )
-    figure.update_layout(
-        title="Win matrix",
-        template="plotly_white",
-        margin={"l": 60, "r": 20, "t": 50, "b": 50},
-        height=180 + 50 * len(labels),
-    )
-    figure.update_yaxes(autorange="reversed", automargin=True)
-    figure.update_xaxes(title="against", type="category")
-    return figure
-
-
-def _page(tournament: Tournament, chart: Chart) -> str:
-    env = html.escape(tournament.env)
-    facts = ", ".join(
-        f"{name.replace('_', ' ')} {value}" for name, value in tournament.facts.items()
-    )
-    when = datetime.now().astimezone().isoformat(" ", "minutes")
-    rows = [
-        [match.first, match.second, *map(_counts, (games.counts, *games[:2]))]
-        for match in tournament.matches
-        for games in [match.games]
-    ]
-    titles = ["first", "second", "wins-draws-losses", "as player 0", "as player 1"]
-    body = [
-        f"<h1>{env}: tournament</h1>",
-        f'<p class="when">{html.escape(facts)}, on {when}.</p>',
-        html_list(remarks(tournament)),
-        html_table(RATING_TITLES, list(rating_rows(tournament.ratings))),
-        html_chart(chart),
-        html_figure(_heat_map(tournament.results), "win_matrix", _NOTE),
-        "<h2>Matches</h2>",
-        html_table(titles, rows),
-    ]
-    return html_page(f"{env}: tournament", "\n".join(body))
-
-
-def _counts(counts: tuple[int, int, int]) -> str:
-    return "-".join(map(str, counts))
+        figure.update_yaxes(autorange="reversed", automargin=True)
+        figure.update_xaxes(title="against", type="category")

@@ -12,12 +12,12 @@ import pytest
 from conftest import Capture, read_rows, small, summary_of
 from tiny_envs import CountingEnv, LivesEnv, NoisyEnv
 
-from ml_pipeline.analysis.evaluate import evaluate, evaluate_batch
+from ml_pipeline.analysis.evaluate import evaluate, evaluate_batch, make_evaluation_envs
 from ml_pipeline.assembly.compose import ConfigError
 from ml_pipeline.assembly.run import load_agent, train
 from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.episode_stats import Episode
-from ml_pipeline.envs.evaluation import make_evaluation_envs, make_evaluation_workers
+from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.seeding import stream_seed
@@ -55,8 +55,16 @@ def test_workers_play_the_same_episodes_as_this_process() -> None:
     how: Any = {"n_episodes": 5, "seed": 5, "deterministic": True}
     settings = VecEnvConfig(n_workers=2, start_method="fork")
 
-    with closing(make_evaluation_workers(NoisyEnv, settings, n_envs=4)) as envs:
+    with closing(make_evaluation_envs(NoisyEnv, settings, n_envs=4, in_workers=True)) as envs:
         assert evaluate_batch(policy, envs, **how) == evaluate(policy, NoisyEnv(), **how)
+
+
+def test_a_worker_of_an_evaluation_has_no_torch() -> None:
+    make_env = EnvFactory(None, target="faulty_envs.WorkerModules")
+    settings = VecEnvConfig(n_workers=1, start_method="spawn")
+
+    with closing(make_evaluation_envs(make_env, settings, n_envs=1, in_workers=True)) as envs:
+        assert envs.call("has_module", "torch") == (False,)
 
 
 def test_an_env_that_is_done_is_not_stepped_while_the_others_play() -> None:

@@ -192,6 +192,7 @@ def test_report_is_one_page_and_a_png_per_chart(tmp_path: Path) -> None:
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)  # loads nothing
     assert "A is better than B" in text
     assert "<th>a&lt;b&gt;</th>" in text
+    assert '"name":"A: a&lt;b&gt;=2"' in text  # not a tag for plotly
     assert "run3" in text
     assert "10 runs in 2 groups" in text
 

@@ -60,7 +60,10 @@ def test_resumed_run_repeats_an_interrupted_evaluation() -> None:
 
     make_env: Any = interrupt
     env = SimpleNamespace(num_envs=1, unwrapped=None)
-    loop: Any = SimpleNamespace(env_steps=50, is_last_iteration=lambda: False, envs=[env])
+    agent = SimpleNamespace(for_playing=lambda: None)
+    loop: Any = SimpleNamespace(
+        env_steps=50, is_last_iteration=lambda: False, envs=[env], agent=agent
+    )
     stopped = PeriodicEvaluation(make_env, VecEnvConfig(), seed=1, eval_every_steps=100)
     stopped.on_train_start(loop)
     loop.env_steps = 100

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import pytest
 from conftest import read_rows, small
 from staged_envs import Duel, Line
 
+from ml_pipeline.analysis.evaluate import evaluate
 from ml_pipeline.assembly.run import train
 from ml_pipeline.assembly.trust import check_names
-from ml_pipeline.envs.evaluation import END, EVALUATED, MAX_STEPS, STRIDE, EvaluationEnv
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot
-from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.envs.wrappers.reward_shaping import RewardShaping
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.signatures import UntrustedError
@@ -91,20 +89,27 @@ def test_terms_see_the_row_of_player_0() -> None:
     assert rewards(one, [action[0]] * 3) == expected
 
 
+class GoesRight:
+    """A policy that always takes action 2."""
+
+    def act_batch(self, obs: Any, *_: Any, **__: Any) -> Any:
+        return np.full(len(obs), 2)
+
+    def new_memory(self, n_envs: int) -> None: ...
+
+    def mask_of(self, infos: Any) -> None: ...
+
+
 def test_an_evaluation_reports_the_return_of_the_env() -> None:
     terms = {"moved": {**PLAIN, "weight": 100.0}}
 
-    def made(length: int) -> gym.Env[Any, Any]:
-        return RewardShaping(Line(length), terms)
+    for length, max_steps, n_cut in [(3, 10, 0), (30, 3, 1)]:
+        env = RewardShaping(Line(length), terms)
+        how: Any = {"n_episodes": 1, "seed": 5, "deterministic": True}
+        result = evaluate(GoesRight(), env, **how, max_episode_steps=max_steps)
 
-    for length, max_steps, is_cut in [(3, 10, False), (30, 3, True)]:
-        env = SerialEnv([partial(EvaluationEnv, partial(made, length))])
-        env.reset(seed=5, options={STRIDE: 1, END: 6, MAX_STEPS: max_steps})
-        for _ in range(3):
-            *_, infos = env.step(np.array([2]))
-        result = {name: values[0] for name, values in infos["final_info"][EVALUATED].items()}
-        assert (result["return"], result["length"], result["is_cut"]) == (3.0, 3, is_cut)
-        env.close()
+        (episode,) = result.episodes
+        assert (episode.episode_return, episode.length, result.n_cut) == (3.0, 3, n_cut)
 
 
 def test_a_time_limit_around_the_wrapper_keeps_the_return() -> None:

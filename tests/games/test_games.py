@@ -12,8 +12,8 @@ import pytest
 import torch
 from two_player_games import PULLS, Puller, ShortWins, TugOfWar
 
+from ml_pipeline.analysis.evaluate import make_evaluation_envs
 from ml_pipeline.config.train import VecEnvConfig
-from ml_pipeline.envs.evaluation import make_evaluation_envs, make_evaluation_workers
 from ml_pipeline.games.matches import (
     Counts,
     DiscretePolicy,
@@ -70,7 +70,7 @@ def test_results_do_not_depend_on_the_number_of_envs_or_on_workers() -> None:
 
     assert played(STRONG, WEAK, make_env, n_envs=8, n_games=25) == alone
     settings = VecEnvConfig(n_workers=2, start_method="fork")
-    with closing(make_evaluation_workers(make_env, settings, n_envs=4)) as envs:
+    with closing(make_evaluation_envs(make_env, settings, n_envs=4, in_workers=True)) as envs:
         in_workers = play_games(STRONG, WEAK, envs, n_games=25, seed=5, deterministic=True)
     assert in_workers == alone
     assert played(STRONG, WEAK, make_env, n_games=25, seed=6) != alone

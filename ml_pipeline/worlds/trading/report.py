@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import csv
-import html
 import io
 import json
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
-from ml_pipeline.analysis.charts import MOST_GROUPS, Bar, Chart
-from ml_pipeline.analysis.report import (
-    draw_png,
-    html_chart,
-    html_figure,
-    html_list,
-    html_page,
-    html_table,
-)
-from ml_pipeline.analysis.statistics import Array, Estimate
+from ml_pipeline.analysis import page
+from ml_pipeline.analysis.figures import Chart, interval_bar, plotly_text
+from ml_pipeline.analysis.statistics import Array
 from ml_pipeline.errors import shorten
-from ml_pipeline.extras import import_extra
 from ml_pipeline.runs.run_folder import RunFolderError, write_text
-from ml_pipeline.worlds.trading.judgement import (
-    CONFIDENCE,
-    Activity,
-    Figures,
-    Judgement,
-    Part,
-    as_json,
-)
+from ml_pipeline.worlds.trading.judgement import CONFIDENCE, Figures, Judgement, Part, as_json
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from plotly.graph_objects import Figure as PlotlyFigure
 
 TITLES = (
     *("", "return", "per year", "volatility", "Sharpe", "95 % interval", "Sortino"),
@@ -43,10 +31,15 @@ TITLES = (
 _MOST_POINTS, _FEW_POINTS = 1_500, 150  # of a curve
 _MOST_PARTS = 9  # runs, and symbols, in a picture
 _LONGEST_NAME = 40  # characters of a label
+_LEGEND = {"orientation": "h", "x": 1.0, "xanchor": "right", "y": 1.0, "yanchor": "bottom"}
 _RULE = (
     "An edge is claimed only on bars that the policy was not trained on, if the deflated Sharpe "
     f"ratio is at least {CONFIDENCE} and the interval of the Sharpe ratio minus that of the better "
     "of cash and buy-and-hold is above 0. Past bars promise nothing about new ones."
+)
+_FIGURES_NOTE = (
+    "Ratios are those of a year. Turnover and exposure are multiples of the equity, means over "
+    "the accounts. trades.csv has all trades, equity.csv all curves."
 )
 
 
@@ -55,19 +48,22 @@ class Curve(NamedTuple):
 
     label: str
     colour: str
-    time: Any  # datetime64
+    time: NDArray[np.datetime64]
     value: Array
     is_faint: bool = False
 
 
 class Picture(NamedTuple):
-    """Curves with common axes."""
+    """A ``Figure`` of curves over time."""
 
-    name: str  # of the PNG file
+    name: str
     title: str
     y_title: str
     note: str
     curves: list[Curve]
+    is_empty: bool = False
+    height: int = 380
+    png_size: tuple[float, float] = (9.0, 3.6)
 
     @property
     def scale(self) -> str:
@@ -75,17 +71,65 @@ class Picture(NamedTuple):
         grows = self.name == "equity" and all(curve.value.min() > 0.0 for curve in self.curves)
         return "log" if grows else "linear"
 
+    def draw_png(self, axes: Axes) -> None:
+        from matplotlib import dates
+        from matplotlib.ticker import FormatStrFormatter
+
+        for curve in self.curves:
+            axes.plot(
+                curve.time,
+                curve.value,
+                color=curve.colour,
+                linewidth=0.8 if curve.is_faint else 1.4,
+                label="_" if curve.is_faint else curve.label,
+            )
+        axes.set(ylabel=self.y_title, yscale=self.scale)
+        # A page turns mathematics off, in which a logarithmic axis would write its numbers.
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
+        untyped: Any = dates
+        days = untyped.AutoDateLocator(maxticks=8)
+        axes.xaxis.set_major_locator(days)
+        axes.xaxis.set_major_formatter(untyped.ConciseDateFormatter(days))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+
+    def draw_plotly(self, figure: PlotlyFigure) -> None:
+        for curve in self.curves:
+            figure.add_scatter(
+                x=curve.time,
+                y=curve.value,
+                name=plotly_text(shorten(curve.label, _LONGEST_NAME)),
+                mode="lines",
+                line={"color": curve.colour, "width": 1 if curve.is_faint else 2},
+                hovertemplate="%{x|%Y-%m-%d %H:%M}: %{y:.4~g}",
+                showlegend=not curve.is_faint,
+            )
+        figure.update_layout(
+            yaxis={"title": self.y_title, "type": self.scale},
+            legend=_LEGEND,
+        )
+
 
 def rows(judgement: Judgement) -> list[list[str]]:
     """The table of all figures, below ``TITLES``."""
-    activity, sharpe = judgement.activity, judgement.interval
-    found = [_row("policy", judgement.figures, activity, sharpe, judgement.deflated)]
-    for parts in (judgement.runs, judgement.symbols):
-        if len(parts) > 1:
-            found += [_part_row(part) for part in parts]
-    found.append(_row("buy and hold", judgement.hold, None, None, None))
-    found.append(["cash", "0.0%", "0.0%", "0.0%", "0.00", *[""] * (len(TITLES) - 5)])
-    return found
+    whole = Part(
+        "policy", judgement.figures, judgement.activity, judgement.interval, judgement.deflated
+    )
+    hold = ["buy and hold", *_figure_texts(judgement.hold, interval="")]
+    cash = ["cash", "0.0%", "0.0%", "0.0%", "0.00"]
+    benchmarks = [[*row, *[""] * (len(TITLES) - len(row))] for row in (hold, cash)]
+    return [_part_row(whole), *map(_part_row, _shown_parts(judgement)), *benchmarks]
+
+
+def _shown_parts(judgement: Judgement, most: int | None = None) -> list[Part]:
+    """The runs if there are several, then the symbols if there are several."""
+    return [
+        part
+        for parts in (judgement.runs, judgement.symbols)
+        if len(parts) > 1
+        for part in parts[:most]
+    ]
 
 
 def table(judgement: Judgement) -> Table:
@@ -98,19 +142,19 @@ def table(judgement: Judgement) -> Table:
 
 
 def _part_row(part: Part) -> list[str]:
-    return _row(part.name, part.figures, part.activity, part.sharpe, part.deflated)
+    return [
+        part.name,
+        *_figure_texts(part.figures, f"{part.sharpe.low:.2f} to {part.sharpe.high:.2f}"),
+        f"{part.activity.turnover:,.1f}",
+        f"{part.activity.exposure:.2f}",
+        f"{part.activity.net_exposure:+.2f}",
+        f"{part.activity.trades:,}",
+        f"{part.deflated:.3f}",
+    ]
 
 
-def _row(
-    name: str,
-    figures: Figures,
-    activity: Activity | None,
-    sharpe: Estimate | None,
-    deflated: float | None,
-) -> list[str]:
-    interval = "" if sharpe is None else f"{sharpe.low:.2f} to {sharpe.high:.2f}"
-    row = [
-        name,
+def _figure_texts(figures: Figures, interval: str) -> list[str]:
+    return [
         _growth(figures.total_return),
         _growth(figures.annual_return),
         f"{figures.volatility:.1%}",
@@ -119,16 +163,6 @@ def _row(
         f"{figures.sortino:.2f}",
         f"{figures.max_drawdown:.1%}",
         f"{figures.calmar:.2f}",
-    ]
-    if activity is None:
-        return [*row, *[""] * (len(TITLES) - len(row))]
-    return [
-        *row,
-        f"{activity.turnover:,.1f}",
-        f"{activity.exposure:.2f}",
-        f"{activity.net_exposure:+.2f}",
-        f"{activity.trades:,}",
-        "" if deflated is None else f"{deflated:.3f}",
     ]
 
 
@@ -149,28 +183,23 @@ def write_results(folder: Path, judgement: Judgement) -> None:
     ]
     columns = [walk.equity for walk in judgement.walks.values()]
     values = np.column_stack([judgement.equity, judgement.hold_equity, *columns])
-    times = _iso(judgement.time)
     _write_csv(
         folder / "equity.csv",
         ["bar_end_utc", "all", "buy_and_hold", *names],
-        ([time, *row] for time, row in zip(times, values.tolist(), strict=True)),
+        ([time, *row] for time, row in zip(_iso(judgement.time), values.tolist(), strict=True)),
     )
+    trades: list[list[object]] = []
+    for run, walk in judgement.walks.items():
+        times = _iso(np.array([trade.time for trade in walk.trades], dtype=np.int64))
+        trades += [[time, run, *trade[1:]] for time, trade in zip(times, walk.trades, strict=True)]
     _write_csv(
         folder / "trades.csv",
         ["bar_end_utc", "run", "symbol", "units", "price", "cost", "reason", "equity"],
-        (
-            [time, run, *trade[1:]]
-            for run, walk in judgement.walks.items()
-            for time, trade in zip(
-                _iso(np.array([each.time for each in walk.trades], dtype=np.int64)),
-                walk.trades,
-                strict=True,
-            )
-        ),
+        trades,
     )
 
 
-def _write_csv(path: Path, titles: Sequence[str], lines: Any) -> None:
+def _write_csv(path: Path, titles: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(titles)
@@ -178,25 +207,49 @@ def _write_csv(path: Path, titles: Sequence[str], lines: Any) -> None:
     write_text(path, text.getvalue())
 
 
-def _iso(time: Any) -> list[str]:
+def _iso(time: NDArray[np.int64]) -> list[str]:
+    """Nanoseconds since 1970 -> 2024-01-31T00:00:00."""
     return [str(each) for each in time.astype("datetime64[ns]").astype("datetime64[s]")]
 
 
-def write_page(folder: Path, judgement: Judgement) -> Path:
+def write_report(folder: Path, judgement: Judgement) -> Path:
     """Write the page and the PNGs into ``folder``; returns the path of the page."""
-    import_extra("plotly", needed_by="the page")
-    import_extra("matplotlib", needed_by="the page")
-    pictures, chart = _pictures(judgement), _sharpe_chart(judgement)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for picture in pictures:
-            _draw(picture, folder / f"{picture.name}.png")
-        draw_png(chart, folder / f"{chart.name}.png")
-    except OSError as error:
-        raise RunFolderError(f"--out {folder}: cannot write the page: {error}") from error
-    page = folder / "judgement.html"
-    write_text(page, _page(judgement, pictures, chart))
-    return page
+    title = "An edge can be claimed" if judgement.claims_edge else "No edge can be claimed"
+    first, last = (each.replace("T", " ") for each in _iso(judgement.time[[0, -1]]))
+    facts = (
+        f"{page.counted(len(judgement.walks), 'run')}, period {judgement.period} "
+        f"from {first} to {last} UTC, {len(judgement.time) - 1:,} bars, "
+        f"{judgement.periods_per_year:,.0f} per year, "
+        f"greedy actions, {page.counted(judgement.n_trials, 'trial')}, judged on {page.now_text()}."
+    )
+    overview: list[page.Part] = [
+        page.Paragraph(f"{judgement.verdict}.", "bold"),
+        page.Bullets(judgement.remarks),
+        page.Paragraph(_RULE),
+        _conditions(judgement),
+        page.Figures([*_pictures(judgement), _sharpe_chart(judgement)]),
+    ]
+    figures: list[page.Part] = [
+        page.Table(TITLES, rows(judgement)),
+        page.Paragraph(_FIGURES_NOTE, "note"),
+    ]
+    sections = [page.Section("", overview), page.Section("Figures", figures)]
+    report = page.Page(title, title, facts, sections)
+    return page.write_page(folder / "judgement.html", report)
+
+
+def _conditions(judgement: Judgement) -> page.Table:
+    excess = judgement.excess
+    interval = f"{excess.value:.2f} ({excess.low:.2f} to {excess.high:.2f})"
+    return page.Table(
+        ["test", "value", "needed"],
+        [
+            ["deflated Sharpe ratio", f"{judgement.deflated:.3f}", f"at least {CONFIDENCE}"],
+            ["Sharpe ratio minus that of the better benchmark", interval, "above 0"],
+            ["probabilistic Sharpe ratio (one trial)", f"{judgement.probabilistic:.3f}", ""],
+            ["best of the trials without skill", f"{judgement.best_without_skill:.2f}", ""],
+        ],
+    )
 
 
 def _pictures(judgement: Judgement) -> list[Picture]:
@@ -271,119 +324,13 @@ def _curve(
 
 def _sharpe_chart(judgement: Judgement) -> Chart:
     estimates = [("policy", judgement.interval), ("policy - better benchmark", judgement.excess)]
-    for parts in (judgement.runs, judgement.symbols):
-        if len(parts) > 1:
-            estimates += [(part.name, part.sharpe) for part in parts[:_MOST_PARTS]]
+    estimates += [(part.name, part.sharpe) for part in _shown_parts(judgement, _MOST_PARTS)]
     bars = [
-        Bar(
-            f"{rank}  {shorten(name, _LONGEST_NAME)}",
-            (rank - 1) % MOST_GROUPS,
-            float(each.value),
-            float(each.low),
-            float(each.high),
-            np.array([]),
-        )
-        for rank, (name, each) in enumerate(estimates, start=1)
+        interval_bar(rank, name, float(each.value), float(each.low), float(each.high))
+        for rank, (name, each) in enumerate(estimates)
     ]
     note = (
         f"Sharpe ratio of a year with its 95 % interval from blocks of {judgement.block} bars. "
         f"The best of {judgement.n_trials:,} without skill: {judgement.best_without_skill:.2f}."
     )
     return Chart("sharpe", "Sharpe ratio", "Sharpe ratio of a year", "", note, bars=bars)
-
-
-def _draw(picture: Picture, path: Path) -> None:
-    from matplotlib import dates, rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FormatStrFormatter
-
-    with rc_context({"text.parse_math": False}):  # the name of a run may contain a $
-        figure = Figure(figsize=(9.0, 3.6), layout="constrained")
-        axes = figure.subplots()
-        for curve in picture.curves:
-            axes.plot(
-                curve.time,
-                curve.value,
-                color=curve.colour,
-                linewidth=0.8 if curve.is_faint else 1.4,
-                label="_" if curve.is_faint else curve.label,
-            )
-        axes.set(title=picture.title, ylabel=picture.y_title, yscale=picture.scale)
-        # A logarithmic axis would write its numbers in the mathematics that is off here.
-        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axes.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
-        untyped: Any = dates
-        days = untyped.AutoDateLocator(maxticks=8)
-        axes.xaxis.set_major_locator(days)
-        axes.xaxis.set_major_formatter(untyped.ConciseDateFormatter(days))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-        figure.savefig(path, dpi=110)
-
-
-def _plotly(picture: Picture) -> Any:
-    from plotly import graph_objects
-
-    figure = graph_objects.Figure()
-    for curve in picture.curves:
-        figure.add_scatter(
-            x=curve.time,
-            y=curve.value,
-            name=shorten(curve.label, _LONGEST_NAME),
-            mode="lines",
-            line={"color": curve.colour, "width": 1 if curve.is_faint else 2},
-            hovertemplate="%{x|%Y-%m-%d %H:%M}: %{y:.4~g}",
-            showlegend=not curve.is_faint,
-        )
-    figure.update_layout(
-        title=picture.title,
-        template="plotly_white",
-        margin={"l": 60, "r": 20, "t": 50, "b": 50},
-        height=380,
-        yaxis={"title": picture.y_title, "type": picture.scale},
-        legend={"orientation": "h", "x": 1.0, "xanchor": "right", "y": 1.0, "yanchor": "bottom"},
-    )
-    return figure
-
-
-def _page(judgement: Judgement, pictures: Sequence[Picture], chart: Chart) -> str:
-    first, last = (each.replace("T", " ") for each in _iso(judgement.time[[0, -1]]))
-    facts = (
-        f"{_count(len(judgement.walks), 'run')}, period {judgement.period} from {first} to {last} "
-        f"UTC, {len(judgement.time) - 1:,} bars, {judgement.periods_per_year:,.0f} per year, "
-        f"greedy actions, {_count(judgement.n_trials, 'trial')}"
-    )
-    when = datetime.now().astimezone().isoformat(" ", "minutes")
-    title = "An edge can be claimed" if judgement.claims_edge else "No edge can be claimed"
-    tests = [
-        ["deflated Sharpe ratio", f"{judgement.deflated:.3f}", f"at least {CONFIDENCE}"],
-        ["Sharpe ratio minus that of the better benchmark", _interval(judgement.excess), "above 0"],
-        ["probabilistic Sharpe ratio (one trial)", f"{judgement.probabilistic:.3f}", ""],
-        ["best of the trials without skill", f"{judgement.best_without_skill:.2f}", ""],
-    ]
-    figures = [html_figure(_plotly(picture), picture.name, picture.note) for picture in pictures]
-    body = [
-        f"<h1>{title}</h1>",
-        f'<p class="when">{html.escape(facts)}, judged on {when}.</p>',
-        f"<p><b>{html.escape(judgement.verdict)}.</b></p>",
-        html_list(judgement.remarks),
-        f"<p>{html.escape(_RULE)}</p>",
-        html_table(["test", "value", "needed"], tests),
-        '<div class="charts">',
-        *figures,
-        html_chart(chart),
-        "</div>",
-        "<h2>Figures</h2>",
-        html_table(TITLES, rows(judgement)),
-        '<p class="note">Ratios are those of a year. Turnover and exposure are multiples of the '
-        "equity, means over the accounts. trades.csv has all trades, equity.csv all curves.</p>",
-    ]
-    return html_page(title, "\n".join(body))
-
-
-def _interval(estimate: Estimate) -> str:
-    return f"{estimate.value:.2f} ({estimate.low:.2f} to {estimate.high:.2f})"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

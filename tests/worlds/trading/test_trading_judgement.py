@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from trading_markets import FREE, flat_market, random_market
 
-from ml_pipeline.envs.evaluation import MAX_EPISODE_STEPS
+from ml_pipeline.analysis.evaluate import MAX_EPISODE_STEPS
 from ml_pipeline.worlds.trading.data.market import Market
 from ml_pipeline.worlds.trading.env import Trading
 from ml_pipeline.worlds.trading.judgement import MIN_BARS, as_json, judge

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import re
-import webbrowser
 from argparse import ArgumentParser, Namespace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ml_pipeline.commands._arguments import RUN_HELP, add_root, add_trust, chosen_run, integer
+from ml_pipeline.commands._arguments import (
+    RUN_HELP,
+    add_root,
+    add_trust,
+    chosen_run,
+    dated_folder,
+    integer,
+    show_report,
+)
 from ml_pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,11 +56,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    from ml_pipeline.extras import MissingExtraError
     from ml_pipeline.runs.console import wide_console
     from ml_pipeline.runs.run_folder import RunFolder
     from ml_pipeline.worlds.trading.judge import judge_runs
-    from ml_pipeline.worlds.trading.report import table, write_page, write_results
+    from ml_pipeline.worlds.trading.report import table, write_report, write_results
 
     paths = [chosen_run(each, options.root) for each in options.runs]
     n_trials = options.trials or _n_trials([RunFolder.open(path) for path in paths])
@@ -70,19 +74,14 @@ def run(options: Namespace) -> None:
     print(judgement.verdict)
     for line in judgement.remarks:
         print(line)
-    folder = options.out or _folder(RunFolder.open(paths[0]), options.period)
+    env = RunFolder.open(paths[0]).path.resolve().parent.name
+    folder = options.out or dated_folder("judgements", f"{env}_{options.period}")
     write_results(folder, judgement)
-    try:
-        page = write_page(folder, judgement)
-    except MissingExtraError as error:
-        if options.open:
-            raise
-        print(error)  # the result files are complete without a page
+    has_report = show_report(
+        lambda: write_report(folder, judgement), is_asked_for=False, opens=options.open
+    )
+    if not has_report:
         print(f"results: {folder}")
-        return
-    print(f"page: {page}")
-    if options.open:
-        webbrowser.open(page.resolve().as_uri())
 
 
 def _n_trials(runs: list[RunFolder]) -> int:
@@ -115,8 +114,3 @@ def _counted(each: RunFolder, name: str) -> tuple[Path, int]:
         f"{each.path}: its study or sweep {name} is not here, so the number of trials is "
         "unknown; add --trials N"
     )
-
-
-def _folder(first: RunFolder, period: str) -> Path:
-    env = re.sub(r"[^\w.-]+", "-", first.path.resolve().parent.name)
-    return Path("runs") / "judgements" / f"{env}_{period}_{datetime.now():%Y-%m-%d_%H-%M-%S}"
