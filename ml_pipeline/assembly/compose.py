@@ -169,7 +169,7 @@ def checked_config(cfg: DictConfig) -> TrainConfig:
 def _typed(key: str, config_class: Any, cfg: DictConfig) -> Any:
     """The config at ``key``, as a node of this class."""
     known = [field.name for field in dataclasses.fields(config_class)]
-    for name in cfg[key]:
+    for name in cfg[key] if OmegaConf.is_dict(cfg[key]) else ():
         if name not in known:
             raise ConfigError(unknown_key(f"{key}.{name}", cfg[key][name], known))
     merged = OmegaConf.merge(_schema(key, config_class), {key: cfg[key]})

@@ -364,3 +364,18 @@ def _saved(tensor: Tensor) -> Tensor:
 
 def _first(batch: Tensor) -> Any:
     return batch[0].numpy().copy()
+
+
+def position_parts(position: Position) -> list[Tensor]:
+    return [*position.state, *position[1:]]
+
+
+def join_position(parts: list[Tensor]) -> Position:
+    return Position(tuple(parts[:-3]), *parts[-3:])
+
+
+def with_ended(ended: list[Tensor], outcome: StepResult) -> list[Tensor]:
+    """Number, returns and lengths of ended episodes per env, added to ``ended``."""
+    done = outcome.terminated | outcome.truncated
+    values = (torch.ones_like(outcome.reward), outcome.episode_return, outcome.episode_length)
+    return [old + torch.where(done, new, 0.0) for old, new in zip(ended, values, strict=True)]

@@ -77,7 +77,7 @@ def test_a_run_logs_the_memory_and_the_utilization_of_the_gpu(here: Path) -> Non
 @pytest.mark.parametrize(
     ("hidden_sizes", "words"),
     [
-        ("[1024,1024]", r"minibatch of 65536 about .* GB in the network; cuda has .* GB, of which"),
+        ("[1024,1024]", r"a rollout of .* needs about .*; cuda has .* GB, of which"),
         ("[8388608]", "the network alone does not fit"),
     ],
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from ml_pipeline import counter_random
 from ml_pipeline.algorithms.ppo.tensor_rollout import TensorBuffer
 from ml_pipeline.envs.episode_stats import Episode
-from ml_pipeline.envs.tensor_env import Position, StepResult, TorchVectorEnv
+from ml_pipeline.envs.tensor_env import TorchVectorEnv, join_position, position_parts, with_ended
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.records import StateDict
@@ -242,18 +242,3 @@ class TensorCollector:
         self._hold_position()
         self._obs = position["obs"].to(self.env.device)
         self._buffer = None  # an earlier program reads the envs at another address
-
-
-def position_parts(position: Position) -> list[Tensor]:
-    return [*position.state, *position[1:]]
-
-
-def join_position(parts: list[Tensor]) -> Position:
-    return Position(tuple(parts[:-3]), *parts[-3:])
-
-
-def with_ended(ended: list[Tensor], outcome: StepResult) -> list[Tensor]:
-    """Number, returns and lengths of ended episodes per env, added to ``ended``."""
-    done = outcome.terminated | outcome.truncated
-    told = (torch.ones_like(outcome.reward), outcome.episode_return, outcome.episode_length)
-    return [old + torch.where(done, new, 0.0) for old, new in zip(ended, told, strict=True)]

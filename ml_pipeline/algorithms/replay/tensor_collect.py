@@ -12,15 +12,10 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
 
-from ml_pipeline.algorithms.ppo.tensor_collect import (
-    join_position,
-    position_parts,
-    with_ended,
-)
 from ml_pipeline.algorithms.replay.agent import ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
 from ml_pipeline.envs.episode_stats import Episode
-from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.tensor_env import TorchVectorEnv, join_position, position_parts, with_ended
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.records import StateDict
 from ml_pipeline.training.contracts import Envs
