@@ -109,7 +109,7 @@ def make_plan(
             opponents=None if self_play is None else self_play.player_names,
         )
     if state is None:  # an old run may have the setting
-        _check_box_policy(config, trial)
+        _check_actions(config, trial)
     # Its steps will be compiled. After an error, a rank must end at once, without the import.
     if tensor_env is not None and context.world.size == 1:
         context.programs.import_compiler()
@@ -258,32 +258,31 @@ def _try_tensor_env(
         return make_tensor_env(config, env_class, context.device, n_envs=1, seed=0)
 
 
-def _check_box_policy(config: TrainConfig, trial: EnvTrial) -> None:
-    """Refuse gSDE if it would have no effect."""
-    is_gsde = getattr(config.agent, "box_policy", None) == "gsde"
-    if is_gsde and not isinstance(trial.action_space, spaces.Box):
+def _check_actions(config: TrainConfig, trial: EnvTrial) -> None:
+    """Refuse a setting that would have no effect for these actions."""
+    setting = config.agent.needs_box
+    if setting is not None and not isinstance(trial.action_space, spaces.Box):
         raise ConfigError(
-            f"agent.box_policy=gsde: needs Box actions, but env {config.env.name} has "
-            f"{trial.action_space}; leave agent.box_policy out"
+            f"{setting}: needs Box actions, but env {config.env.name} has "
+            f"{trial.action_space}; leave {setting.partition('=')[0]} out"
         )
 
 
 def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> None:
     """Refuse settings that need envs in processes."""
     is_nested = isinstance(trial.observation_space, (spaces.Dict, spaces.Tuple))
-    is_stacked = getattr(config.agent, "stacked_frames", 1) > 1  # a setting of replay
-    for is_wrong, key, fix in (
-        (bool(config.env.wrappers), "env.wrappers", "put their work into the env class"),
-        (config.vec_env.mode != "auto", "vec_env", "leave vec_env=auto"),
-        (config.collector != "sync", "collector", "leave collector=sync"),
-        (_is_recurrent(agent), "network", "use one that is not recurrent, such as network=mlp"),
-        (config.agent.action_mask != "none", "agent.action_mask", "set agent.action_mask=none"),
-        (is_nested, "its observation space", "use one Box or Discrete"),
-        (is_stacked, "agent.stacked_frames", "set agent.stacked_frames=1"),
+    for is_wrong, key_and_fix in (
+        (bool(config.env.wrappers), "env.wrappers; put their work into the env class"),
+        (config.vec_env.mode != "auto", "vec_env; leave vec_env=auto"),
+        (config.collector != "sync", "collector; leave collector=sync"),
+        (_is_recurrent(agent), "network; use one that is not recurrent, such as network=mlp"),
+        (config.agent.action_mask != "none", "agent.action_mask; set agent.action_mask=none"),
+        (is_nested, "its observation space; use one Box or Discrete"),
+        (config.agent.needs_processes is not None, config.agent.needs_processes),
     ):
         if is_wrong:
             raise ConfigError(
-                f"env {config.env.name} is a tensor env, which does not support {key}; {fix}"
+                f"env {config.env.name} is a tensor env, which does not support {key_and_fix}"
             )
 
 

@@ -19,7 +19,17 @@ class AgentConfig:
     @property
     def allows_nonfinite(self) -> bool:
         """Whether envs may return NaN or infinity; some algorithms have a setting for it."""
-        return getattr(self, "on_nonfinite", "stop") == "skip"
+        return False
+
+    @property
+    def needs_box(self) -> str | None:
+        """The key and value that make sense for Box actions only, or None."""
+        return None
+
+    @property
+    def needs_processes(self) -> str | None:
+        """The key that does not work with tensor envs, and the value that does, or None."""
+        return None
 
     def iteration_steps(self, n_envs: int) -> int:
         """Env steps of one iteration."""

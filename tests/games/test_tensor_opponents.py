@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from ml_pipeline.algorithms.ppo.tensor_collect import join_position, position_parts
 from ml_pipeline.algorithms.sac.agent import SACAgent
 from ml_pipeline.algorithms.sac.config import SACConfig
 from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
+from ml_pipeline.envs.tensor_env import join_position, position_parts
 from ml_pipeline.games.tensor_opponents import TensorOpponentPool
 from ml_pipeline.games.tensor_self_play import TensorSelfPlay
 from ml_pipeline.policy.contracts import Spaces

@@ -57,6 +57,14 @@ class PPOConfig(AgentConfig):
         default_factory=lambda: {"_target_": "ml_pipeline.algorithms.ppo.loss.ppo_loss"}
     )
 
+    @property
+    def allows_nonfinite(self) -> bool:
+        return self.on_nonfinite == "skip"
+
+    @property
+    def needs_box(self) -> str | None:
+        return "agent.box_policy=gsde" if self.box_policy == "gsde" else None
+
     def __post_init__(self) -> None:
         if self.fast == "False":  # YAML reads an unquoted off as false
             self.fast = "off"

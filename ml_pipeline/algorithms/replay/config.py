@@ -65,6 +65,12 @@ class OffPolicyConfig(AgentConfig):
         """How strongly priorities decide which transitions are replayed; 0: not at all."""
         return 0.0
 
+    @property
+    def needs_processes(self) -> str | None:
+        return (
+            "agent.stacked_frames; set agent.stacked_frames=1" if self.stacked_frames > 1 else None
+        )
+
     def why_not_double(self) -> str | None:
         return "replay learns while envs step"
 

@@ -25,6 +25,10 @@ class SACConfig(OffPolicyConfig):
     log_std_init: float = -3.0  # of gSDE
     gsde_every_steps: int = 4  # steps between two draws of gSDE noise; 0: one draw per iteration
 
+    @property
+    def needs_box(self) -> str | None:
+        return "agent.box_policy=gsde" if self.box_policy == "gsde" else None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check(0 < self.tau <= 1, "tau", "above 0 and at most 1")
