@@ -34,7 +34,10 @@ def why_not(mirrored: Mirrored, *objects: object) -> str | None:
     ``objects``: the instances of this run, whose classes may override a mirrored method.
     """
     for path, recorded in mirrored.items():
-        owner, name = _find_owner(path)
+        try:
+            owner, name = _find_owner(path)
+        except (AttributeError, ModuleNotFoundError):
+            return f"{path.rpartition('.')[0]} is gone"
         found = fingerprint(path)
         if found == _UNREADABLE:
             return f"the source of {_short(path)} cannot be read"
@@ -59,7 +62,7 @@ def fingerprint(path: str) -> str:
         found = found.fget
     if not isinstance(found, FunctionType):
         return _hash(repr(found))
-    # torch.no_grad() is the only wrapper that our own code has; any other one is a change.
+    # Look through torch.no_grad(), which our own code uses; any other wrapper is a change.
     if found.__globals__.get("__name__") == _NO_GRAD and hasattr(found, "__wrapped__"):
         found = found.__wrapped__
     return _fingerprint_of_code(found.__code__)

@@ -176,6 +176,13 @@ _MODULES = {
     "training.undo": "algorithms.ppo.undo",
 }
 _NAMES = {
+    "agents.sac_networks.Actor": "algorithms.replay.networks.Actor",
+    "agents.sac_networks.Critic": "algorithms.replay.networks.Critic",
+    "agents.sac_networks.Critics": "algorithms.replay.networks.Critics",
+    "agents.sac_networks.DiscreteCritic": "algorithms.replay.networks.DiscreteCritic",
+    "agents.senses.SenseSettings": "policy.observation_input.InputSettings",
+    "agents.senses.Senses": "policy.observation_input.ObservationInput",
+    "protocols.Place": "training.contracts.RunContext",
     "training.tensor.returns.TensorRewardScaler": "training.reward_scaler.RewardScaler",
     "agents.networks.CNN": "policy.image_networks.CNN",
     "agents.networks.DictNetwork": "policy.image_networks.DictNetwork",

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
 
+from ml_pipeline.errors import UserError, type_and_line
+
 _SHELVES = ("ml_pipeline.algorithms", "ml_pipeline.worlds")
 _GROUP = "ml_pipeline.worlds"
 
@@ -33,13 +35,13 @@ def packages() -> tuple[str, ...]:
 
 def command_modules() -> dict[str, str]:
     """The commands of the main package and of the shelves: name -> module."""
-    places = ["ml_pipeline.commands", *(f"{each}.commands" for each in packages())]
-    return {
-        module.name: f"{place}.{module.name}"
-        for place in places
-        for module in iter_modules(_folders(place))
-        if not module.name.startswith("_")
-    }
+    commands: dict[str, str] = {}
+    for place in ["ml_pipeline.commands", *(f"{each}.commands" for each in packages())]:
+        for module in iter_modules(_folders(place)):
+            if module.name in commands and not module.name.startswith("_"):
+                raise UserError(f"{place}.{module.name}: {commands[module.name]} has this name")
+            commands[module.name] = f"{place}.{module.name}"
+    return {name: path for name, path in commands.items() if not name.startswith("_")}
 
 
 @cache
@@ -51,6 +53,12 @@ def conf_folders() -> tuple[Path, ...]:
 
 def _folders(package: str) -> list[str]:
     """Where a package is on disk; empty if there is none of this name."""
-    if find_spec(package) is None:
-        return []
-    return list(import_module(package).__path__)  # its __init__.py only
+    try:
+        if find_spec(package) is None:
+            return []
+        return list(import_module(package).__path__)  # its __init__.py only
+    except Exception as error:  # a foreign package may raise anything
+        raise UserError(
+            f"the entry point {_GROUP} of {package.removesuffix('.commands')} does not work: {type_and_line(error)}; "
+            "uninstall that package or repair it"
+        ) from error

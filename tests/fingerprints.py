@@ -21,7 +21,7 @@ def recorded() -> dict[tuple[Path, str], str]:
     return {
         (file, path): mark
         for file, text in texts.items()
-        if "MIRRORED: Mirrored" in text
+        if ": Mirrored = {" in text
         for path, mark in _ENTRY.findall(text)
     }
 

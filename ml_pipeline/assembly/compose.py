@@ -85,8 +85,8 @@ class _ShelfConfigs(SearchPathPlugin):
 def preset_files(group: str) -> dict[str, Path]:
     """The options of a config group that this package and its worlds bring, by name."""
     folders = [each / group for each in (CONF, *conf_folders())]
-    files = (path for folder in folders for path in sorted(folder.glob("*.yaml")))
-    return {path.stem: path for path in files}
+    files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    return {path.stem: path for path in reversed(files)}  # as in Hydra, the first folder wins
 
 
 def accepted_with_resume(words: Sequence[str]) -> list[str]:
@@ -117,6 +117,7 @@ def is_left_out(error: Exception) -> bool:
         or "algorithm" not in node
     ):
         return False
+    find_modules_in_cwd()  # the algorithm may be the user's own
     config_class: Any = find_algorithm(OmegaConf.create({"agent": node})).config
     return any(field.name not in node for field in dataclasses.fields(config_class))
 

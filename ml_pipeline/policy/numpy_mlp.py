@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ml_pipeline.mirrors import Mirrored
 from ml_pipeline.policy.networks import MLP
+from ml_pipeline.policy.observations import Preprocess
 from ml_pipeline.policy.optimiser import FlatAdam
 
 Array = NDArray[np.float32]
@@ -30,8 +31,19 @@ def is_mirrored(trunk: nn.Module) -> bool:
     if type(trunk) is not MLP or trunk.activation not in ("tanh", "relu"):
         return False
     activation = nn.Tanh if trunk.activation == "tanh" else nn.ReLU
-    kinds = [type(each) for each in trunk.layers]
-    return kinds == [nn.Linear, activation] * (len(kinds) // 2)
+    layers = list(trunk.layers)
+    kinds = [type(each) for each in layers]
+    are_plain = all(is_plain_linear(each) for each in layers[::2])
+    return are_plain and kinds == [nn.Linear, activation] * (len(kinds) // 2)
+
+
+def is_plain_linear(layer: nn.Module | None) -> bool:
+    """Whether ``Layer`` covers a layer: dense, with a bias, and trained."""
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is not None
+        and all(each.requires_grad for each in layer.parameters())
+    )
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -127,9 +139,9 @@ def _layer_names(trunk: MLP, trunk_name: str) -> list[str]:
 class Normaliser:
     """``Preprocess`` for one Box of numbers, in NumPy."""
 
-    def __init__(self, preprocess: Any, clip: float) -> None:
+    def __init__(self, preprocess: Preprocess) -> None:
         moments = preprocess.moments_of("")
-        self._clip = np.float32(clip)
+        self._preprocess = preprocess
         self._moments = None
         if moments is not None:
             self._moments = moments.mean.numpy(), moments.variance.numpy(), moments.count.numpy()
@@ -143,6 +155,7 @@ class Normaliser:
         if not count:  # before the first rollout the deviation is unknown: do not clip
             return normalised
         # Faster than np.clip for a few numbers.
-        np.maximum(normalised, -self._clip, out=normalised)
-        np.minimum(normalised, self._clip, out=normalised)
+        clip = np.float32(self._preprocess.clip)
+        np.maximum(normalised, -clip, out=normalised)
+        np.minimum(normalised, clip, out=normalised)
         return normalised

@@ -186,6 +186,14 @@ class KeepsFiles(Protocol):
 
 
 @runtime_checkable
+class DiffersOnRanks(Protocol):
+    """A trainer with state that differs between ranks, such as the positions of their envs."""
+
+    def own_state(self) -> StateDict:
+        """These entries of ``state_dict``; a checkpoint holds those of every rank."""
+
+
+@runtime_checkable
 class Forgets(Protocol):
     """A trainer that can drop what it has collected, for a new phase of a curriculum."""
 

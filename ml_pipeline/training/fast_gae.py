@@ -25,25 +25,26 @@ MIRRORED: Mirrored = {
 def advantages_of(outcome: RolloutOutcome, *, gamma: float, lam: float) -> Tensor:
     """Generalised advantage estimates, [T, n_envs]."""
     device = outcome.reward.device
-    if device.type == "cuda" and _kernel_works(device):
+    if device.type == "cuda" and _is_mirrored() and _is_built(device):
         from ml_pipeline.training.gae_kernel import gae_in_one_kernel
 
         return gae_in_one_kernel(*outcome, gamma=gamma, lam=lam)
     return outcome.advantage(gamma=gamma, lam=lam)
 
 
-@cache
-def _kernel_works(device: torch.device) -> bool:
-    """Whether it mirrors today's code, and Triton can build it: that needs a C compiler."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    reason = why_not(MIRRORED) or _why_not_built(device)
+def _is_mirrored() -> bool:
+    """Whether the kernel repeats today's code; not cached, since a notebook may patch it."""
+    reason = why_not(MIRRORED)
     if reason is not None:
-        warnings.warn(f"GAE launches a kernel per step: {reason}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"GAE launches a kernel per step: {reason}", RuntimeWarning, stacklevel=3)
     return reason is None
 
 
-def _why_not_built(device: torch.device) -> str | None:
+@cache
+def _is_built(device: torch.device) -> bool:
+    """Whether Triton can build the kernel: that needs a C compiler and Python's headers."""
+    if importlib.util.find_spec("triton") is None:
+        return False
     try:
         from ml_pipeline.training.gae_kernel import gae_in_one_kernel
 
@@ -51,5 +52,7 @@ def _why_not_built(device: torch.device) -> str | None:
         tried = RolloutOutcome(numbers, numbers, numbers[0], numbers, flags.bool(), flags.bool())
         gae_in_one_kernel(*tried, gamma=1.0, lam=1.0)
     except Exception as error:  # Triton raises many kinds
-        return type_and_line(error)
-    return None
+        why = type_and_line(error)
+        warnings.warn(f"GAE launches a kernel per step: {why}", RuntimeWarning, stacklevel=3)
+        return False
+    return True

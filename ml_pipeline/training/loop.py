@@ -24,6 +24,7 @@ from ml_pipeline.training.checks import TrainingError, plain_number
 from ml_pipeline.training.contracts import (
     Agent,
     Callback,
+    DiffersOnRanks,
     KeepsFiles,
     Logger,
     Resizes,
@@ -34,9 +35,6 @@ from ml_pipeline.training.contracts import (
 
 # What rank 0 decides for all; the others send 0, and the maximum counts.
 _CONTINUE, _STOP, _SAVE = 1, 2, 3
-# The state that differs between ranks, and what of the replay does not.
-_OWN_STATE = ("collector", "scaler", "positions", "replay", "global_generators")
-_SHARED_REPLAY = ("priorities", "top_priority")
 
 
 class Loop:
@@ -192,11 +190,16 @@ class Loop:
             self.save_files()
         except UserError as error:
             return error, {}
-        own = _own_entries(self._own_state())
+        own = self._own_entries()
         try:
             return self._own_snapshots(), own
         except Exception as error:  # an env may raise anything; rank 0 reports it
             return RuntimeError(f"rank {self._world.rank}: {last_line(error)}"), own
+
+    def _own_entries(self) -> StateDict:
+        """The part of the state that differs between ranks."""
+        own = self.trainer.own_state() if isinstance(self.trainer, DiffersOnRanks) else {}
+        return {**own, "global_generators": global_generators_state()}
 
     def _agree(self) -> int:
         """Wait for the decision of rank 0; returns the number of a signal that any rank got."""
@@ -247,14 +250,6 @@ class Loop:
         for name, callback_state in state["callbacks"].items():
             if name in self.callbacks:  # a resumed run may have fewer or other callbacks
                 self.callbacks[name].load_state_dict(callback_state)
-
-
-def _own_entries(state: StateDict) -> StateDict:
-    """The part of a state that differs between ranks."""
-    own = {name: state[name] for name in _OWN_STATE if name in state}
-    if "replay" in own:
-        own["replay"] = {k: v for k, v in own["replay"].items() if k not in _SHARED_REPLAY}
-    return own
 
 
 def state_of_rank(state: StateDict, world: World) -> tuple[StateDict, list[StateDict]]:

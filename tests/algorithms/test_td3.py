@@ -15,7 +15,7 @@ from reference_runs import read_rows
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
 from ml_pipeline.algorithms.td3.agent import TD3Agent, TD3Config
 from ml_pipeline.assembly.run import train
-from ml_pipeline.policy.contracts import PolicyInput, Spaces
+from ml_pipeline.policy.contracts import Obs, PolicyInput, Spaces
 from ml_pipeline.policy.distributions import ActionSpaceError
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.training.contracts import RunContext
@@ -73,6 +73,20 @@ def test_actions_are_scaled_to_the_bounds(bound: float) -> None:
     action = agent.act_batch(np.ones((1, 3), np.float32), deterministic=True)
 
     np.testing.assert_allclose(action, np.full((1, 2), bound), rtol=1e-5)
+
+
+def test_dropout_does_not_act_in_evaluations() -> None:
+    class Dropping(MLP):
+        def forward(self, obs: Obs) -> torch.Tensor:
+            return torch.nn.functional.dropout(super().forward(obs), 0.5, self.training)
+
+    box = spaces.Box(-2, 2, (2,), np.float32)
+    agent = TD3Agent(Spaces(OBS, box), Dropping, TD3Config(), RunContext.alone())
+    obs = np.ones((4, 3), np.float32)
+
+    first, second = (agent.act_batch(obs, deterministic=True) for _ in range(2))
+
+    np.testing.assert_array_equal(first, second)
 
 
 def test_discrete_actions_are_refused() -> None:

@@ -98,3 +98,10 @@ def test_instance_and_subclass_with_their_own_method_are_found(mark: Any) -> Non
     assert why_not(table, doubler(), "another object") is None
     assert why_not(table, Tripler()) == "Tripler has its own __call__"
     assert why_not(table, patched) == "Doubler has its own __call__"
+
+
+def test_renamed_class_or_module_counts_as_a_change(mark: Any) -> None:
+    mark(BASE)
+
+    assert why_not({"mirrored_0.Gone.__call__": "0"}) == "mirrored_0.Gone is gone"
+    assert why_not({"no_such_module.double": "0"}) == "no_such_module is gone"

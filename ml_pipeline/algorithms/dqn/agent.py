@@ -165,6 +165,7 @@ class DQNAgent(ReplayAgent[DQNConfig, DQNRates, DQNResult]):
         if config.fast == "auto" and self.device.type == "cpu" and self._is_covered():
             parts = self.model, self.preprocess, self.adam
             self.fast = NumpyDQN(*parts, self._target_values, config)
+            self.leave_changed_fast()
         self._generator = torch.Generator().manual_seed(stream_seed(context.seed, "act"))
 
     @property
@@ -253,18 +254,16 @@ class DQNAgent(ReplayAgent[DQNConfig, DQNRates, DQNResult]):
         torch.autograd.backward(loss)
         return loss.detach(), chosen.detach().mean(), error
 
-    def check_fast(self) -> str:
-        """Use plain torch from now on if what the fast backend repeats has changed; returns why."""
+    def leave_changed_fast(self) -> None:
         if self.fast is None:
-            return ""
+            return
         parts = self, self.adam, self.distribution, *self.model.modules()
         reason = why_not(MIRRORED, *parts, *self.preprocess.modules())
         if reason is None and not self._is_covered():
             reason = "the network has changed"
-        if reason is None:
-            return ""
-        self.fast = None
-        return f"plain torch runs instead of NumpyDQN: {reason}"
+        if reason is not None:
+            self._remark = f"plain torch runs instead of NumpyDQN: {reason}"
+            self.fast = None
 
     def _is_covered(self) -> bool:
         return NumpyDQN.covers(self.model, self.preprocess, self.distribution, self.config)

@@ -152,8 +152,10 @@ class PPOAgent:
         )
         self.plain = TorchPPO(self.model, self.adam, config, precision=context.precision)
         self.fast: FastPPO | None = None
+        self._remark = ""  # why plain torch runs instead of a fast backend, until it is reported
         if config.fast == "auto" and self.plain.has_standard_loss:
             self.fast = fastest(self.plain, masked=self.masks.are_used)
+            self._leave_fast(self._why_changed())
 
     @property
     def backend(self) -> PPOBackend:
@@ -165,15 +167,20 @@ class PPOAgent:
 
     def check_fast(self) -> str:
         """Use plain torch from now on if what the fast backend repeats has changed; returns why."""
-        if self.fast is None:
-            return ""
-        reason = None if self.plain.has_standard_loss else "the loss was replaced"
-        parts = self, self.plain, self.adam, *self.model.modules()
-        reason = reason or why_not(MIRRORED, *parts) or self.fast.why_not()
-        if reason is None:
-            return ""
-        name, self.fast = type(self.fast).__name__, None
-        return f"plain torch runs instead of {name}: {reason}"
+        if self.fast is not None:
+            self._leave_fast(self._why_changed() or self.fast.why_not())
+        remark, self._remark = self._remark, ""
+        return remark
+
+    def _why_changed(self) -> str | None:
+        if not self.plain.has_standard_loss:
+            return "the loss was replaced"
+        return why_not(MIRRORED, self, self.plain, self.adam, *self.model.modules())
+
+    def _leave_fast(self, reason: str | None) -> None:
+        if self.fast is not None and reason is not None:
+            self._remark = f"plain torch runs instead of {type(self.fast).__name__}: {reason}"
+            self.fast = None
 
     def draw_noise(self, n_steps: int, n_envs: int, generator: torch.Generator) -> Tensor:
         """Noise for a rollout, [T, n_envs, ...], on the agent's device."""

@@ -21,11 +21,16 @@ from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.contracts import Rollout, RolloutQuality
 from ml_pipeline.algorithms.ppo.epochs import Epochs
 from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.errors import UserError
 from ml_pipeline.mirrors import Mirrored, why_not
 from ml_pipeline.ranks.world import World
 from ml_pipeline.training.graphs import Programs
 
-# What ``RankEpochs._normalised`` repeats, over the minibatches of all ranks.
+# What ``RankEpochs`` repeats for the minibatches of all ranks: an epoch, and ``_normalised``.
+EPOCH: Mirrored = {
+    "ml_pipeline.algorithms.ppo.agent.PPOAgent.epoch": "058ae082294b",
+    "ml_pipeline.algorithms.ppo.epochs.Epochs._run": "c5c21733d8fe",
+}
 MIRRORED: Mirrored = {
     "ml_pipeline.algorithms.ppo.loss.normalised": "e27a2382f039",
 }
@@ -168,6 +173,8 @@ def join_ranks(agent: PPOAgent, world: World) -> str:
         return ""
     agent.load_state_dict(world.agreed(agent.state_dict()))
     agent.adam.world = world
+    if reason := why_not(EPOCH, agent):
+        raise UserError(f"{reason}: several ranks do not use it; train with one process")
     if reason := why_not(MIRRORED):
         return f"each rank normalises the advantages of its own part: {reason}"
     for backend in filter(None, (agent.plain, agent.fast)):

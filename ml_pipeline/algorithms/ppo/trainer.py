@@ -178,6 +178,11 @@ class PPOTrainer:
         collector = self.collector.state_dict()
         return {**self._learnt(), "collector": collector, **self.episodes.state_dict()}
 
+    def own_state(self) -> StateDict:
+        """The envs of a rank, and the returns of their current episodes, are its own."""
+        state = self.state_dict()
+        return {name: state[name] for name in ("collector", "scaler")}
+
     def load_state_dict(self, state: StateDict) -> None:
         """Everything except the current episodes: see ``resume_episodes``."""
         self._load_learnt(state)

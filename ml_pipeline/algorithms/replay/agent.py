@@ -37,7 +37,7 @@ from ml_pipeline.training.contracts import RunContext
 ConfigT = TypeVar("ConfigT", bound=OffPolicyConfig)
 RatesT = TypeVar("RatesT", bound="tuple[float, ...]")
 # A NamedTuple of metrics, 0-d tensors or numbers. ``finite`` is False if a loss or a gradient was
-# not; such a step changes nothing. With prioritised replay, ``error`` has the TD errors, [B].
+# not finite; such a step changes nothing. Prioritised replay reads ``error``, the TD errors [B].
 ResultT = TypeVar("ResultT", bound="tuple[Any, ...]")
 
 
@@ -68,6 +68,7 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
         self.inputs = self._input.inputs
         self.n_updates = 0
         self.kept = {}
+        self._remark = ""  # why readable code runs instead of fast code, until it is reported
         self._seed = context.seed
         self.update_generator: torch.Generator | None = None
         if self.draws_in_updates:
@@ -191,7 +192,12 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
 
     def check_fast(self) -> str:
         """Use readable code from now on if what fast code repeats has changed; returns why."""
-        return ""
+        self.leave_changed_fast()
+        remark, self._remark = self._remark, ""
+        return remark
+
+    def leave_changed_fast(self) -> None:
+        """Drop a fast backend, with ``self._remark``, if what it repeats has changed."""
 
     def learn_moments(self, obs: Obs) -> None:
         """Add observations [N, ...] to the running normalisation."""
@@ -213,8 +219,9 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
     def learnt(self) -> list[Tensor]:
         """All float32 tensors that must be equal on all ranks."""
         trained = [each for adam in self.adams.values() for each in (adam.values, *adam.moments)]
-        kept = [each for part in self.parts.values() for each in part.state_dict().values()]
-        return [*trained, *(each for each in kept if each.dtype == torch.float32)]
+        held = [each for part in self.parts.values() for each in part.state_dict().values()]
+        held += self.kept.values()
+        return [*trained, *(each for each in held if each.dtype == torch.float32)]
 
     def state_dict(self) -> StateDict:
         state = {

@@ -34,8 +34,6 @@ def make_trainer(
     agent: ReplayAgent[Any, Any, Any], envs: Envs, config: OffPolicyConfig, context: RunContext
 ) -> OffPolicyTrainer:
     check_envs(envs)
-    if remark := agent.check_fast():
-        context.programs.tell(remark)
     return OffPolicyTrainer(agent, envs, config, context)
 
 

@@ -15,9 +15,15 @@ from ml_pipeline.algorithms.replay.agent import ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
 from ml_pipeline.algorithms.replay.contracts import BatchPart
 from ml_pipeline.algorithms.replay.learning import ReplayLearning
+from ml_pipeline.errors import UserError
+from ml_pipeline.mirrors import Mirrored, why_not
 from ml_pipeline.ranks.world import World
 from ml_pipeline.records import Metrics
 from ml_pipeline.training.graphs import Programs
+
+MIRRORED: Mirrored = {
+    "ml_pipeline.algorithms.replay.learning.ReplayLearning._update": "d275ef438c41",
+}
 
 
 def new_learning(
@@ -41,6 +47,8 @@ class RankLearning(ReplayLearning):
         **settings: Any,
     ) -> None:
         super().__init__(agent, replay, programs, **settings)
+        if reason := why_not(MIRRORED):
+            raise UserError(f"{reason}: several ranks do not use it; train with one process")
         self._world = world
         self._rank_agent = agent
         agent.join(world)

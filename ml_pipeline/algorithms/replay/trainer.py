@@ -36,6 +36,8 @@ class OffPolicyTrainer:
         config: OffPolicyConfig,
         context: RunContext,
     ) -> None:
+        if remark := agent.check_fast():
+            context.programs.tell(remark)
         self.agent = agent
         self.config = config
         self.world = context.world
@@ -169,6 +171,13 @@ class OffPolicyTrainer:
             "positions": self._steps.position() if self._is_complete else None,
             **self.episodes.state_dict(),
         }
+
+    def own_state(self) -> StateDict:
+        """The envs and transitions of a rank are its own; the priorities are those of all."""
+        state = self.state_dict()
+        shared = ("priorities", "top_priority")
+        replay = {name: each for name, each in state["replay"].items() if name not in shared}
+        return {"positions": state["positions"], "replay": replay}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Everything except the current episodes and the transitions."""

@@ -108,6 +108,7 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
             parts = self.actor, self.critics, self.adams, self.target_values, self.last_actor
             target = cast("float", self.target_entropy(None))
             self.fast = MlpSAC(*parts, config, context.programs, target_entropy=target)
+        self.leave_changed_fast()
         self.parts = {
             "actor": self.actor,
             "critics": self.critics,
@@ -166,10 +167,9 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
         actor_noise = self.update_noise.draw(*batch.action.shape) if trains_actor else None
         return SACResult(*fast.step(MlpBatch(*read, noise, actor_noise), rates.learning_rate))
 
-    def check_fast(self) -> str:
-        """Use plain torch from now on if what the fast backend repeats has changed; returns why."""
+    def leave_changed_fast(self) -> None:
         if self.fast is None:
-            return ""
+            return
         modules = self.actor, self.critics, self.temperature, self.preprocess
         parts = [part for module in modules for part in module.modules()]
         reason = why_not(
@@ -177,10 +177,9 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
         )
         if reason is None and not MlpSAC.covers(self.actor, self.critics, self.preprocess):
             reason = "a network has changed"
-        if reason is None:
-            return ""
-        self.fast = None
-        return f"plain torch runs instead of MlpSAC: {reason}"
+        if reason is not None:
+            self._remark = f"plain torch runs instead of MlpSAC: {reason}"
+            self.fast = None
 
     @torch.no_grad()
     def _target(self, batch: ReplayBatch) -> Tensor:

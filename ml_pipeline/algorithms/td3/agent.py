@@ -97,7 +97,8 @@ class TD3Agent(ReplayAgent[TD3Config, LearningRate, TD3Result]):
             torch.default_generator.manual_seed(stream_seed(context.seed, "weights"))
             actor = Actor(refuse_recurrent(build_network(space)), self.distribution)
             critics = Critics([Critic(space, n_actions, build_network) for _ in range(2)])
-        self.actor, self.critics = actor.to(self.device), critics.to(self.device)
+        self.actor = actor.to(self.device).eval()
+        self.critics = critics.to(self.device).eval()
         self.target_actor = deepcopy(self.actor).requires_grad_(False)
         self.target_critics = deepcopy(self.critics).requires_grad_(False)
         self.adams = {"actor": self.new_adam(self.actor), "critics": self.new_adam(self.critics)}
@@ -117,7 +118,7 @@ class TD3Agent(ReplayAgent[TD3Config, LearningRate, TD3Result]):
     def explore(
         self, inputs: PolicyInput, noise: Tensor, rates: LearningRate, *, is_random: bool
     ) -> PolicySample:
-        if is_random:  # even over the bounds
+        if is_random:  # uniform over the bounds
             return PolicySample(torch.erf(noise * 0.5**0.5), None)
         return PolicySample(self.distribution.sample(self.outputs(inputs), noise), None)
 
@@ -134,7 +135,9 @@ class TD3Agent(ReplayAgent[TD3Config, LearningRate, TD3Result]):
         if is_turn:
             loss = -self.critics[0](obs, self.actor(obs, None).tanh()).mean()
             finite = self.step("actor", loss, rates) & finite
-            self.kept["actor_loss"].copy_(loss.detach())
+            adam = self.adams["actor"]
+            # Later updates report it without a new actor loss, so it must cover all ranks.
+            self.kept["actor_loss"].copy_(adam.world.weighted(loss.detach(), adam.share))
             for name, target in self._targets.items():
                 target.lerp_(self.adams[name].values, self.config.tau)
         last, q = self.kept["actor_loss"].clone(), values.detach().mean()

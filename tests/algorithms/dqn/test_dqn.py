@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -14,10 +15,12 @@ from ml_pipeline.algorithms.dqn import agent as dqn
 from ml_pipeline.algorithms.dqn.agent import DQNAgent, ValueHead, dqn_loss
 from ml_pipeline.algorithms.dqn.config import DQNConfig
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
+from ml_pipeline.algorithms.replay.trainer import OffPolicyTrainer
+from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.distributions import Categorical, MultiCategorical
 from ml_pipeline.policy.networks import MLP
-from ml_pipeline.training.contracts import RunContext
+from ml_pipeline.training.contracts import Envs, RunContext
 
 CPU = torch.device("cpu")
 
@@ -212,3 +215,24 @@ def test_an_edited_loss_switches_numpy_off(monkeypatch: pytest.MonkeyPatch) -> N
     assert plain.fast is None
     assert made(n_quantiles=5).fast is None
     assert made(spaces.MultiDiscrete([2, 2])).fast is None
+
+
+def test_trainer_of_a_script_without_hydra_uses_an_edited_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def counted(*given: Any) -> Any:
+        calls.append(given)
+        return dqn_loss(*given)
+
+    config = DQNConfig(learning_starts=16, batch_size=8, iteration_length=16)
+    env = SerialEnv([lambda: gym.make("CartPole-v1")] * 2, seed=1)
+    env_spaces = Spaces(env.single_observation_space, env.single_action_space)
+    agent = DQNAgent(env_spaces, MLP, config, RunContext.alone())
+    monkeypatch.setattr(dqn, "dqn_loss", counted)
+
+    trainer = OffPolicyTrainer(agent, Envs([env], 1, False), config, RunContext.alone())
+    trainer.train_episode_vectorized()
+
+    assert len(calls) == trainer.n_updates > 0

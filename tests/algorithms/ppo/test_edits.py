@@ -150,6 +150,52 @@ def test_changed_layer_or_hook_of_the_network_is_noticed() -> None:
     assert remarks == ["the network has changed"] * 2 + ["MLP has its own forward"]
 
 
+def test_network_that_numpy_does_not_repeat_runs_in_plain_torch() -> None:
+    class Louder(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 10.0 * super().forward(input)
+
+    class NoBias(MLP):
+        def __init__(self, observation_space: Any) -> None:
+            super().__init__(observation_space)
+            self.layers[0].bias = None  # type: ignore[assignment,index]
+
+    agents = [agent_for(OBS, FIVE) for _ in range(3)]
+    agents[0].model.policy_head = Louder(64, 5)
+    agents[1].model.value_head = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 1))  # type: ignore[assignment]
+    agents[2].model.actor.layers[0].requires_grad_(False)  # type: ignore[index,operator]
+
+    remarks = [each.check_fast().partition(": ")[2] for each in agents]
+
+    assert remarks == ["the network has changed"] * 3
+    assert agent_for(OBS, FIVE, NoBias).fast is None
+
+
+def test_changed_clip_of_observations_is_used() -> None:
+    agent = agent_for(OBS, FIVE, normalize_obs=True)
+    assert agent.fast is not None
+    agent.learn_moments(torch.randn(50, 1, 3))
+    agent.model.preprocess.clip = 0.1
+    inputs = agent.inputs({"": np.full((1, 3), 50.0, np.float32)})
+
+    ours, theirs = (each.outputs(inputs)[0] for each in (agent.fast, agent.plain))
+
+    torch.testing.assert_close(ours, theirs.detach())
+
+
+def test_agent_that_is_made_after_a_patch_never_acts_with_fast_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward = MLP.forward
+    monkeypatch.setattr(MLP, "forward", lambda self, obs: 2.0 * forward(self, obs))
+
+    agent = agent_for(OBS, FIVE)
+
+    assert agent.fast is None
+    assert "MLP.forward" in agent.check_fast()
+    assert agent.check_fast() == ""  # reported once
+
+
 def test_override_in_a_subclass_runs_and_other_methods_keep_the_fast_backend() -> None:
     class Counting(PPOAgent):
         n_updates = 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torch import nn
 
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
 from ml_pipeline.algorithms.sac.agent import SACAgent, actor_loss, critic_loss, soft_target
@@ -194,6 +195,16 @@ def test_a_changed_loss_or_network_switches_the_hand_written_gradients_off(
     monkeypatch.setattr("ml_pipeline.algorithms.sac.agent.actor_loss", doubled)
     assert agent.check_fast() == "plain torch runs instead of MlpSAC: actor_loss was edited"
     assert agent.fast is None
+
+
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_another_head_switches_the_hand_written_gradients_off(part: str) -> None:
+    agent = made()
+    owner = agent.actor if part == "actor" else agent.critics[0]
+    n_in, n_out = owner.head.in_features, owner.head.out_features
+    owner.head = nn.Sequential(nn.Linear(n_in, 4), nn.Tanh(), nn.Linear(4, n_out))
+
+    assert agent.check_fast() == "plain torch runs instead of MlpSAC: a network has changed"
 
 
 def test_an_agent_trained_on_a_gpu_is_loaded_on_a_cpu() -> None:

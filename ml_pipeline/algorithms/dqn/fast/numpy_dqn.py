@@ -18,7 +18,15 @@ from ml_pipeline.mirrors import Mirrored
 from ml_pipeline.policy import numpy_mlp, optimiser
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.policy.distributions import FORBIDDEN, Categorical
-from ml_pipeline.policy.numpy_mlp import Array, Layer, Normaliser, Tower, has_hooks, is_mirrored
+from ml_pipeline.policy.numpy_mlp import (
+    Array,
+    Layer,
+    Normaliser,
+    Tower,
+    has_hooks,
+    is_mirrored,
+    is_plain_linear,
+)
 from ml_pipeline.policy.optimiser import FlatAdam
 
 MIRRORED: Mirrored = {
@@ -80,6 +88,8 @@ class NumpyDQN:
         """Whether the model is an MLP over one Box, with one choice and without quantiles."""
         return (
             is_mirrored(model.trunk)
+            and is_plain_linear(model.head.advantage)
+            and (model.head.value is None or is_plain_linear(model.head.value))
             and not has_hooks(model)
             and type(distribution) is Categorical
             and preprocess.is_plain
@@ -92,7 +102,7 @@ class NumpyDQN:
         """``target``: the flat weights of the target network."""
         self._online = _Values(model, adam)
         self._target = _Values(model, adam, target)
-        self._prepared = Normaliser(preprocess, config.clip_obs)
+        self._prepared = Normaliser(preprocess)
         self._is_double = config.double
         self._n_actions = int(model.head.n_outputs)
         self._rows = np.arange(config.batch_size)

@@ -25,7 +25,14 @@ from ml_pipeline.policy.distributions import (
     DiagonalGaussian,
 )
 from ml_pipeline.policy.networks import MLP
-from ml_pipeline.policy.numpy_mlp import Array, Normaliser, Tower, has_hooks, is_mirrored
+from ml_pipeline.policy.numpy_mlp import (
+    Array,
+    Normaliser,
+    Tower,
+    has_hooks,
+    is_mirrored,
+    is_plain_linear,
+)
 from ml_pipeline.policy.optimiser import FlatAdam
 
 
@@ -42,6 +49,8 @@ class NumpyPPO:
             model.critic is not None
             and is_mirrored(model.actor)
             and is_mirrored(model.critic)
+            and is_plain_linear(model.policy_head)
+            and is_plain_linear(model.value_head)
             and not has_hooks(model)
             and type(model.distribution) in (Categorical, DiagonalGaussian)
             and model.preprocess.is_plain
@@ -54,7 +63,7 @@ class NumpyPPO:
         self.actor = Tower.with_head(cast("MLP", model.actor), "actor", "policy_head", adam)
         self.critic = Tower.with_head(cast("MLP", model.critic), "critic", "value_head", adam)
         self._discrete = isinstance(model.distribution, Categorical)
-        self.prepared = Normaliser(model.preprocess, config.clip_obs)
+        self.prepared = Normaliser(model.preprocess)
         if not self._discrete:
             values, grad = adam.views["distribution.log_std"]
             self._log_std, self._log_std_grad = values.numpy(), grad.numpy()

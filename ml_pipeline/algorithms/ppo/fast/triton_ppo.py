@@ -161,7 +161,8 @@ class TritonPPO:
         self._moments[:n_in] = moments.mean.flatten()
         self._moments[n_in : 2 * n_in] = torch.rsqrt(moments.variance.flatten() + 1e-8)
         # Before the first rollout, the deviation is unknown: do not clip.
-        self._moments[2 * n_in] = torch.where(moments.count > 0, self.config.clip_obs, _LARGEST)
+        clip = self._model.preprocess.clip or _LARGEST
+        self._moments[2 * n_in] = torch.where(moments.count > 0, clip, _LARGEST)
 
     def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
         return self._plain.outputs(inputs)

@@ -19,7 +19,7 @@ from ml_pipeline.algorithms.sac.squashed import LOG_STD_MAX, LOG_STD_MIN, Squash
 from ml_pipeline.mirrors import Mirrored
 from ml_pipeline.policy import numpy_mlp, optimiser
 from ml_pipeline.policy.networks import MLP
-from ml_pipeline.policy.numpy_mlp import has_hooks, is_mirrored
+from ml_pipeline.policy.numpy_mlp import has_hooks, is_mirrored, is_plain_linear
 from ml_pipeline.policy.optimiser import FlatAdam, adam_step
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ MIRRORED: Mirrored = {
     "ml_pipeline.algorithms.sac.agent.SACAgent._keep_report": "e33af365f900",
     "ml_pipeline.algorithms.replay.agent.ReplayAgent.step": "9f86ac6b6865",
     "ml_pipeline.algorithms.sac.agent.SACAgent.target_entropy": "457e7d648a82",
+    "ml_pipeline.algorithms.replay.networks.Actor.__init__": "ffe02b4d23cd",
     "ml_pipeline.algorithms.replay.networks.Actor.forward": "8ce3c7ed0c29",
     "ml_pipeline.algorithms.replay.networks.Critic.__init__": "99958807f75c",
     "ml_pipeline.algorithms.replay.networks.Critic.forward": "c4a84efda46e",
@@ -187,6 +188,8 @@ class MlpSAC:
         """Whether all networks are MLPs over one Box, with squashed Gaussian actions."""
         return (
             type(actor.distribution) is SquashedPolicy
+            and len(critics) == 2
+            and all(is_plain_linear(each.head) for each in (actor, *critics))
             and preprocess.is_plain
             and all(getattr(critic, "mixer", 0) is None for critic in critics)
             and is_mirrored(actor.trunk)
