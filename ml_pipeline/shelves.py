@@ -58,7 +58,8 @@ def _folders(package: str) -> list[str]:
             return []
         return list(import_module(package).__path__)  # its __init__.py only
     except Exception as error:  # a foreign package may raise anything
+        world = package.removesuffix(".commands")
         raise UserError(
-            f"the entry point {_GROUP} of {package.removesuffix('.commands')} does not work: {type_and_line(error)}; "
+            f"the entry point {_GROUP} of {world} does not work: {type_and_line(error)}; "
             "uninstall that package or repair it"
         ) from error
