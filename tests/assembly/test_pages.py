@@ -162,8 +162,16 @@ def test_script_without_hydra_trains_cartpole(here: Path) -> None:
 
 
 @pytest.mark.slow
+def test_dqn_of_the_page_learns_without_hydra(here: Path) -> None:
+    output = run_script(here, code_blocks("without_hydra.md")[1])
+
+    losses = [float(line.split()[1]) for line in output.splitlines() if "None" not in line]
+    assert len(losses) > 20
+
+
+@pytest.mark.slow
 def test_trained_policy_is_loaded_and_played_in_three_lines(finished_run: Path, here: Path) -> None:
-    script = code_blocks("without_hydra.md")[1]
+    script = code_blocks("without_hydra.md")[2]
 
     output = run_script(here, script.replace("runs/CartPole-v1/RUN", str(finished_run)))
 

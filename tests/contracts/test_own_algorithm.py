@@ -94,4 +94,4 @@ def test_wrong_key_of_an_own_algorithm_is_refused_with_its_name(tmp_path: Path) 
 
     error = call(tmp_path, "train_ppo.py", *SETTINGS, "+agent.clip_range=0.2", fails=True)
 
-    assert "agent.clip_range: unknown key; choose from algorithm, " in error
+    assert "agent.clip_range=0.2: unknown key; choose from algorithm, " in error
