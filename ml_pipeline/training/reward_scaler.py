@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic
 
 import numpy as np
@@ -26,33 +27,38 @@ class RewardScaler(Generic[Numbers]):
         self.clip = clip
         self._world = world
         self._return: Numbers = start  # discounted, of the current episode in each env
-        self._moments = torch.as_tensor(start).new_tensor([0.0, 1.0, 0.0])  # mean, variance, count
+        self._moments: Numbers = _like(start, [0.0, 1.0, 0.0])  # mean, variance, count
 
     def scaled(self, reward: Numbers, done: Numbers) -> Numbers:
         """Add a rollout, [T, n_envs], to the moments, then scale it by them."""
-        returns, running = discounted_returns(reward, done, self._return, gamma=self.gamma)
-        is_finite = self._learn(returns)
         library: Any = torch if isinstance(reward, Tensor) else np
+        returns, running = discounted_returns(reward, done, self._return, gamma=self.gamma)
+        is_finite = self._learn(returns, library)
         # A rollout that is not finite is skipped, and must not change later ones. In place: a
         # captured graph reads and writes the same tensors again.
         self._return[:] = library.where(is_finite, running, 0.0)
-        scale = (1.0 / (self._moments[1] + 1e-8).sqrt()).float()
-        scaled: Numbers = library.clip(
-            reward * (scale if library is torch else scale.numpy()), -self.clip, self.clip
-        )
+        scale = 1.0 / library.sqrt(self._moments[1] + 1e-8)
+        if not isinstance(reward, Tensor):
+            scale = np.float32(scale)  # the moments have double precision here
+        scaled: Numbers = library.clip(reward * scale, -self.clip, self.clip)
         return scaled
 
-    def _learn(self, returns: Numbers) -> Tensor:
+    def _learn(self, returns: Numbers, library: Any) -> Any:
         """Merge the moments of a rollout on all ranks, if they are finite; returns whether."""
         mean = returns.mean()
         centred = returns - mean
-        own = torch.as_tensor(mean), torch.as_tensor((centred * centred).mean())
+        variance = (centred * centred).mean()
         n_returns = returns.shape[0] * returns.shape[1]
-        batch = self._world.moments(*own, n_returns)
-        is_finite = torch.isfinite(batch[1])
-        old_mean, variance, count = self._moments.unbind()
-        merged = torch.stack(merge_moments(old_mean, variance, count, *batch))
-        self._moments.copy_(torch.where(is_finite, merged, self._moments))
+        batches: list[Any]
+        if isinstance(returns, Tensor):
+            batches = [self._world.moments(mean, variance, n_returns)]
+        else:
+            batches = self._world.gathered((float(mean), float(variance), n_returns))
+        merged = tuple(self._moments)
+        for batch in batches:
+            merged = merge_moments(*merged, *batch)
+        is_finite = library.isfinite(merged[1])
+        self._moments[:] = library.where(is_finite, library.stack(merged), self._moments)
         return is_finite
 
     def resize(self, n_envs: int) -> None:
@@ -70,7 +76,13 @@ class RewardScaler(Generic[Numbers]):
         return {"moments": self._moments.tolist(), "return": self._return.tolist()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        self._moments.copy_(self._moments.new_tensor(state["moments"]))
+        self._moments[:] = _like(self._moments, state["moments"])
         if len(state["return"]) == len(self._return):
-            held = torch.as_tensor(self._return)  # shares the memory of an array
-            held.copy_(held.new_tensor(state["return"]))
+            self._return[:] = _like(self._return, state["return"])
+
+
+def _like(given: Any, values: Sequence[float]) -> Any:
+    """An array, or a tensor on the same device, with the dtype of ``given``."""
+    if isinstance(given, Tensor):
+        return given.new_tensor(values)
+    return np.array(values, dtype=given.dtype)

@@ -110,12 +110,15 @@ def test_yaml_that_names_only_the_algorithm_accepts_every_key_of_its_class(here:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_td3_learns_pendulum(here: Path) -> None:
     run = train(
         [
             *("agent=td3", "env=pendulum", "n_envs=1", "device=cpu", "logger=none", "seed=1"),
-            *("total_steps=8000", "callbacks.evaluation.eval_every_steps=8000"),
+            *("total_steps=6000", "callbacks.evaluation.eval_every_steps=6000"),
         ]
     ).run_dir
 
-    assert float(read_rows(run / "metrics.csv")[-1]["eval/episode_return"]) > -300.0
+    assert (
+        float(read_rows(run / "metrics.csv")[-1]["eval/episode_return"]) > -600.0
+    )  # random actions: -1200
