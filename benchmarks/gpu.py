@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
+from ml_pipeline.algorithms.ppo.collect import Collector
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
 from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
 from ml_pipeline.device import precision_of_products
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
@@ -63,8 +63,8 @@ def new_trainer(
     programs = Programs(device, mode)
     context = RunContext(device, seed, precision, programs, World())
     agent = PPOAgent(spaces, MLP, config, context)
-    collector = TensorCollector(
-        env, env_seed=seed, noise_seed=stream_seed(seed, "actions"), programs=programs
+    collector = Collector(
+        [env], env_seed=seed, noise_seed=stream_seed(seed, "actions"), programs=programs
     )
     return PPOTrainer(agent, collector, context)
 
@@ -121,8 +121,7 @@ def parts(trainer: PPOTrainer, rounds: int) -> dict[str, float]:
     found: dict[str, list[float]] = {"rollout": [], "gae": [], "update": []}
 
     def finish() -> None:
-        last = trainer.collector.last_inputs(trainer.agent)
-        trainer.buffer.finish(last, gamma=config.gamma, lam=config.gae_lambda, scaler=None)
+        trainer.buffer.finish(gamma=config.gamma, lam=config.gae_lambda, scaler=None)
 
     def update() -> None:
         trainer._epochs.run(rates, trainer._generator)

@@ -27,12 +27,12 @@ from gymnasium import spaces
 
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
 from ml_pipeline.algorithms.replay.files import read_replay, write_replay
-from ml_pipeline.algorithms.replay.final_observations import FinalObservation
 from ml_pipeline.algorithms.replay.rows import row_bytes
 from ml_pipeline.policy.distributions import Categorical
 from ml_pipeline.policy.observations import ObservationReader
 from ml_pipeline.runs.large_files import LargeFiles
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.training.env_batch import EnvStep, FinalObservation
 
 N_ENVS, N_FRAMES, SIDE, EPISODE = 8, 4, 84, 1_000
 
@@ -76,8 +76,9 @@ class Game:
                 finals = [FinalObservation(i, {"": self._stack[i]}, None) for i in range(N_ENVS)]
                 self._stack = np.repeat(self._frame(), N_FRAMES, axis=1)
             start = time.process_time()
+            cut = np.full(N_ENVS, is_cut)
             self._buffer.write(
-                action, reward, no, np.full(N_ENVS, is_cut), {"": self._stack}, None, finals
+                action, EnvStep({"": self._stack}, None, reward, no, cut, finals=finals)
             )
             seconds += time.process_time() - start
         return seconds / n_rows

@@ -375,7 +375,6 @@ def compare_iterations(task: Task, venv: Any, n_iterations: int, *, sample_devia
     with patch.object(np.random, "permutation", permutation):
         model.learn(n_iterations * task.n_steps * task.n_envs, callback=record)
     buffer = RolloutBuffer(task.n_steps, task.n_envs, agent)
-    columns = slice(0, task.n_envs)
     rates = Rates(task.learning_rate, task.clip_range, task.ent_coef)
     normalised = sample_normalised if sample_deviation else ppo_loss.normalised
     steps = iter(rows)
@@ -383,19 +382,22 @@ def compare_iterations(task: Task, venv: Any, n_iterations: int, *, sample_devia
     for iteration in range(n_iterations):
         buffer.begin(None)
         for t in range(task.n_steps):
-            obs, starts, action, reward, done, masks, infos, after = next(steps)
-            mask = masks.astype(bool) if task.masked else None
+            obs, _, action, reward, done, masks, infos, after = next(steps)
             cut = [info.get("TimeLimit.truncated", False) for info in infos]
             truncated = np.array(cut, dtype=bool)
-            buffer.write_seen(t, columns, agent.reader.read(obs), mask, starts)
+            buffer.obs[""][t] = agent.reader.read(obs)[""]
+            if buffer.action_mask is not None:
+                buffer.action_mask[t] = masks.astype(bool)
             buffer.action[t] = action
-            buffer.write_outcome(t, columns, reward, done & ~truncated, truncated)
+            buffer.reward[t] = reward
+            buffer.terminated[t] = done & ~truncated
+            buffer.truncated[t] = truncated
             for env in np.flatnonzero(truncated).tolist():
                 final = agent.reader.read(infos[env]["terminal_observation"])
                 buffer.final_steps.append(FinalStep(t, env, final, None))
             n_ends, n_truncated = n_ends + done.sum(), n_truncated + truncated.sum()
-        last = agent.inputs(agent.reader.read(after))
-        buffer.finish(last, gamma=task.gamma, lam=task.gae_lambda)
+        buffer.obs[""][-1] = agent.reader.read(after)[""]
+        buffer.finish(gamma=task.gamma, lam=task.gae_lambda)
         for order in orders[iteration * N_EPOCHS : (iteration + 1) * N_EPOCHS]:
             # SB3 numbers the steps of a rollout env by env; we number them row by row.
             column, t_of = np.divmod(order, task.n_steps)

@@ -134,8 +134,8 @@ def tensor(options: argparse.Namespace) -> None:
 
 def new_trainer(env: Any, options: argparse.Namespace) -> Any:
     from ml_pipeline.algorithms.ppo.agent import PPOAgent
+    from ml_pipeline.algorithms.ppo.collect import Collector
     from ml_pipeline.algorithms.ppo.config import PPOConfig
-    from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
     from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
     from ml_pipeline.policy.contracts import Spaces
     from ml_pipeline.policy.networks import MLP
@@ -150,7 +150,7 @@ def new_trainer(env: Any, options: argparse.Namespace) -> Any:
     context = RunContext(env.device, 1, options.precision, programs, World())
     agent = PPOAgent(spaces, MLP, config, context)
     noise_seed = stream_seed(1, "actions")
-    collector = TensorCollector(env, env_seed=1, noise_seed=noise_seed, programs=programs)
+    collector = Collector([env], env_seed=1, noise_seed=noise_seed, programs=programs)
     return PPOTrainer(agent, collector, context)
 
 

@@ -11,13 +11,10 @@ from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.collect import Collector
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.records import Minibatch
-from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
-from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.observations import batched
 from ml_pipeline.training.contracts import RunContext
-from ml_pipeline.training.graphs import Programs
 
 CPU = torch.device("cpu")
 
@@ -77,12 +74,8 @@ class Played:
         envs = envs if isinstance(envs, list) else [envs]
         self.n_steps = n_steps
         self.agent = agent or agent_in(envs[0])
-        self.collector: Any
         seeds = {"env_seed": 10, "noise_seed": noise_seed}
-        if isinstance(envs[0], TorchVectorEnv):
-            self.collector = TensorCollector(envs[0], **seeds, programs=Programs(CPU))
-        else:
-            self.collector = Collector(envs, **seeds, **more)
+        self.collector = Collector(envs, **seeds, **more)
         self.buffer = self.collector.new_buffer(n_steps, self.agent)
         config, self.scaler = self.agent.config, None
         if config.scale_reward:
@@ -95,8 +88,7 @@ class Played:
         return stats
 
     def finish(self, gamma: float = 0.9, lam: float = 0.9) -> None:
-        last = self.collector.last_inputs(self.agent)
-        self.buffer.finish(last, gamma=gamma, lam=lam, scaler=self.scaler)
+        self.buffer.finish(gamma=gamma, lam=lam, scaler=self.scaler)
 
     def resume(self, state: Any, snapshots: Any = ()) -> None:
         """Continue from the state of another collector."""

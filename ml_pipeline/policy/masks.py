@@ -62,6 +62,16 @@ class ActionMasks:
             raise MaskError("this policy needs masks; pass action_mask=agent.mask_of(infos)")
         return self.in_step(leaves, {})
 
+    def of_final(
+        self, leaves: dict[str, NDArray[Any]], infos: Mapping[str, Any], env: int
+    ) -> Mask | None:
+        """The mask of one env's final observation, or None if it has none."""
+        if self.leaf is not None:
+            final: Mask = leaves[self.leaf] != 0
+            return final
+        given = infos.get("final_info", {}).get(_KEY) if self.in_infos else None
+        return None if given is None else np.asarray(given[env], dtype=bool)
+
     def of_infos(self, infos: Mapping[str, Any]) -> Mask | None:
         """The masks in a vector env's infos, or None if they are not read from there."""
         return masks_in(infos) if self.in_infos else None

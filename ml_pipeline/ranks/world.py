@@ -28,6 +28,8 @@ from torch import Tensor
 
 from ml_pipeline.errors import UserError, last_line, shorten
 from ml_pipeline.ranks.agreement import AgreedSignals
+from ml_pipeline.ranks.batches import SharedBatches, WholeBatches
+from ml_pipeline.ranks.minibatches import SharedMinibatches, WholeMinibatches
 from ml_pipeline.ranks.rendezvous import (
     RankError,
     choose_interface,
@@ -151,9 +153,33 @@ class World:
         self._is_over = False
         self._is_apart = False
 
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other ranks; for work that only they need, such as joining them."""
+        return self.size > 1
+
     def envs(self, n_envs: int) -> slice:
         """The envs of this rank among those of all; each rank has ``n_envs``."""
         return slice(self.rank * n_envs, (self.rank + 1) * n_envs)
+
+    def all_envs(self, n_envs: int) -> int:
+        """The envs of all ranks; each has ``n_envs``."""
+        return self.size * n_envs
+
+    def minibatches(
+        self, n_rows: int, n_envs: int, n_minibatches: int
+    ) -> WholeMinibatches | SharedMinibatches:
+        """What this rank has of the minibatches of all ranks; each has [n_rows, n_envs]."""
+        if self.size == 1:
+            return WholeMinibatches(n_rows, n_envs, n_minibatches)
+        n_all, own = self.all_envs(n_envs), self.envs(n_envs)
+        return SharedMinibatches(n_rows, n_all, own, n_minibatches, self.sum_array)
+
+    def batches(self, n_envs: int) -> WholeBatches | SharedBatches:
+        """What this rank has of the batches of all ranks; each has ``n_envs``."""
+        if self.size == 1:
+            return WholeBatches()
+        return SharedBatches(self.rank, n_envs, self.all_envs(n_envs), self.sum)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks; changes ``tensor`` in place."""
@@ -250,10 +276,11 @@ class World:
         merged = (second - first.square()).clamp(min=0.0)
         return first.to(mean.dtype), merged.to(mean.dtype), total
 
-    def check_equal(self, values: Tensor, what: str) -> None:
-        """Raise unless ``values`` has the same bits on all ranks."""
+    def check_equal(self, tensors: Callable[[], Sequence[Tensor]], what: str) -> None:
+        """Raise unless these float32 tensors have the same bits on all ranks."""
         if self.size == 1:
             return
+        values = torch.cat([each.flatten() for each in tensors()])
         bits = values.detach().cpu().numpy().ravel().view(np.int32).astype(np.int64)
         checksums = np.zeros(self.size, np.int64)
         checksums[self.rank] = bits @ np.arange(1, len(bits) + 1)  # may wrap, which is harmless

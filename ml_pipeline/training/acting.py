@@ -7,6 +7,7 @@ copy back are queued together. If graphs are enabled, they are captured as one g
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,24 +15,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.policy.contracts import PolicyInput, PolicySample
+from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.policy.masks import Mask
 from ml_pipeline.training.contracts import Observer
+from ml_pipeline.training.env_batch import Choose
 from ml_pipeline.training.graphs import Programs
-
-SampleActions = Callable[[PolicyInput, Tensor], PolicySample]
 
 
 class GpuActing:
     """Acts in ``n_envs`` envs, always the same ones; it keeps their recurrent state."""
 
-    def __init__(
-        self, agent: Observer, n_envs: int, programs: Programs, sample: SampleActions
-    ) -> None:
+    def __init__(self, agent: Observer, n_envs: int, programs: Programs) -> None:
         reader, distribution = agent.reader, agent.distribution
         self._agent = agent
-        self._sample = sample
-        self.n_envs = n_envs
+        self._programs = programs
         self._leaves = {
             name: _pinned((n_envs, *reader.shapes[name]), reader.dtypes[name])
             for name in reader.leaves
@@ -45,17 +42,18 @@ class GpuActing:
         self._noise: Tensor | None = None
         shape = (n_envs, *distribution.action_shape)
         self._action = torch.zeros(shape, dtype=distribution.action_dtype, pin_memory=True)
-        self._act = programs.captured(self._run, "acting")
+        self._act: dict[Choose, Callable[[], None]] = {}
 
-    def begin(
+    def actions(
         self,
+        choose: Choose,
         leaves: dict[str, NDArray[Any]],
         mask: Mask | None,
         memory: Tensor | None,
         episode_start: NDArray[np.bool_],
         noise: Tensor,
-    ) -> None:
-        """Queue the work; ``self.memory`` is the recurrent state after the actions."""
+    ) -> NDArray[Any]:
+        """In the form that rollouts store; ``self.memory`` is the recurrent state after them."""
         for name, leaf in leaves.items():
             self._leaves[name].numpy()[...] = leaf
         if self._mask is not None:
@@ -67,22 +65,21 @@ class GpuActing:
         if self._noise is None:
             self._noise = torch.empty_like(noise, device=self._agent.device)
         self._noise.copy_(noise)
-        self._act()
-
-    def actions(self) -> NDArray[Any]:
-        """Wait for the actions, in the form that rollouts store."""
+        if choose not in self._act:
+            self._act[choose] = self._programs.captured(partial(self._run, choose), "acting")
+        self._act[choose]()
         torch.cuda.current_stream(self._agent.device).synchronize()
         action: NDArray[Any] = self._action.numpy().copy()
         return action
 
-    def _run(self) -> None:
+    def _run(self, choose: Choose) -> None:
         device = self._agent.device
         leaves = {name: leaf.to(device, non_blocking=True) for name, leaf in self._leaves.items()}
         obs = leaves[""] if self._agent.reader.is_single else leaves
         inputs = PolicyInput(obs, self._sent(self._mask), self.memory, self._sent(self._start))
         if self._noise is None:
-            raise RuntimeError("there is no noise yet; call begin")
-        sample = self._sample(inputs, self._noise)
+            raise RuntimeError("there is no noise yet; call actions")
+        sample = choose(inputs, self._noise)
         if self.memory is not None and sample.memory is not None:
             self.memory.copy_(sample.memory)
         self._action.copy_(sample.action, non_blocking=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,15 @@ from ml_pipeline.training.returns import RolloutOutcome
 
 MIRRORED: Mirrored = {
     "ml_pipeline.training.returns.gae": "76cd00bcdf7b",
-    "ml_pipeline.training.returns.RolloutOutcome.advantage": "2d010946ec9a",
+    "ml_pipeline.training.returns.RolloutOutcome.advantage": "d276eb852124",
 }
 
 
-def advantages_of(outcome: RolloutOutcome, *, gamma: float, lam: float) -> Tensor:
-    """Generalised advantage estimates, [T, n_envs]."""
-    device = outcome.reward.device
-    if device.type == "cuda" and _is_mirrored() and _is_built(device):
+def advantages_of(outcome: RolloutOutcome, *, gamma: float, lam: float) -> Any:
+    """Generalised advantage estimates, [T, n_envs]; arrays or tensors, as ``outcome`` has them."""
+    reward = outcome.reward
+    is_on_gpu = isinstance(reward, Tensor) and reward.is_cuda
+    if is_on_gpu and _is_mirrored() and _is_built(reward.device):
         from ml_pipeline.training.gae_kernel import gae_in_one_kernel
 
         return gae_in_one_kernel(*outcome, gamma=gamma, lam=lam)

@@ -39,21 +39,23 @@ def gae(
 
 
 class RolloutOutcome(NamedTuple):
-    """How each step of a rollout on a device ended, and the values of its successors."""
+    """How each step of a rollout ended, and the values of its successors; arrays or tensors."""
 
-    reward: Tensor
-    value: Tensor
-    last_value: Tensor  # [n_envs], after the last row
-    final_value: Tensor  # of the final observation; used where truncated
-    terminated: Tensor  # bool
-    truncated: Tensor  # bool
+    reward: Any
+    value: Any
+    last_value: Any  # [n_envs], after the last row
+    final_value: Any  # of the final observation; used where truncated
+    terminated: Any  # bool
+    truncated: Any  # bool
 
-    def advantage(self, *, gamma: float, lam: float) -> Tensor:
+    def advantage(self, *, gamma: float, lam: float) -> Any:
         """``gae`` with the value of each step's true successor."""
-        following = torch.cat([self.value[1:], self.last_value.unsqueeze(0)])
-        following = torch.where(self.truncated, self.final_value, following)
-        following = following.masked_fill(self.terminated, 0.0)
-        ongoing = (~(self.terminated | self.truncated)).float()
+        library: Any = torch if isinstance(self.reward, Tensor) else np
+        zero, one = library.zeros_like(self.value), library.ones_like(self.value)
+        following = library.concatenate([self.value[1:], self.last_value[None]])
+        following = library.where(self.truncated, self.final_value, following)
+        following = library.where(self.terminated, zero, following)
+        ongoing = library.where(self.terminated | self.truncated, zero, one)
         return gae(self.reward, self.value, following, ongoing, gamma=gamma, lam=lam)
 
 

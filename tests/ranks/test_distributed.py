@@ -11,8 +11,6 @@ import torch
 from conftest import REPOSITORY
 from rank_runs import CASES, of_two_ranks, trained
 
-from ml_pipeline.algorithms.ppo.rank_epochs import RankEpochs
-from ml_pipeline.algorithms.ppo.rollout import RolloutBuffer
 from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config
 from ml_pipeline.assembly.plan import make_plan
 from ml_pipeline.assembly.ranks import check_ranks
@@ -83,24 +81,23 @@ def test_one_rank_returns_its_input() -> None:
     assert world.agreed("mine") == "mine"
     assert world.gathered("mine") == ["mine"]
     assert world.envs(4) == slice(0, 4)
+    assert world.all_envs(4) == 4
+    order = torch.arange(6)
+    whole = world.minibatches(3, 2, 2)
+    assert torch.equal(torch.cat(list(whole.of(order).parts)), order)
+    assert whole.normalised(grad, whole.of(order)) is grad
+    assert world.batches(2).part(order) == (None, order)
+    assert world.batches(2).errors(grad, None) is grad
 
 
 def test_parts_of_all_ranks_form_the_minibatches_of_one_process() -> None:
-    agent = make_plan(checked_config(compose_config(["device=cpu", "logger=[]"]))).agent
     expected = torch.randperm(5 * 8, generator=torch.Generator().manual_seed(7)).view(2, -1)
 
     found: list[list[int]] = [[], []]
     for rank in (0, 1):
-        epochs = RankEpochs(
-            World(rank, 2),
-            agent,
-            RolloutBuffer(5, 4, agent),
-            n_epochs=1,
-            n_minibatches=2,
-        )
-        parts = epochs._parts(torch.Generator().manual_seed(7), is_recurrent=False)
-        assert parts.shares == [size / 20 for size in parts.sizes]
-        for minibatch, part in zip(found, parts.places.split(parts.sizes), strict=True):
+        parts, shares = World(rank, 2).minibatches(5, 4, 2).of(expected.flatten())
+        assert shares == [len(part) / 20 for part in parts]
+        for minibatch, part in zip(found, parts, strict=True):
             minibatch += [each // 4 * 8 + 4 * rank + each % 4 for each in part.tolist()]
 
     assert [sorted(each) for each in found] == [sorted(each) for each in expected.tolist()]

@@ -15,7 +15,7 @@ from small_agents import CPU, agent_in
 from tiny_torch_envs import Drift
 from torch import Tensor
 
-from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
+from ml_pipeline.algorithms.ppo.collect import Collector
 from ml_pipeline.training.graphs import Programs
 
 needs_compiler = pytest.mark.skipif(
@@ -130,8 +130,8 @@ def test_many_programs_of_one_function_are_all_compiled() -> None:
 def test_the_step_of_a_rollout_is_compiled_once() -> None:
     lines: list[str] = []
     programs = Programs(CPU, "compiled", tell=lines.append)
-    collector = TensorCollector(Drift(2), env_seed=10, noise_seed=0, programs=programs)
-    agent = agent_in(collector.env)
+    collector = Collector([Drift(2)], env_seed=10, noise_seed=0, programs=programs)
+    agent = agent_in(collector.envs[0])
 
     with torch._dynamo.config.patch(error_on_recompile=True):
         collector.collect(agent, collector.new_buffer(3, agent))

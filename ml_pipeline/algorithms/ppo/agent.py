@@ -7,7 +7,7 @@ faster backends that compute the same. They run only while the code that they re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -165,6 +165,11 @@ class PPOAgent:
     def takes_arrays(self) -> bool:
         return self.backend.takes_arrays
 
+    @property
+    def normalises_over_ranks(self) -> bool:
+        """Whether advantages are normalised over all ranks before an epoch, not in the loss."""
+        return self.config.normalize_advantage and not self.plain.config.normalize_advantage
+
     def check_fast(self) -> str:
         """Use plain torch from now on if what the fast backend repeats has changed; returns why."""
         if self.fast is not None:
@@ -258,17 +263,25 @@ class PPOAgent:
         self._player.model.load_state_dict(self.model.state_dict())
         return self._player
 
-    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
+    def epoch(
+        self,
+        rollout: Minibatch,
+        order: Sequence[Tensor] | Tensor,
+        rates: Rates,
+        shares: Sequence[float] | None = None,
+    ) -> Tensor:
         """One gradient step per minibatch; each row of the result is its ``UpdateResult``.
 
         ``rollout`` is flat, [N, ...], and ``order`` shuffles its rows. For a recurrent policy it
         is [T, n_envs, ...], and ``order`` shuffles the envs. ``order`` is [n_minibatches, B].
+        Several ranks have a share of each minibatch, so ``order`` may have parts of any size.
         """
         if self.fast is not None:
-            return self.fast.epoch(rollout, order, rates)  # mirrors this loop, see check_fast
+            return self.fast.epoch(rollout, order, rates, shares)  # mirrors this, see check_fast
         stops_early = self.device.type == "cpu" and self.config.on_nonfinite == "stop"
         results: list[UpdateResult] = []
-        for index in order:
+        for number, index in enumerate(order):
+            self.adam.share = 1.0 if shares is None else shares[number]
             results.append(self.update(rollout.take(index), rates))
             if stops_early and not results[-1].finite:
                 break

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.collect import Collector
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.contracts import RolloutCollector
 from ml_pipeline.algorithms.ppo.loss_check import check_loss
 from ml_pipeline.algorithms.ppo.memory import memory_advice
-from ml_pipeline.algorithms.ppo.rank_epochs import join_ranks
-from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
 from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
-from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.mirrors import Mirrored, why_not
 from ml_pipeline.policy.contracts import NetworkBuilder, Spaces
+from ml_pipeline.ranks.world import World
 from ml_pipeline.records import StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.contracts import Algorithm, Envs, RunContext
 from ml_pipeline.training.old_weights import load_parts
+
+# What ``SharedMinibatches.normalised`` repeats for the minibatches of all ranks.
+MIRRORED: Mirrored = {
+    "ml_pipeline.algorithms.ppo.loss.normalised": "e27a2382f039",
+}
 
 
 def make_agent(
@@ -27,7 +32,7 @@ def make_agent(
         check_loss(agent)
     if remark := agent.check_fast():
         context.programs.tell(remark)
-    if context.world.size > 1 and agent.fast is not None and context.device.type != "cpu":
+    if context.world.has_others and agent.fast is not None and context.device.type != "cpu":
         agent.fast = None
         context.programs.tell(
             "plain torch runs: the GPU kernels cannot average gradients over ranks"
@@ -36,31 +41,37 @@ def make_agent(
 
 
 def make_trainer(agent: PPOAgent, envs: Envs, config: PPOConfig, context: RunContext) -> PPOTrainer:
-    collector: RolloutCollector
-    first = envs.parts[0]
-    noise_seed = stream_seed(context.seed, "actions")
-    if isinstance(first, TorchVectorEnv):
-        collector = TensorCollector(
-            first,
-            env_seed=envs.first_seed,
-            noise_seed=noise_seed,
-            programs=context.programs,
-            world=context.world,
-        )
-    else:
-        collector = Collector(
-            envs.parts,
-            env_seed=envs.first_seed,
-            noise_seed=noise_seed,
-            infos_have_episodes=envs.infos_have_episodes,
-            allow_nonfinite=config.on_nonfinite == "skip",
-            programs=context.programs,
-            world=context.world,
-        )
+    collector = Collector(
+        envs.parts,
+        env_seed=envs.first_seed,
+        noise_seed=stream_seed(context.seed, "actions"),
+        infos_have_episodes=envs.infos_have_episodes,
+        allow_nonfinite=config.on_nonfinite == "skip",
+        programs=context.programs,
+        world=context.world,
+    )
     trainer = PPOTrainer(agent, collector, context)
     if remark := join_ranks(agent, context.world):
         context.programs.tell(remark)
     return trainer
+
+
+def join_ranks(agent: PPOAgent, world: World) -> str:
+    """Start from the weights of rank 0 and average gradients with the other ranks.
+
+    ``Epochs`` normalises advantages over all ranks, so the loss must not do it again. If
+    ``normalised`` was edited, each rank calls it for its own part instead. Returns a remark, or
+    an empty text.
+    """
+    if not world.has_others:
+        return ""
+    agent.load_state_dict(world.agreed(agent.state_dict()))
+    agent.adam.world = world
+    if reason := why_not(MIRRORED):
+        return f"each rank normalises the advantages of its own part: {reason}"
+    for backend in filter(None, (agent.plain, agent.fast)):
+        backend.config = dataclasses.replace(agent.config, normalize_advantage=False)
+    return ""
 
 
 def explain_memory(agent: PPOAgent, config: PPOConfig, n_envs: int, tensor_envs: bool) -> str:

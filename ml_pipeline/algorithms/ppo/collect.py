@@ -1,39 +1,59 @@
 """Collector: plays a policy in many envs and writes the transitions into a rollout buffer.
 
-With one vector env it acts and steps in turn. With several it is double-buffered: it acts in one
-while the others step. Each vector env has its own columns of the buffer.
+The same loop plays envs in workers and tensor envs; ``EnvBatch`` hides where they live. With
+several vector envs it is double-buffered: it acts in one while the others step. A rollout of tensor
+envs is captured as one CUDA graph, if graphs are enabled.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
-from numpy.typing import NDArray
 from torch import Tensor
 
+from ml_pipeline import counter_random
 from ml_pipeline.algorithms.ppo.rollout import FinalStep, RolloutBuffer
 from ml_pipeline.envs.episode_stats import Episode
-from ml_pipeline.policy.contracts import PolicyInput
-from ml_pipeline.policy.observations import ObservationError
+from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.records import StateDict
-from ml_pipeline.training.acting import GpuActing
-from ml_pipeline.training.checks import BadValueError, FiniteCheck
-from ml_pipeline.training.columns import Columns, joined_inputs, restore_columns
-from ml_pipeline.training.contracts import Actor, RolloutStats
-from ml_pipeline.training.graphs import Programs
+from ml_pipeline.training.checks import FiniteCheck
+from ml_pipeline.training.contracts import Actor
+from ml_pipeline.training.device_envs import DeviceEnvs
+from ml_pipeline.training.env_batch import EnvBatch, restore_positions, saved_positions
+from ml_pipeline.training.graphs import Programs, send
+from ml_pipeline.training.host_envs import HostEnvs
 from ml_pipeline.training.reward_scaler import RewardScaler
+
+
+class RolloutStats:
+    """What happened in a rollout; reading it waits for a device."""
+
+    def __init__(
+        self, listed: list[Episode], batches: Sequence[EnvBatch], watch: Stopwatch
+    ) -> None:
+        self._listed = listed
+        self._batches = batches
+        self._watch = watch
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """The episodes that ended, in order of time; of tensor envs only their mean."""
+        return self._listed + [each for batch in self._batches for each in batch.ended_episodes()]
+
+    @property
+    def seconds(self) -> float:
+        return self._watch.seconds()
 
 
 class Collector:
     """Collects rollouts in ``envs``; the buffer has their columns in the same order."""
-
-    on_host = True
 
     def __init__(
         self,
@@ -52,21 +72,37 @@ class Collector:
         infinity in observations and rewards; otherwise they raise a ``BadValueError``.
         """
         self.n_envs = 0
-        self._columns: list[Columns] = []
-        for env in envs:
-            first, in_turns = self.n_envs, len(envs) > 1
-            self._columns.append(Columns(env, first, infos_have_episodes, in_turns))
-            self.n_envs += env.num_envs
-        self._env_seed = env_seed
         self._programs = programs
         self._world = world
         self._check = FiniteCheck(enabled=not allow_nonfinite)
+        self._batches: list[HostEnvs | DeviceEnvs] = []
+        for env in envs:
+            if isinstance(env, TorchVectorEnv):
+                self._batches.append(DeviceEnvs(env, seed=env_seed, programs=programs))
+            else:
+                host = HostEnvs(
+                    env,
+                    first=self.n_envs,
+                    seed=env_seed + self.n_envs,
+                    check=self._check,
+                    infos_have_episodes=infos_have_episodes,
+                    in_background=len(envs) > 1,
+                    programs=programs,
+                )
+                self._batches.append(host)
+            self.n_envs += env.num_envs
+        self.on_host = self._batches[0].on_host
+        self._watch = Stopwatch(None if self.on_host else self._batches[0].env.device)
+        self._noise: _HostNoise | _DeviceNoise
         self._generator = torch.Generator().manual_seed(noise_seed)
         self._state_before: Tensor | None = None  # the generator's, during a rollout
+        self._episodes: list[Episode] = []
+        self._buffer: RolloutBuffer | None = None
+        self._play: Callable[[], None] = lambda: None
 
     @property
     def envs(self) -> list[VectorEnv[Any, Any, Any]]:
-        return [columns.env for columns in self._columns]
+        return [batch.env for batch in self._batches]
 
     @property
     def is_between_rollouts(self) -> bool:
@@ -74,120 +110,172 @@ class Collector:
         return self._state_before is None
 
     def new_buffer(self, n_steps: int, agent: Any) -> RolloutBuffer:
-        return RolloutBuffer(n_steps, self.n_envs, agent)
+        programs = None if self.on_host else self._programs or Programs(agent.device)
+        return RolloutBuffer(n_steps, self.n_envs, agent, programs, self._world)
 
-    def new_scaler(self, *, gamma: float, clip: float) -> RewardScaler[NDArray[Any]]:
-        return RewardScaler(np.zeros(self.n_envs), gamma=gamma, clip=clip, world=self._world)
+    def new_scaler(self, *, gamma: float, clip: float) -> RewardScaler[Any]:
+        start: Any = np.zeros(self.n_envs)
+        if not self.on_host:
+            start = torch.zeros(self.n_envs, device=self._batches[0].env.device)
+        return RewardScaler(start, gamma=gamma, clip=clip, world=self._world)
 
     def collect(self, agent: Actor, buffer: RolloutBuffer) -> RolloutStats:
-        """Fill ``buffer``; ``last_inputs`` then returns the policy's input after the last row."""
-        start = time.perf_counter()
-        episodes: list[Episode] = []
-        self._begin(agent, buffer)
-        n_envs, own = self._world.size * self.n_envs, self._world.envs(self.n_envs)
-        noise: Any = agent.draw_noise(buffer.n_steps, n_envs, self._generator)[:, own]
-        noise = noise.numpy() if agent.takes_arrays else noise
-        noises = [list(noise[:, each.place]) for each in self._columns]
-        for t in range(buffer.n_steps):
-            for columns, rows in zip(self._columns, noises, strict=True):
-                if t > 0:
-                    episodes += self._receive(columns, t - 1, agent, buffer)
-                self._act(columns, t, agent, buffer, rows[agent.distribution.noise_row(t)])
-        for columns in self._columns:
-            episodes += self._receive(columns, buffer.n_steps - 1, agent, buffer)
-        return RolloutStats(episodes, time.perf_counter() - start)
+        """Fill ``buffer``; a device may still be working when this returns."""
+        self._watch.start()
+        if buffer is not self._buffer:
+            self._take(buffer, agent)
+        for batch in self._batches:
+            batch.begin(agent)
+        buffer.begin(self._memory())
+        self._state_before = self._generator.get_state()
+        self._noise.draw(self._generator)
+        self._episodes = []
+        try:
+            self._play()
+        except KeyboardInterrupt:
+            for batch in self._batches:
+                batch.abandon()
+            raise
+        buffer.end(self._memory())
+        self._watch.stop()
+        return RolloutStats(self._episodes, self._batches, self._watch)
+
+    def _memory(self) -> Tensor | None:
+        """The recurrent state in all envs."""
+        memories = [each.memory for each in self._batches if each.memory is not None]
+        return torch.cat(memories) if memories else None
 
     def commit(self, n_steps: int) -> None:
         """The agent learned from the rollout; before this call, an interrupt discards it."""
         self._state_before = None
         self._check.n_steps += n_steps
 
-    def _begin(self, agent: Actor, buffer: RolloutBuffer) -> None:
-        for columns in self._columns:
-            if columns.action is not None and len(self._columns) > 1:
-                columns.receive(agent)  # discards a step of an interrupted rollout
-            columns.action = None
-            if agent.device.type == "cuda" and columns.acting is None:
-                programs = self._programs or Programs(agent.device)
-                columns.acting = GpuActing(
-                    agent, columns.env.num_envs, programs, agent.sample_batch
-                )
-            if not columns.leaves:
-                columns.reset(agent, self._env_seed + columns.place.start)
-                self._check.obs(columns.leaves, first_env=columns.place.start, t=0)
-        memories = [each.memory for each in self._columns if each.memory is not None]
-        buffer.begin(torch.cat(memories) if memories else None)
-        self._state_before = self._generator.get_state()
-
-    def _act(
-        self, columns: Columns, t: int, agent: Actor, buffer: RolloutBuffer, noise: Tensor
-    ) -> None:
-        """Choose actions for row ``t`` and send them to the envs."""
-        leaves, mask, start = columns.leaves, columns.mask, columns.episode_start
-        if columns.acting is not None:
-            columns.acting.begin(leaves, mask, columns.memory, start, noise)
-            columns.memory = columns.acting.memory
-            buffer.write_seen(t, columns.place, leaves, mask, start)  # while the GPU computes
-            action: Any = columns.acting.actions()
+    def _take(self, buffer: RolloutBuffer, agent: Actor) -> None:
+        """Build the program that fills this buffer."""
+        self._buffer = buffer
+        self._play = partial(self._rollout, agent, buffer)
+        sizes = agent, buffer.n_steps, self.n_envs, self._world
+        if self.on_host:
+            self._noise = _HostNoise(*sizes)
         else:
-            sample = agent.sample_batch(columns.inputs(agent), noise)
-            action = sample.action if agent.takes_arrays else sample.action.cpu().numpy()
-            columns.memory = sample.memory
-            buffer.write_seen(t, columns.place, leaves, mask, start)
-        buffer.action[t, columns.place] = action
-        columns.send(agent.distribution.to_env(action))
+            programs = self._programs or Programs(agent.device)
+            self._noise = _DeviceNoise(*sizes, programs)
+            self._play = programs.captured(self._play, "a rollout")
 
-    def _receive(
-        self, columns: Columns, t: int, agent: Actor, buffer: RolloutBuffer
-    ) -> list[Episode]:
-        """Write the results of the actions of row ``t``; returns the episodes that ended."""
-        first = columns.place.start
-        try:
-            reward, terminated, truncated, infos, episodes = columns.receive(agent)
-        except ObservationError as error:
-            env, when = first + error.index, self._check.when(t + 1)
-            raise BadValueError(f"env {env}, at {when}: {error}") from error
-        buffer.write_outcome(t, columns.place, reward, terminated, truncated)
-        self._check.reward(reward, first_env=first, t=t)
-        self._check.obs(columns.leaves, first_env=first, t=t + 1)
-        if truncated.any():
-            for row in np.flatnonzero(truncated & ~terminated).tolist():
-                leaves = agent.reader.read(infos["final_obs"][row])
-                one = {name: leaf[np.newaxis] for name, leaf in leaves.items()}
-                self._check.obs(one, first_env=first + row, t=t + 1)
-                memory = None if columns.memory is None else columns.memory[row].clone()
-                buffer.final_steps.append(FinalStep(t, first + row, leaves, memory))
-        return episodes
+    @torch.no_grad()
+    def _rollout(self, agent: Actor, buffer: RolloutBuffer) -> None:
+        noises = [self._noise.rows(batch.place) for batch in self._batches]
+        for batch in self._batches:
+            batch.show(buffer.seen(0, batch.place))
+        for t in range(buffer.n_steps):
+            for batch, rows in zip(self._batches, noises, strict=True):
+                if t > 0:
+                    self._receive(batch, t - 1, agent, buffer)
+                noise = rows[agent.distribution.noise_row(t)]
+                batch.act(agent, agent.sample_batch, noise, out=buffer.action[t, batch.place])
+        for batch in self._batches:
+            self._receive(batch, buffer.n_steps - 1, agent, buffer)
+            batch.end()
 
-    def last_inputs(self, agent: Actor) -> PolicyInput:
-        """The policy's input after the last row, in all envs."""
-        return joined_inputs(self._columns, agent)
+    def _receive(self, batch: EnvBatch, t: int, agent: Actor, buffer: RolloutBuffer) -> None:
+        """Write the results of the actions of row ``t``."""
+        step = batch.receive(agent, t, buffer.row(t, batch.place))
+        if step is not None:
+            self._episodes += step.episodes
+            for env, leaves, _, memory in step.finals:
+                buffer.final_steps.append(FinalStep(t, batch.place.start + env, leaves, memory))
 
     def resize(self, n_envs: int, agent: Actor) -> None:
         """Call between two rollouts; remaining envs keep their episodes."""
-        if len(self._columns) > 1:
+        if len(self._batches) > 1:
             raise TypeError("collector=double cannot change its number of envs")
-        self._columns[0].resize(n_envs, agent)
+        self._batches[0].resize(n_envs, agent)
         self.n_envs = n_envs
 
     def snapshots(self) -> list[bytes]:
-        """All envs as bytes."""
-        return [each for columns in self._columns for each in columns.env.snapshot()]
+        """All envs as bytes; empty for tensor envs, which are part of ``state_dict``."""
+        return [each for batch in self._batches for each in batch.snapshots()]
 
-    def resume_at(
-        self, positions: list[StateDict] | None, snapshots: Sequence[bytes], agent: Actor
-    ) -> None:
-        """Continue within the episodes of ``snapshots``."""
-        restore_columns(self._columns, positions, snapshots, agent)
+    def resume_at(self, positions: Any, snapshots: Sequence[bytes], agent: Actor) -> None:
+        """Continue within the episodes of ``positions`` and ``snapshots``."""
+        restore_positions(self._batches, positions, snapshots, agent)
 
     def state_dict(self) -> StateDict:
         """Saves the generator as it was before an interrupted rollout."""
         state = self._generator.get_state() if self._state_before is None else self._state_before
-        positions = None
-        if self.is_between_rollouts:
-            positions = [columns.state_dict() for columns in self._columns]
-        return {"generator": state, "n_steps": self._check.n_steps, "position": positions}
+        position = saved_positions(self._batches) if self.is_between_rollouts else None
+        return {"generator": state, "n_steps": self._check.n_steps, "position": position}
 
     def load_state_dict(self, state: StateDict) -> None:
         self._generator.set_state(state["generator"])
         self._check.n_steps = state["n_steps"]
+
+
+class _HostNoise:
+    """The noise of a rollout, drawn by a generator of the host."""
+
+    def __init__(self, agent: Actor, n_steps: int, n_envs: int, world: World) -> None:
+        self._agent = agent
+        self._n_steps = n_steps
+        self._n_envs = world.all_envs(n_envs)
+        self._own = world.envs(n_envs)
+        self._drawn: Any = None
+
+    def draw(self, generator: torch.Generator) -> None:
+        drawn = self._agent.draw_noise(self._n_steps, self._n_envs, generator)[:, self._own]
+        self._drawn = drawn.numpy() if self._agent.takes_arrays else drawn
+
+    def rows(self, place: slice) -> list[Any]:
+        return list(self._drawn[:, place])
+
+
+class _DeviceNoise:
+    """The noise of a rollout, computed on the device from a key that the host draws."""
+
+    def __init__(
+        self, agent: Actor, n_steps: int, n_envs: int, world: World, programs: Programs
+    ) -> None:
+        distribution, own = agent.distribution, world.envs(n_envs)
+        shape = distribution.noise_shape(n_steps, world.all_envs(n_envs))
+        draw = counter_random.randn if distribution.has_normal_noise else counter_random.rand
+
+        def noise(key: Tensor) -> Tensor:
+            return draw(key, shape)[:, own]
+
+        self._key = torch.zeros((), dtype=torch.int64, device=agent.device)
+        self._noise = programs.compiled(noise, "the noise of the actions")
+
+    def draw(self, generator: torch.Generator) -> None:
+        send(counter_random.draw_keys(1, generator)[0], self._key)
+
+    def rows(self, place: slice) -> Tensor:
+        return self._noise(self._key)
+
+
+class Stopwatch:
+    """Measures the work between ``start`` and ``stop``; on a GPU by events in its stream."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._on_gpu = device is not None and device.type == "cuda"
+        self._marks: list[Any] = [0.0, 0.0]
+
+    def start(self) -> None:
+        self._marks[0] = self._now()
+
+    def stop(self) -> None:
+        self._marks = [self._marks[0], self._now()]
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self) -> float:
+        """Waits for the end of the work."""
+        begin, end = self._marks
+        if not self._on_gpu:
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000.0

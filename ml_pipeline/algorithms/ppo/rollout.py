@@ -1,13 +1,15 @@
 """RolloutBuffer: one on-policy rollout, [T, n_envs], from the first write to the last epoch.
 
-Rows are time, columns are environments. The collector writes host memory; ``finish`` moves the
-rollout to the agent's device. Call ``finish`` once between the last write and the first epoch; it
-is the only place that knows why episodes end.
+Rows are time, columns are environments. The collector writes arrays in host memory, and ``finish``
+moves them to the agent's device; tensor envs write tensors that are there already. Call ``finish``
+once between the last write and the first epoch; it is the only place that knows why episodes end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,17 +17,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.algorithms.ppo.contracts import RolloutQuality
+from ml_pipeline.algorithms.ppo.orders import DeviceOrders, HostOrders
 from ml_pipeline.algorithms.ppo.records import Minibatch
+from ml_pipeline.moments import merge_moments
 from ml_pipeline.policy.contracts import Obs, PolicyInput
-from ml_pipeline.training.graphs import send
-from ml_pipeline.training.returns import explained_variance, gae
+from ml_pipeline.ranks.world import ALONE, World
+from ml_pipeline.training.env_batch import ArrayOrTensor, Row, Seen
+from ml_pipeline.training.fast_gae import advantages_of
+from ml_pipeline.training.graphs import Programs
+from ml_pipeline.training.returns import RolloutOutcome, explained_variance
 from ml_pipeline.training.reward_scaler import RewardScaler
 
 if TYPE_CHECKING:
     from ml_pipeline.algorithms.ppo.agent import PPOAgent
 
 _SCORED_NUMBERS = 2**24  # observation entries per forward pass; limits the memory for images
+
+
+class RolloutQuality(NamedTuple):
+    """How well the critic fits a finished rollout, and whether the envs returned finite values."""
+
+    explained_variance: float
+    is_finite: bool  # all observations and rewards
 
 
 class FinalStep(NamedTuple):
@@ -40,166 +53,150 @@ class FinalStep(NamedTuple):
 class RolloutBuffer:
     """Filled by a ``Collector``, row by row, one vector env after the other."""
 
-    def __init__(self, n_steps: int, n_envs: int, agent: PPOAgent) -> None:
+    def __init__(
+        self,
+        n_steps: int,
+        n_envs: int,
+        agent: PPOAgent,
+        programs: Programs | None = None,
+        world: World = ALONE,
+    ) -> None:
+        """With ``programs`` its tensors are on the agent's device, as tensor envs need them.
+
+        They keep their addresses, so that CUDA graphs can write and read them.
+        """
         self.n_steps = n_steps
         self.n_envs = n_envs
         self._agent = agent
-        grid, reader, distribution = (n_steps, n_envs), agent.reader, agent.distribution
+        self._programs = programs
+        self._world = world
+        reader, distribution = agent.reader, agent.distribution
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> ArrayOrTensor:
+            return _zeros((shape[0], n_envs, *shape[1:]), dtype, agent.device, programs is None)
+
+        # What the policy sees has one more row: the input after the last step.
         self.obs = {
-            name: _zeros((*grid, *reader.shapes[name]), reader.dtypes[name], agent.device)
+            name: zeros(n_steps + 1, *reader.shapes[name], dtype=_torch_dtype(reader.dtypes[name]))
             for name in reader.leaves
         }
-        # torch has no public function from its dtypes to NumPy's.
-        action_dtype = torch.empty(0, dtype=distribution.action_dtype).numpy().dtype
-        self.action = np.zeros((*grid, *distribution.action_shape), dtype=action_dtype)
-        mask_shape = (*grid, distribution.mask_size)
-        self.action_mask = np.ones(mask_shape, dtype=bool) if agent.masks.are_used else None
-        self.episode_start = np.zeros(grid, dtype=bool)
+        self.action_mask: ArrayOrTensor | None = None
+        if agent.masks.are_used:
+            self.action_mask = zeros(n_steps + 1, distribution.mask_size, dtype=torch.bool)
+        self.episode_start: ArrayOrTensor | None = None
+        if agent.memory_size:
+            self.episode_start = zeros(n_steps + 1, dtype=torch.bool)
         self.memory = agent.new_memory(n_envs)  # recurrent state before the first row
-        self.reward = np.zeros(grid, dtype=np.float32)
-        self.terminated = np.zeros(grid, dtype=bool)
-        self.truncated = np.zeros(grid, dtype=bool)
+        self.last_memory = self.memory  # and after the last one
+        action_shape, action_dtype = distribution.action_shape, distribution.action_dtype
+        self.action = zeros(n_steps, *action_shape, dtype=action_dtype)
+        self.reward = zeros(n_steps)
+        self.terminated = zeros(n_steps, dtype=torch.bool)
+        self.truncated = zeros(n_steps, dtype=torch.bool)
+        # Before the autoreset: those of tensor envs at every step, others where truncated.
+        self.final_obs = None if programs is None else torch.zeros_like(self.obs[""][:n_steps])
         self.final_steps: list[FinalStep] = []
-        self.value = self.advantage = self.value_target = np.zeros(grid, dtype=np.float32)
+        self.value = self.advantage = self.value_target = zeros(n_steps)
         self._finished: Minibatch | None = None  # [T, n_envs, ...] on the device
         self._flat: Minibatch | None = None  # views of it, as ``finished`` returns them
-        self._orders: Sequence[Tensor] | Tensor | None = None
+        self._orders: HostOrders | DeviceOrders = HostOrders(agent.device)
+        self._finish: Callable[[], None] | None = None
+        self._quality = torch.zeros(len(RolloutQuality._fields), device=agent.device)
+        if programs is not None:
+            self._orders = DeviceOrders(agent.device, programs)
+            self._measure = programs.compiled(_quality_of, "the quality of the rollout")
+
+    @property
+    def n_items(self) -> int:
+        """What an epoch shuffles: transitions, or the envs of a recurrent policy."""
+        return self.n_envs if self.memory is not None else self.n_steps * self.n_envs
 
     def begin(self, memory: Tensor | None) -> None:
-        """Call before the first row of a new rollout."""
+        """Before the first row of a new rollout; ``memory`` is the recurrent state."""
         self.final_steps = []
         self.memory = memory
 
-    def write_seen(
-        self,
-        t: int,
-        columns: slice,
-        leaves: dict[str, NDArray[Any]],
-        action_mask: NDArray[np.bool_] | None,
-        episode_start: NDArray[np.bool_],
-    ) -> None:
-        """Write the policy's input in row ``t`` of these columns."""
-        for name, leaf in leaves.items():
-            self.obs[name][t, columns] = leaf
-        if self.action_mask is not None:
-            self.action_mask[t, columns] = action_mask
-        self.episode_start[t, columns] = episode_start
+    def seen(self, t: int, columns: slice) -> Seen:
+        """Where the policy's input of row ``t`` goes."""
+        return Seen(
+            {name: leaf[t, columns] for name, leaf in self.obs.items()},
+            None if self.action_mask is None else self.action_mask[t, columns],
+            None if self.episode_start is None else self.episode_start[t, columns],
+        )
 
-    def write_outcome(
-        self,
-        t: int,
-        columns: slice,
-        reward: NDArray[Any],
-        terminated: NDArray[np.bool_],
-        truncated: NDArray[np.bool_],
-    ) -> None:
-        """Write the results of the actions in row ``t`` of these columns."""
-        self.reward[t, columns] = reward
-        self.terminated[t, columns] = terminated
-        self.truncated[t, columns] = truncated
+    def row(self, t: int, columns: slice) -> Row:
+        """Where the results of the actions in row ``t`` go."""
+        return Row(
+            self.reward[t, columns],
+            self.terminated[t, columns],
+            self.truncated[t, columns],
+            None if self.final_obs is None else self.final_obs[t, columns],
+            self.seen(t + 1, columns),
+        )
+
+    def end(self, memory: Tensor | None) -> None:
+        """After the last row; ``memory`` is the recurrent state."""
+        self.last_memory = memory
 
     def finish(
-        self,
-        last: PolicyInput,
-        *,
-        gamma: float,
-        lam: float,
-        scaler: RewardScaler[NDArray[Any]] | None = None,
+        self, *, gamma: float, lam: float, scaler: RewardScaler[ArrayOrTensor] | None = None
     ) -> None:
-        """Score the rollout and compute its advantages; ``last`` is the input after its end."""
-        agent, done = self._agent, self.terminated | self.truncated
-        inputs, action = self._inputs(), torch.from_numpy(self.action).to(agent.device)
+        """Score the rollout and compute its advantages.
+
+        A graph captures the arguments of the first call, so all calls must pass the same.
+        """
+        score = partial(self._score, gamma, lam, scaler)
+        if self._programs is None:
+            score()
+            return
+        if self._finish is None:
+            self._finish = self._programs.captured(score, "the end of a rollout")
+        self._finish()
+
+    def _score(self, gamma: float, lam: float, scaler: RewardScaler[ArrayOrTensor] | None) -> None:
+        agent, device = self._agent, self._agent.device
+        inputs = self._inputs(slice(self.n_steps), self.memory)
+        action = torch.as_tensor(self.action).to(device)
         log_prob, value = self._scores(inputs, action)
-        last_value = agent.value_batch(last).cpu().numpy()
-        self.value = value.cpu().numpy()
-        next_value = np.concatenate([self.value[1:], last_value[np.newaxis]])
-        if self.final_steps:
-            rows, envs = zip(*(step[:2] for step in self.final_steps), strict=True)
-            next_value[rows, envs] = agent.value_batch(self._final_inputs()).cpu().numpy()
-        next_value[self.terminated] = 0.0
-        reward = self.reward if scaler is None else scaler.scaled(self.reward, done)
-        ongoing = (~done).astype(np.float32)
-        self.advantage = gae(reward, self.value, next_value, ongoing, gamma=gamma, lam=lam)
+        last_value = agent.value_batch(self._inputs(self.n_steps, self.last_memory))
+        reward, done = self.reward, self.terminated | self.truncated
+        if scaler is not None:
+            reward = scaler.scaled(reward, done)
+        self.value = self._home(value)
+        outcome = RolloutOutcome(
+            reward,
+            self.value,
+            self._home(last_value),
+            self._final_values(),
+            self.terminated,
+            self.truncated,
+        )
+        self.advantage = advantages_of(outcome, gamma=gamma, lam=lam)
         self.value_target = self.advantage + self.value
-        targets = torch.from_numpy(np.stack([self.advantage, self.value_target])).to(agent.device)
+        targets = (torch.as_tensor(each).to(device) for each in (self.advantage, self.value_target))
         self._keep(Minibatch(inputs, action, log_prob, value, *targets))
+        if self._programs is not None:
+            measured = self._measure(value, self.value_target, self.reward, self.obs[""])
+            self._quality.copy_(measured)
 
-    def _keep(self, rollout: Minibatch) -> None:
-        """Keep ``rollout``; on a GPU at a fixed address, where a captured update reads it."""
-        if self._finished is None or self._agent.device.type == "cpu":
-            self._finished = self._flat = rollout
-            if self.memory is None:
-                self._flat = rollout.mapped(lambda field: field.flatten(0, 1), None)
-            return
-        for held, new in zip(self._finished.tensors(), rollout.tensors(), strict=True):
-            held.copy_(new)
-
-    def finished(self) -> Minibatch:
-        """The rollout to learn from: flat, [N, ...]; [T, n_envs, ...] for a recurrent policy."""
-        if self._flat is None:
-            raise RuntimeError("the rollout is not finished; call finish first")
-        return self._flat
-
-    def shuffle(self, generator: torch.Generator, n_orders: int) -> None:
-        """Draw one order per epoch, on the host, so that it does not depend on the device."""
-        n_items = self.n_envs if self.memory is not None else self.n_steps * self.n_envs
-        orders = [self.new_order(n_items, generator) for _ in range(n_orders)]
-        if self._agent.device.type == "cpu":
-            self._orders = orders
-            return
-        stacked = torch.stack(orders)
-        if not isinstance(self._orders, Tensor) or len(self._orders) != n_orders:
-            self._orders = torch.empty_like(stacked, device=self._agent.device)
-        send(stacked, self._orders)
-
-    def order(self, epoch: int) -> Tensor:
-        """The shuffled transitions, or envs of a recurrent policy, for one epoch."""
-        if self._orders is None:
-            raise RuntimeError("the rollout is not shuffled; call shuffle first")
-        return self._orders[epoch]
-
-    def new_order(self, n: int, generator: torch.Generator) -> Tensor:
-        """0 .. n - 1, shuffled as ``order`` is."""
-        return torch.randperm(n, generator=generator)
-
-    def quality(self) -> RolloutQuality:
-        """``is_finite`` is always True: the collector checks every step."""
-        explained = explained_variance(self.value, self.value_target)
-        return RolloutQuality(float(np.float32(explained)), is_finite=True)
-
-    def observations(self) -> Obs:
-        """[T, n_envs, ...] on the device, after ``finish``."""
-        if self._finished is None:
-            raise RuntimeError("the rollout is not finished; call finish first")
-        return self._finished.inputs.obs
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Actions and advantages, for histograms."""
-        return {"rollout/actions": self.action, "rollout/advantages": self.advantage}
-
-    def _inputs(self) -> PolicyInput:
-        inputs = self._agent.inputs(self.obs, self.action_mask, self.memory)
-        if self.memory is None:
-            return inputs
-        start = torch.from_numpy(self.episode_start).to(self._agent.device)
-        return inputs._replace(episode_start=start)
-
-    def _final_inputs(self) -> PolicyInput:
-        steps, agent = self.final_steps, self._agent
-        leaves = {name: np.stack([step.leaves[name] for step in steps]) for name in self.obs}
-        if steps[0].memory is None:
-            return agent.inputs(leaves)
-        memory = torch.stack([step.memory for step in steps if step.memory is not None])
-        start = torch.zeros(len(steps), dtype=torch.bool, device=agent.device)
-        return agent.inputs(leaves, None, memory, start)
+    def _inputs(self, rows: slice | int, memory: Tensor | None) -> PolicyInput:
+        """The policy's inputs in some rows, on the agent's device."""
+        if self._programs is not None:
+            return PolicyInput(self.obs[""][rows], None, None, None)
+        leaves = {name: leaf[rows] for name, leaf in self.obs.items()}
+        mask = None if self.action_mask is None else self.action_mask[rows]
+        start = None
+        if self.episode_start is not None:
+            start = torch.from_numpy(self.episode_start[rows]).to(self._agent.device)
+        return self._agent.inputs(leaves, mask, memory, start)
 
     def _scores(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
         """log_prob and value of every step, [T, n_envs]."""
-        if self.memory is not None:
+        if inputs.memory is not None:
             return self._agent.score_batch(inputs, action)
         flat = inputs.mapped(lambda field: field.flatten(0, 1), None)
         flat_action = action.flatten(0, 1)
-        numbers = sum(leaf[0, 0].size for leaf in self.obs.values())
+        numbers = sum(math.prod(leaf.shape[2:]) for leaf in self.obs.values())
         size = max(_SCORED_NUMBERS // numbers, 1)
         scores = []
         for begin in range(0, len(flat_action), size):
@@ -209,8 +206,114 @@ class RolloutBuffer:
         log_prob, value = (torch.cat(each) for each in zip(*scores, strict=True))
         return log_prob.view(self.n_steps, -1), value.view(self.n_steps, -1)
 
+    def _final_values(self) -> ArrayOrTensor:
+        """Values of the final observations, [T, n_envs]; any number where nothing was truncated."""
+        agent, steps = self._agent, self.final_steps
+        if self.final_obs is not None:
+            final = PolicyInput(self.final_obs.flatten(0, 1), None, None, None)
+            cut = self.truncated.flatten()
+            return agent.value_batch(final, wanted=cut).view_as(self.reward)
+        values = np.zeros_like(self.reward)
+        if not steps:
+            return values
+        leaves = {name: np.stack([step.leaves[name] for step in steps]) for name in self.obs}
+        memory = start = None
+        if steps[0].memory is not None:
+            memory = torch.stack([step.memory for step in steps if step.memory is not None])
+            start = torch.zeros(len(steps), dtype=torch.bool, device=agent.device)
+        rows, envs = zip(*(step[:2] for step in steps), strict=True)
+        final_value = agent.value_batch(agent.inputs(leaves, None, memory, start))
+        values[rows, envs] = self._home(final_value)
+        return values
 
-def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> NDArray[Any]:
-    """An array of zeros; pinned for a GPU, so that copies to it are asynchronous."""
-    zeros = np.zeros(shape, dtype=dtype)
+    def _home(self, tensor: Tensor) -> ArrayOrTensor:
+        """A result of the agent, where the rollout was collected."""
+        return tensor.cpu().numpy() if self._programs is None else tensor
+
+    def _keep(self, rollout: Minibatch) -> None:
+        """Keep ``rollout``; on a GPU at a fixed address, where a captured update reads it."""
+        if self._finished is None or self._agent.device.type == "cpu":
+            self._finished = self._flat = rollout
+            if self.memory is None:
+                self._flat = rollout.mapped(lambda field: field.flatten(0, 1), None)
+            return
+        for held, new in zip(self._finished.tensors(), rollout.tensors(), strict=True):
+            if held.data_ptr() != new.data_ptr():
+                held.copy_(new)
+
+    def finished(self) -> Minibatch:
+        """The rollout to learn from: flat, [N, ...]; [T, n_envs, ...] for a recurrent policy."""
+        if self._flat is None:
+            raise RuntimeError("the rollout is not finished; call finish first")
+        return self._flat
+
+    def shuffle(
+        self, generator: torch.Generator, n_orders: int, n_items: int | None = None
+    ) -> None:
+        """Draw one order per epoch: of the items of this rollout, or of all ranks."""
+        self._orders.draw(generator, n_orders, self.n_items if n_items is None else n_items)
+
+    def order(self, epoch: int) -> Tensor:
+        """The shuffled transitions, or envs of a recurrent policy, for one epoch."""
+        return self._orders[epoch]
+
+    def quality(self) -> RolloutQuality:
+        """That of the rollouts of all ranks; waits for the device."""
+        if self._programs is None:
+            # Every step was checked, so the values are finite.
+            explained = float(np.float32(explained_variance(self.value, self.value_target)))
+            own = RolloutQuality(explained, is_finite=True)
+        else:
+            explained, is_finite = self._quality.tolist()
+            own = RolloutQuality(explained, bool(is_finite))
+        # Empty for one rank.
+        parts = self._world.parts(lambda: (own.is_finite, *self._moments()))
+        return _merged_quality(parts) if parts else own
+
+    def _moments(self) -> list[tuple[float, float, int]]:
+        """Mean, variance and count of the errors of the critic, and of its targets."""
+        rollout = self.finished()
+        target = rollout.value_target.double()
+        both = (target - rollout.value.double(), target)
+        return [(float(x.mean()), float(x.var(correction=0)), x.numel()) for x in both]
+
+    def observations(self) -> Obs:
+        """[T, n_envs, ...] on the device, after ``finish``."""
+        if self._finished is None:
+            raise RuntimeError("the rollout is not finished; call finish first")
+        return self._finished.inputs.obs
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Actions and advantages, for histograms."""
+        named = {"rollout/actions": self.action, "rollout/advantages": self.advantage}
+        return {name: torch.as_tensor(each).cpu().numpy() for name, each in named.items()}
+
+
+def _merged_quality(parts: Sequence[Any]) -> RolloutQuality:
+    """The quality of the rollouts of several ranks together."""
+    unexplained, variance = (
+        reduce(lambda one, other: merge_moments(*one, *other), [part[place] for part in parts])[1]
+        for place in (1, 2)
+    )
+    explained = 1.0 - unexplained / variance if variance > 0 else 0.0
+    return RolloutQuality(explained, is_finite=all(part[0] for part in parts))
+
+
+def _quality_of(value: Tensor, target: Tensor, reward: Tensor, obs: Tensor) -> Tensor:
+    is_finite = torch.isfinite(reward).all() & torch.isfinite(obs).all()
+    return torch.stack([explained_variance(value, target), is_finite.float()])
+
+
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, on_host: bool
+) -> ArrayOrTensor:
+    """Zeros; an array is pinned for a GPU, so that copies to it are asynchronous."""
+    if not on_host:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    zeros = np.zeros(shape, dtype=torch.empty(0, dtype=dtype).numpy().dtype)
     return torch.from_numpy(zeros).pin_memory().numpy() if device.type == "cuda" else zeros
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    # torch has no public function from NumPy's dtypes to its own.
+    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype

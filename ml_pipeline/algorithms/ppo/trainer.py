@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.checks import check_rollout, check_updates
-from ml_pipeline.algorithms.ppo.contracts import Rollout, RolloutCollector
-from ml_pipeline.algorithms.ppo.epochs import update_means
-from ml_pipeline.algorithms.ppo.rank_epochs import new_epochs, quality_of_all
+from ml_pipeline.algorithms.ppo.collect import Collector
+from ml_pipeline.algorithms.ppo.epochs import Epochs, update_means
 from ml_pipeline.algorithms.ppo.records import Rates
 from ml_pipeline.algorithms.ppo.schedules import Schedules
 from ml_pipeline.algorithms.ppo.undo import undone_if_stopped
@@ -34,7 +33,7 @@ class PPOTrainer:
     def __init__(
         self,
         agent: PPOAgent,
-        collector: RolloutCollector,
+        collector: Collector,
         context: RunContext,
     ) -> None:
         self.agent = agent
@@ -59,15 +58,17 @@ class PPOTrainer:
 
     def _make_buffer(self) -> None:
         n_epochs = self.config.n_epochs
-        self.buffer: Rollout = self.collector.new_buffer(self.config.n_steps, self.agent)
+        self.buffer = self.collector.new_buffer(self.config.n_steps, self.agent)
         # One epoch at a time if the KL, a check or a stop signal affects the next epoch.
         self._is_stoppable = self._on_host or self.schedules.uses_kl or n_epochs > _LONG_UPDATE
-        parts = self.world, self.agent, self.buffer, self._programs
-        self._epochs = new_epochs(
-            *parts,
+        self._epochs = Epochs(
+            self.agent,
+            self.buffer,
+            self._programs,
             n_epochs=1 if self._is_stoppable else n_epochs,
             n_minibatches=self.config.n_minibatches,
             on_host=self._on_host,
+            world=self.world,
         )
 
     @property
@@ -76,7 +77,7 @@ class PPOTrainer:
 
     @property
     def iteration_steps(self) -> int:
-        return self.world.size * self.config.iteration_steps(self.collector.n_envs)
+        return self.config.iteration_steps(self.world.all_envs(self.collector.n_envs))
 
     def train_episode_vectorized(self, hold: Callable[[], None] = lambda: None) -> Metrics:
         """One iteration: collect a [T, n_envs] rollout, improve on it, return the metrics.
@@ -94,7 +95,7 @@ class PPOTrainer:
                 hold()
         self.collector.commit(self.buffer.n_steps)
         return {
-            "n_envs": self.world.size * self.buffer.n_envs,
+            "n_envs": self.world.all_envs(self.buffer.n_envs),
             **self.episodes.add(self.world.joined(stats.episodes)),
             **means,
             "policy/learning_rate": rates.learning_rate,
@@ -106,8 +107,7 @@ class PPOTrainer:
         config, buffer = self.config, self.buffer
         stops = config.on_nonfinite == "stop"
         check = partial(check_updates, n_minibatches=config.n_minibatches, loss=config.loss)
-        last = self.collector.last_inputs(self.agent)
-        buffer.finish(last, gamma=config.gamma, lam=config.gae_lambda, scaler=self._scaler)
+        buffer.finish(gamma=config.gamma, lam=config.gae_lambda, scaler=self._scaler)
         tables: list[Tensor] = []
         n_epochs = 0
         while n_epochs < config.n_epochs:
@@ -124,7 +124,7 @@ class PPOTrainer:
                 if self.schedules.is_kl_too_large(kl):
                     break
         self.agent.learn_moments(buffer.observations())
-        table, quality = torch.cat(tables).cpu().numpy(), quality_of_all(self.world, buffer)
+        table, quality = torch.cat(tables).cpu().numpy(), buffer.quality()
         if stops:
             check_rollout(quality.is_finite)
             check(table)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ml_pipeline.algorithms.replay.config import OffPolicyConfig
-from ml_pipeline.algorithms.replay.contracts import BatchPart, ReplayBatch
+from ml_pipeline.algorithms.replay.contracts import ReplayBatch
 from ml_pipeline.algorithms.replay.update_noise import UpdateNoise
 from ml_pipeline.policy.acting_noise import ActingNoise
 from ml_pipeline.policy.actor_critic import GreedyPolicy
@@ -29,6 +29,7 @@ from ml_pipeline.policy.masks import ActionMasks, Mask
 from ml_pipeline.policy.observation_input import ObservationInput
 from ml_pipeline.policy.optimiser import FlatAdam
 from ml_pipeline.policy.space_data import check_spaces, space_to_data
+from ml_pipeline.ranks.batches import BatchPart
 from ml_pipeline.ranks.world import World
 from ml_pipeline.records import StateDict
 from ml_pipeline.seeding import set_generator_state, stream_seed

@@ -9,8 +9,8 @@ Stacked frames are stored once each; see ``FrameStacks``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,15 +19,26 @@ from torch import Tensor
 
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
 from ml_pipeline.algorithms.replay.device_rows import DeviceRows
-from ml_pipeline.algorithms.replay.final_observations import FinalObservation, FinalObservations
+from ml_pipeline.algorithms.replay.final_observations import FinalObservations
 from ml_pipeline.algorithms.replay.frame_stacks import FrameStacks
 from ml_pipeline.algorithms.replay.priorities import SumTree
 from ml_pipeline.algorithms.replay.windows import Windows
 from ml_pipeline.policy.distributions import Distribution
 from ml_pipeline.policy.masks import Mask
 from ml_pipeline.policy.observations import ObservationReader
+from ml_pipeline.ranks.batches import BatchPart
+from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.records import StateDict
+from ml_pipeline.training.env_batch import ArrayOrTensor, EnvStep, FinalObservation
 from ml_pipeline.training.graphs import Programs
+
+
+class Sampled(NamedTuple):
+    """Transitions that were drawn."""
+
+    batch: ReplayBatch
+    index: Any  # for ``prioritise``: an array or a tensor, [B]
+    part: BatchPart | None  # of several ranks: what this one has of the batch
 
 
 class ReplayBuffer:
@@ -48,14 +59,15 @@ class ReplayBuffer:
         stacked_frames: int = 1,
         programs: Programs | None = None,
         on_device: bool = False,
-        n_ranks: int = 1,
+        world: World = ALONE,
     ) -> None:
-        """``capacity`` is that of all envs together; ``on_device``: ``insert`` writes the rows.
+        """``capacity`` is that of all envs together; ``on_device``: those of a tensor env.
 
-        Each of ``n_ranks`` stores its own ``n_envs``. Draws and priorities cover those of all.
+        Each rank stores its own ``n_envs``. Draws and priorities cover those of all.
         """
         self.n_envs = n_envs
-        self.n_all_envs = n_ranks * n_envs
+        self.n_all_envs = world.all_envs(n_envs)
+        self._batches = world.batches(n_envs)
         self.capacity_rows = max(capacity // self.n_all_envs, 1)  # those that are drawn
         # One more for the current observation, and those that complete the oldest stack.
         self.n_rows = self.capacity_rows + stacked_frames
@@ -86,7 +98,7 @@ class ReplayBuffer:
             n,
             has_all_slots=on_device,
         )
-        self.tree = SumTree(n_ranks * n, device) if priority_exponent > 0 else None
+        self.tree = SumTree(world.all_envs(n), device) if priority_exponent > 0 else None
         # Files that hold the transitions: written by runs.replay_files, named in the checkpoint.
         self.segments: list[dict[str, Any]] = []
         self.n_saved = 0  # rows that are in these files
@@ -111,10 +123,10 @@ class ReplayBuffer:
             gamma=gamma,
         )
         self._is_reset = True  # the next ``begin`` starts episodes
-        self._sample: Callable[..., tuple[ReplayBatch, Any]] = self._plain_sample
-        if device.type == "cuda" and programs is not None:
+        self._sample: Callable[..., Sampled] = self._plain_sample
+        if device.type == "cuda" and programs is not None and self._batches.can_be_compiled:
 
-            def sample(uniform: Tensor, beta: Any) -> tuple[ReplayBatch, Any]:
+            def sample(uniform: Tensor, beta: Any) -> Sampled:
                 return self._plain_sample(uniform, beta)
 
             self._sample = programs.compiled(sample, "the batches of replay")
@@ -188,30 +200,25 @@ class ReplayBuffer:
         self._tell_device()
         self._set_priority(first_drawn, self.first, 0.0 * self._top)
 
-    def write(
-        self,
-        action: NDArray[Any],
-        reward: NDArray[Any],
-        terminated: NDArray[Any],
-        truncated: NDArray[Any],
-        leaves: Mapping[str, NDArray[Any]],
-        mask: Mask | None,
-        finals: Sequence[FinalObservation],
-    ) -> None:
+    def write(self, action: ArrayOrTensor, step: EnvStep) -> None:
         """Complete the current row, and store the observations that follow it.
 
-        ``finals``: one for each episode that was truncated and not terminated.
+        Call ``count_row`` as well after a step of envs on the device: that is not captured.
         """
+        if step.final_obs is not None:
+            self._insert(action, step, step.final_obs)
+            return
         place = self.place(self.n_written)
-        done = terminated | truncated
+        done = step.terminated | step.truncated
         row = {
             "action": action,
-            "reward": reward,
-            "terminated": terminated,
+            "reward": step.reward,
+            "terminated": step.terminated,
             "done": done,
-            "final": self.finals.replace(place, finals),
+            "final": self.finals.replace(place, step.finals),
         }
         self.n_written += 1
+        leaves, mask = step.obs, step.mask
         if self._device_rows is not None:
             self.stacks.check(leaves, done)
             seen = {f"obs {name}": self.stacks.newest(name, leaf) for name, leaf in leaves.items()}
@@ -225,39 +232,27 @@ class ReplayBuffer:
             self._set_priority(new, new + 1, self._top)
             self._set_priority(left, left + 1, 0.0 * self._top)
 
-    def insert(
-        self,
-        action: Tensor,
-        reward: Tensor,
-        terminated: Tensor,
-        truncated: Tensor,
-        obs: Tensor,
-        final_obs: Tensor,
-    ) -> None:
-        """``write`` for envs on the device; call ``count_row`` as well, which is not captured."""
+    def _insert(self, action: Tensor, step: EnvStep, final_obs: Tensor) -> None:
+        """``write`` without a wait for the device."""
         rows = self._on_device()
         here = rows.place()
         row = {
             "action": action,
-            "reward": reward,
-            "terminated": terminated,
-            "done": terminated | truncated,
-            "final": torch.where(truncated & ~terminated, here, -1),
+            "reward": step.reward,
+            "terminated": step.terminated,
+            "done": step.terminated | step.truncated,
+            "final": torch.where(step.truncated & ~step.terminated, here, -1),
         }
         self.finals.leaves[""].index_copy_(0, here, final_obs)
-        rows.insert({**row, "obs ": obs})
+        rows.insert({**row, "obs ": step.obs[""]})
         if self.tree is not None:
             self.tree.set(here, self._top.expand(self.n_envs))
             leaving = rows.place(before=1 + self.capacity_rows)
             self.tree.set(leaving, torch.zeros(self.n_envs, device=self.device))
 
     def count_row(self) -> None:
-        """Count the row of an ``insert``."""
+        """Count the row that envs on the device have written."""
         self.n_written += 1
-
-    def current_obs(self) -> Tensor:
-        """What the envs on the device observe, [n_envs, *obs]."""
-        return self.windows.observed(self._on_device().place())[""]
 
     @property
     def n_tables_moved(self) -> int:
@@ -285,16 +280,18 @@ class ReplayBuffer:
         start = (row % self.n_rows) * self.n_envs
         return slice(start, start + self.n_envs)
 
-    def sample(self, uniform: Any, *, beta: Any = 1.0) -> tuple[ReplayBatch, Any]:
-        """Transitions for uniform numbers [B] in [0, 1), and their indices for ``prioritise``.
+    def sample(self, uniform: Any, *, beta: Any = 1.0) -> Sampled:
+        """Transitions for uniform numbers [B] in [0, 1).
 
         All are tensors, or arrays if ``uniform`` is an array, which is faster on the CPU.
         """
         return self._sample(uniform, beta)
 
-    def _plain_sample(self, uniform: Any, beta: Any) -> tuple[ReplayBatch, Any]:
+    def _plain_sample(self, uniform: Any, beta: Any) -> Sampled:
         index, weight = self.draw(uniform, beta=beta)
-        return self.batch(index, weight), index
+        part, own = self._batches.part(index)
+        weight = weight if part is None else weight[part.rows]
+        return Sampled(self.batch(own, weight), index, part)
 
     def draw(self, uniform: Any, *, beta: Any = 1.0) -> tuple[Any, Any]:
         """Indices [B] into the envs of all ranks, row by row, and the importance weights."""

@@ -1,31 +1,41 @@
-"""ReplaySteps: plays an agent in a vector env and writes every transition to a replay buffer."""
+"""ReplaySteps: plays an agent in a vector env and writes every transition to a replay buffer.
+
+Envs in workers step while the agent learns. For a tensor env, acting, the step of all envs and the
+write of the row are captured as one graph, if graphs are enabled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
+import torch
 from gymnasium.vector import VectorEnv
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.algorithms.replay.agent import ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.final_observations import FinalObservation
 from ml_pipeline.envs.episode_stats import Episode
+from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
-from ml_pipeline.policy.observations import ObservationError
 from ml_pipeline.records import StateDict
-from ml_pipeline.training.acting import GpuActing
-from ml_pipeline.training.checks import BadValueError, FiniteCheck
-from ml_pipeline.training.columns import Columns, Step, restore_columns
+from ml_pipeline.training.checks import FiniteCheck
 from ml_pipeline.training.contracts import Envs
+from ml_pipeline.training.device_envs import DeviceEnvs
+from ml_pipeline.training.env_batch import (
+    ArrayOrTensor,
+    Choose,
+    EnvBatch,
+    restore_positions,
+    saved_positions,
+)
 from ml_pipeline.training.graphs import Programs
+from ml_pipeline.training.host_envs import HostEnvs
 
 
 class ReplaySteps:
-    """Steps of envs in host memory, in processes or not; see ``TensorReplaySteps``."""
+    """Between ``send`` and ``receive`` the caller may learn from the buffer."""
 
     def __init__(
         self,
@@ -37,110 +47,106 @@ class ReplaySteps:
         (env,) = envs.parts
         self._agent = agent
         self._replay = replay
-        self._columns = Columns(env, 0, envs.infos_have_episodes, in_turns=True)
-        self._env_seed = envs.first_seed
         self._check = FiniteCheck(enabled=True)
+        self._batch: EnvBatch
+        if isinstance(env, TorchVectorEnv):
+            self._batch = DeviceEnvs(env, seed=envs.first_seed, programs=programs)
+        else:
+            self._batch = HostEnvs(
+                env,
+                first=0,
+                seed=envs.first_seed,
+                check=self._check,
+                infos_have_episodes=envs.infos_have_episodes,
+                in_background=True,
+                programs=programs,
+            )
         self._rates: Any = None
-        self._noise: Any = None  # of an iteration: a tensor, or an array if the agent takes arrays
-        self._action: NDArray[Any] = np.zeros(0)
+        self._noises: ArrayOrTensor = None  # of an iteration
+        self._noise: ArrayOrTensor = None  # of a step
+        self._action: ArrayOrTensor = None
         self._episodes: list[Episode] = []
-        self._acting: GpuActing | None = None
-        if agent.device.type == "cuda":
-            self._acting = GpuActing(agent, env.num_envs, programs, self._explore)
+        self._step: dict[Choose, Callable[[], None]] = {
+            choose: programs.captured(partial(self._act_and_store, choose), "a step with replay")
+            for choose in (self._explore, self._explore_at_random)
+        }
 
     @property
     def env(self) -> VectorEnv[Any, Any, Any]:
-        env: VectorEnv[Any, Any, Any] = self._columns.env
-        return env
+        return self._batch.env
 
     def begin(self, rates: Any, noise: Tensor) -> None:
         """Before the steps of an iteration; resets the envs if they have not started."""
         self._rates = rates
-        self._noise = noise.numpy() if self._agent.takes_arrays else noise
-        columns, agent = self._columns, self._agent
-        if not columns.leaves:
-            columns.reset(agent, self._env_seed)
-            self._check.obs(columns.leaves, first_env=0, t=0)
+        takes_arrays = self._agent.takes_arrays and self._batch.on_host
+        self._noises = noise.numpy() if takes_arrays else noise
+        if self._batch.begin(self._agent):
             self._replay.end_episodes()
-            self._replay.begin(columns.leaves, columns.mask)
+            self._replay.begin(*self._batch.seen())
 
     def send(self, t: int, *, is_random: bool) -> None:
         """Choose the actions of step ``t`` of the iteration; the envs step until ``receive``."""
-        columns, agent = self._columns, self._agent
-        noise = self._noise[agent.distribution.noise_row(t)]
-        if self._acting is None or is_random:
-            inputs = columns.inputs(agent)
-            sample = agent.explore(inputs, noise, self._rates, is_random=is_random)
-            action: Any = sample.action
-            self._action = action if agent.takes_arrays else action.cpu().numpy()
-        else:
-            start = columns.episode_start
-            self._acting.begin(columns.leaves, columns.mask, None, start, noise)
-            self._action = self._acting.actions()
-        columns.send(agent.distribution.to_env(self._action))
-
-    def _explore(self, inputs: PolicyInput, noise: Tensor) -> PolicySample:
-        return self._agent.explore(inputs, noise, self._rates, is_random=False)
+        noise = self._noises[self._agent.distribution.noise_row(t)]
+        choose = self._explore_at_random if is_random else self._explore
+        if self._batch.on_host:
+            self._action = self._batch.act(self._agent, choose, noise)
+            return
+        if self._noise is None:
+            self._noise = torch.empty_like(noise)
+        self._noise.copy_(noise)
+        self._step[choose]()
+        self._replay.count_row()
 
     def receive(self, t: int) -> None:
         """Wait for the envs, and write the results of step ``t`` of the iteration."""
-        columns, agent = self._columns, self._agent
-        try:
-            step = columns.receive(agent)
-        except ObservationError as error:
-            when = self._check.when(t + 1)
-            raise BadValueError(f"env {error.index}, at {when}: {error}") from error
-        self._check.reward(step.reward, first_env=0, t=t)
-        self._check.obs(columns.leaves, first_env=0, t=t + 1)
-        self._replay.write(
-            self._action,
-            step.reward,
-            step.terminated,
-            step.truncated,
-            columns.leaves,
-            columns.mask,
-            self._finals(step, t),
-        )
-        if agent.config.normalize_obs:
-            agent.learn_moments(agent.reader.to_tensors(columns.leaves, agent.device))
+        if self._batch.on_host:
+            self._store(t)
+
+    def _explore(self, inputs: PolicyInput, noise: Tensor, out: None = None) -> PolicySample:
+        return self._agent.explore(inputs, noise, self._rates, is_random=False)
+
+    def _explore_at_random(
+        self, inputs: PolicyInput, noise: Tensor, out: None = None
+    ) -> PolicySample:
+        return self._agent.explore(inputs, noise, self._rates, is_random=True)
+
+    @torch.no_grad()
+    def _act_and_store(self, choose: Choose) -> None:
+        self._batch.show()
+        self._action = self._batch.act(self._agent, choose, self._noise)
+        self._store(0)
+        self._batch.end()
+
+    def _store(self, t: int) -> None:
+        agent = self._agent
+        step = self._batch.receive(agent, t)
+        if step is None:
+            raise RuntimeError("the envs returned no step")
+        self._replay.write(self._action, step)
         self._episodes += step.episodes
-
-    def _finals(self, step: Step, t: int) -> list[FinalObservation]:
-        finals = []
-        if np.count_nonzero(step.truncated):  # far faster than any()
-            for env in np.flatnonzero(step.truncated & ~step.terminated).tolist():
-                leaves = self._agent.reader.read(step.infos["final_obs"][env])
-                one = {name: leaf[np.newaxis] for name, leaf in leaves.items()}
-                self._check.obs(one, first_env=env, t=t + 1)
-                mask = self._final_mask(leaves, step.infos, env)
-                finals.append(FinalObservation(env, leaves, mask))
-        return finals
-
-    def _final_mask(self, leaves: dict[str, Any], infos: dict[str, Any], env: int) -> Any:
-        masks = self._agent.masks
-        if masks.leaf is not None:
-            return leaves[masks.leaf] != 0
-        final = infos.get("final_info", {}) if masks.in_infos else {}
-        given = final.get("action_mask")
-        return None if given is None else np.asarray(given[env], dtype=bool)
+        if agent.config.normalize_obs:
+            on_host = self._batch.on_host
+            obs = agent.reader.to_tensors(step.obs, agent.device) if on_host else step.obs[""]
+            agent.learn_moments(obs)
 
     def end(self, n_steps: int) -> list[Episode]:
         """After the steps of an iteration; returns the episodes that ended."""
         self._check.n_steps += n_steps
         episodes, self._episodes = self._episodes, []
-        return episodes
+        return episodes + self._batch.ended_episodes()
 
     def snapshots(self) -> list[bytes]:
-        return list(self._columns.env.snapshot())
+        """All envs as bytes; empty for tensor envs, which are part of ``position``."""
+        return self._batch.snapshots()
 
     def resume_at(self, position: Any, snapshots: Sequence[bytes]) -> None:
         """Let the envs continue within the saved episodes."""
-        restore_columns([self._columns], position, snapshots, self._agent)
-        self._replay.begin(self._columns.leaves, self._columns.mask)
+        restore_positions([self._batch], position, snapshots, self._agent)
+        self._replay.begin(*self._batch.seen())
 
     def position(self) -> Any:
         """The current step of the envs, for a checkpoint."""
-        return [self._columns.state_dict()]
+        return saved_positions([self._batch])
 
     def state_dict(self) -> StateDict:
         return {"n_steps": self._check.n_steps}

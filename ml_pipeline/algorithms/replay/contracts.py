@@ -1,4 +1,4 @@
-"""Records of off-policy learning: a batch from replay, and the part of it that a rank has."""
+"""ReplayBatch: transitions from a replay buffer, as an off-policy agent learns from them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,3 @@ class ReplayBatch(NamedTuple):
     next_inputs: PolicyInput  # [B], after the window; never a reset observation
     discount: Tensor  # [B], gamma**k after k steps; 0 where the episode terminated
     weight: Tensor  # [B], importance weights of prioritised replay, else 1
-
-
-class BatchPart(NamedTuple):
-    """The rows of a batch that one of several ranks has."""
-
-    rows: Tensor  # [n], at least one; an array if the agent takes arrays
-    size: int  # of the whole batch
-    share: float  # of this rank in the batch; 0: it has no row, and its result does not count

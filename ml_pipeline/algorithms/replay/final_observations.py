@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.policy.masks import Mask
+from ml_pipeline.training.env_batch import FinalObservation
 
 _FIRST_SLOTS = 64  # or a 256th of the transitions; their number doubles when all are in use
-
-
-class FinalObservation(NamedTuple):
-    """The last observation of a truncated episode."""
-
-    env: int
-    leaves: dict[str, NDArray[Any]]
-    mask: Mask | None
 
 
 class FinalObservations:

@@ -1,5 +1,8 @@
 """ReplayLearning: gradient steps on transitions from a replay buffer.
 
+All ranks draw the same batch of the transitions of all. Each computes the gradient of those that
+its own envs made, and ``FlatAdam`` averages the gradients.
+
 On a device, sampling, the gradient step and new priorities are captured as one graph, eight times
 in a row if as many updates are due. The metrics of an iteration are added up there and read once.
 """
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from ml_pipeline.algorithms.replay.agent import ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
+from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.records import Metrics
 from ml_pipeline.seeding import set_generator_state
 from ml_pipeline.training.checks import TrainingError
@@ -38,8 +42,13 @@ class ReplayLearning:
         *,
         batch_size: int,
         seed: int,
+        world: World = ALONE,
     ) -> None:
         self._agent = agent
+        self._world = world
+        self._batches = world.batches(replay.n_envs)
+        if world.has_others:
+            agent.join(world)
         self._replay = replay
         self._programs = programs
         self._batch_size = batch_size
@@ -109,11 +118,16 @@ class ReplayLearning:
 
     def _update(self, is_turn: bool, uniform: Any) -> Any:
         replay, rates = self._replay, self._rates
-        batch, index = replay.sample(uniform, beta=getattr(rates, "beta", 1.0))
+        batch, index, part = replay.sample(uniform, beta=getattr(rates, "beta", 1.0))
+        if part is not None:
+            self._agent.take_part(part)
         result = self._agent.gradient_step(batch, rates, is_turn)
         if replay.tree is not None:
-            replay.prioritise(index, result.error)
-        return result
+            replay.prioritise(index, self._batches.errors(result.error, part))
+        if part is None:
+            return result
+        # The sum over ranks is the mean over the batch.
+        return result._replace(**{name: part.share * getattr(result, name) for name in self._names})
 
     def _add(self, result: Any) -> None:
         for place, name in enumerate(self._names):
@@ -121,13 +135,22 @@ class ReplayLearning:
         self._sums[-1] += float(result.finite)
 
     def means(self) -> Metrics:
-        """The mean of each metric since the last call; waits for the device."""
+        """The mean of each metric since the last call; waits for the device.
+
+        Raises if the ranks have learnt different things.
+        """
+        self._world.check_equal(self._agent.learnt, "the weights")
         n, self._n_results = self._n_results, 0
+        if self._on_host:
+            total = torch.tensor(self._sums, dtype=torch.float64)
+            self._sums = [0.0] * len(self._sums)
+        else:
+            total = self._device_sums.clone()
+            self._device_sums.zero_()
+        *sums, _ = self._world.sum(total.clone()).tolist()
+        n_finite = float(total[-1])  # equal on all ranks
         if not n:
             return {}
-        *sums, n_finite = self._sums if self._on_host else self._device_sums.tolist()
-        self._sums = [0.0] * len(self._sums)
-        self._device_sums.zero_()
         if n_finite != n:
             raise TrainingError(_NOT_FINITE)
         return {self._names[name]: each / n for name, each in zip(self._names, sums, strict=True)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.final_observations import FinalObservation
+from ml_pipeline.training.env_batch import FinalObservation
 
 
 def rows_of(buffer: ReplayBuffer, first: int, last: int) -> dict[str, Tensor]:

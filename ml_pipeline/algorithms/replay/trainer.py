@@ -15,8 +15,7 @@ from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
 from ml_pipeline.algorithms.replay.collect import ReplaySteps
 from ml_pipeline.algorithms.replay.config import OffPolicyConfig
 from ml_pipeline.algorithms.replay.files import read_replay, replay_names, write_replay
-from ml_pipeline.algorithms.replay.rank_learning import new_learning
-from ml_pipeline.algorithms.replay.tensor_collect import TensorReplaySteps
+from ml_pipeline.algorithms.replay.learning import ReplayLearning
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
@@ -57,17 +56,16 @@ class OffPolicyTrainer:
             stacked_frames=config.stacked_frames,
             programs=context.programs,
             on_device=is_tensor,
-            n_ranks=context.world.size,
+            world=context.world,
         )
-        steps = TensorReplaySteps if is_tensor else ReplaySteps
-        self._steps: Any = steps(agent, envs, self.replay, context.programs)
-        self._learning = new_learning(
-            context.world,
+        self._steps = ReplaySteps(agent, envs, self.replay, context.programs)
+        self._learning = ReplayLearning(
             agent,
             self.replay,
             context.programs,
             batch_size=config.batch_size,
             seed=stream_seed(context.seed, "minibatches"),
+            world=context.world,
         )
         self._noise = torch.Generator().manual_seed(stream_seed(context.seed, "actions"))
         self._is_complete = True  # no iteration is half done

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ml_pipeline.algorithms.replay.contracts import BatchPart
+from ml_pipeline.ranks.batches import BatchPart
 
 
 class UpdateNoise:

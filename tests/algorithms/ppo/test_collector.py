@@ -26,7 +26,7 @@ from ml_pipeline.policy.recurrent import Recurrent
 from ml_pipeline.training.checks import BadValueError
 
 LSTM = partial(Recurrent, size=4)
-FIELDS = ("action", "reward", "truncated", "terminated", "episode_start")
+FIELDS = ("action", "reward", "truncated", "terminated")
 
 
 class NanForbiddingEnv(ForbiddingEnv):
@@ -142,8 +142,8 @@ def test_masks_are_respected_in_every_step_also_after_an_episode_ends(where: str
 
     stats = played.collect()
 
-    mask = played.buffer.action_mask
-    assert mask is not None
+    assert played.buffer.action_mask is not None
+    mask = played.buffer.action_mask[:40]
     assert np.take_along_axis(mask, played.buffer.action[..., None], axis=-1).all()
     assert not mask.all()
     assert len(stats.episodes) > 3
@@ -241,9 +241,9 @@ def test_after_an_interrupt_both_halves_continue_where_their_envs_are() -> None:
     agent.sample_batch = real  # type: ignore[method-assign]
     played.collect()
 
-    assert buffer.obs[""][:, 0, 0].tolist() == [5, 6, 7, 8]  # this half made its fifth step
+    assert buffer.obs[""][:4, 0, 0].tolist() == [5, 6, 7, 8]  # this half made its fifth step
     assert buffer.reward[:, 0].tolist() == [60, 70, 80, 90]
-    assert buffer.obs[""][:, 1, 0].tolist() == [4, 5, 6, 7]
+    assert buffer.obs[""][:4, 1, 0].tolist() == [4, 5, 6, 7]
 
 
 def test_a_recurrent_policy_learns_from_whole_sequences() -> None:
@@ -258,7 +258,7 @@ def test_a_recurrent_policy_learns_from_whole_sequences() -> None:
     taken = played.buffer.finished().take(order)
 
     assert sorted(order.tolist()) == [0, 1, 2, 3]
-    assert np.array_equal(taken.inputs.obs, played.buffer.obs[""][:, order])
+    assert np.array_equal(taken.inputs.obs, played.buffer.obs[""][:5, order])
     assert np.array_equal(taken.action, played.buffer.action[:, order])
     assert torch.equal(taken.inputs.memory, played.buffer.memory[order])
 

@@ -30,7 +30,7 @@ def test_a_rollout_and_its_episodes_equal_those_of_a_plain_loop(make_env: Any) -
         lengths: list[int] = []
         for t in range(40):
             obs, reward, terminated, truncated, infos = plain.step(to_env(played.buffer.action[t]))
-            assert torch.equal(obs, played.buffer.obs[t + 1])
+            assert torch.equal(obs, played.buffer.obs[""][t + 1])
             assert torch.equal(reward, played.buffer.reward[t])
             assert torch.equal(infos["final_obs"], played.buffer.final_obs[t])
             returns += infos["episode"]["r"][terminated | truncated].tolist()
@@ -53,13 +53,11 @@ def test_the_quality_says_whether_all_rewards_were_finite() -> None:
     assert not played.buffer.quality().is_finite
 
 
-def test_before_the_first_rollout_there_is_no_position_and_no_last_observation() -> None:
+def test_before_the_first_rollout_there_is_no_position() -> None:
     played = Played(Places(2), n_steps=3)
 
     assert played.collector.snapshots() == []  # the position also holds the envs
     assert played.collector.state_dict()["position"] is None
-    with pytest.raises(RuntimeError, match="call collect first"):
-        played.collector.last_inputs(played.agent)
 
 
 def test_tensors_keep_their_addresses() -> None:
@@ -69,8 +67,8 @@ def test_tensors_keep_their_addresses() -> None:
         played.collect()
         played.finish()
         played.buffer.shuffle(torch.Generator(), 2)
-        buffer, position = played.buffer, played.collector.env.position
-        held = (buffer.obs, buffer.action, buffer.reward, *buffer.finished()[1:], *position.state)
-        found.append([each.data_ptr() for each in (*held, buffer._keys)])
+        buffer, position = played.buffer, played.collector.envs[0].position
+        held = (buffer.obs[""], buffer.action, buffer.reward, *position.state, buffer._orders.keys)
+        found.append([each.data_ptr() for each in held])
 
     assert found[0] == found[1]

@@ -19,12 +19,10 @@ from tiny_envs import CountingEnv
 from tiny_torch_envs import Drift
 
 from ml_pipeline.algorithms.ppo.collect import Collector
-from ml_pipeline.algorithms.ppo.tensor_collect import TensorCollector
 from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
 from ml_pipeline.assembly.run import train
 from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.training.contracts import RunContext
-from ml_pipeline.training.graphs import Programs
 
 SIZES: dict[str, Any] = {"n_steps": 8, "n_minibatches": 2, "n_epochs": 3}
 
@@ -35,7 +33,7 @@ def trainer_of(kind: str) -> PPOTrainer:
     if kind == "tensor env, long update":
         env = Drift(2, device=CPU)
         agent = agent_in(env, **{**options, "n_epochs": 101})
-        collector: Any = TensorCollector(env, **seeds, programs=Programs(CPU))
+        collector = Collector([env], **seeds)
     else:
         host = SerialEnv([CountingEnv] * 2, seed=1)
         agent = agent_in(host, **options, learning_rate_schedule="adaptive", fast=kind == "NumPy")

@@ -14,11 +14,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tiny_envs import FramesEnv
 
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.final_observations import FinalObservation
 from ml_pipeline.algorithms.replay.rows import load_rows, rows_of
 from ml_pipeline.policy.distributions import Categorical
 from ml_pipeline.policy.observations import ObservationReader
 from ml_pipeline.training.checks import TrainingError
+from ml_pipeline.training.env_batch import EnvStep, FinalObservation
 
 N_ENVS, CAPACITY, N_FRAMES = 3, 20 * 3, 4
 
@@ -49,8 +49,8 @@ def play(buffers: list[ReplayBuffer], n_rows: int, *, seed: int = 0, **env: Any)
         finals = [FinalObservation(i, reader.read(infos["final_obs"][i]), None) for i in cut]
         action = torch.full((N_ENVS,), row % 2)
         for buffer in buffers:
-            step = action, reward, terminated, truncated, reader.read(obs), None, finals
-            buffer.write(*step)
+            step = EnvStep(reader.read(obs), None, reward, terminated, truncated, finals=finals)
+            buffer.write(action, step)
         yield row
 
 
@@ -161,8 +161,9 @@ def test_observations_that_are_not_stacks_are_refused(change: Any, words: str) -
     obs = envs.step(np.zeros(N_ENVS, int))[0]
     flags = np.zeros(N_ENVS, bool), np.zeros(N_ENVS, bool)
 
+    step = EnvStep({"": change(obs)}, None, np.zeros(N_ENVS), *flags)
     with pytest.raises(TrainingError, match=words) as error:
-        buffer.write(torch.zeros(N_ENVS), np.zeros(N_ENVS), *flags, {"": change(obs)}, None, [])
+        buffer.write(torch.zeros(N_ENVS), step)
 
     assert str(error.value).endswith("; agent.stacked_frames=1 stores whole observations")
 

@@ -14,10 +14,8 @@ from rank_runs import REPLAY_CASES, of_two_ranks, trained
 from torch import nn
 
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.contracts import BatchPart
 from ml_pipeline.algorithms.replay.files import read_replay, write_replay
-from ml_pipeline.algorithms.replay.final_observations import FinalObservation
-from ml_pipeline.algorithms.replay.rank_learning import RankLearning
+from ml_pipeline.algorithms.replay.learning import ReplayLearning
 from ml_pipeline.algorithms.replay.rank_replay import state_of_rank
 from ml_pipeline.algorithms.replay.rows import rows_of
 from ml_pipeline.algorithms.replay.update_noise import UpdateNoise
@@ -27,12 +25,14 @@ from ml_pipeline.assembly.ranks import check_ranks
 from ml_pipeline.errors import UserError
 from ml_pipeline.policy.distributions import Categorical
 from ml_pipeline.policy.observations import ObservationReader
-from ml_pipeline.ranks.world import RankError, World
+from ml_pipeline.ranks.batches import BatchPart
+from ml_pipeline.ranks.world import ALONE, RankError, World
 from ml_pipeline.runs.checkpoint import LATEST, CheckpointError, load_checkpoint
 from ml_pipeline.runs.large_files import LargeFiles
 from ml_pipeline.runs.resuming import save_latest
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.training import loop as loops
+from ml_pipeline.training.env_batch import EnvStep, FinalObservation
 from ml_pipeline.training.graphs import Programs
 
 CPU = torch.device("cpu")
@@ -75,11 +75,11 @@ def test_ranks_have_equal_weights_after_every_gradient_step(case: str, two_ranks
     assert first == second
 
 
-def made(n_envs: int, n_ranks: int = 1, **options: Any) -> ReplayBuffer:
+def made(n_envs: int, world: World = ALONE, **options: Any) -> ReplayBuffer:
     reader = ObservationReader(spaces.Box(-1e6, 1e6, (1,), np.float32))
     settings: dict[str, Any] = {"n_step": 1, "gamma": 0.5, "device": CPU, **options}
     actions = Categorical(spaces.Discrete(100))
-    return ReplayBuffer(24, n_envs, reader, actions, n_ranks=n_ranks, **settings)
+    return ReplayBuffer(24, n_envs, reader, actions, world=world, **settings)
 
 
 def fill(buffer: ReplayBuffer, n_rows: int, *, first_env: int = 0) -> None:
@@ -96,7 +96,8 @@ def fill(buffer: ReplayBuffer, n_rows: int, *, first_env: int = 0) -> None:
         finals = [FinalObservation(i, final, None) for i in np.flatnonzero(cut).tolist()]
         reward = np.array([100.0 * i + t for i in envs])
         none = np.zeros(len(envs), bool)
-        buffer.write(np.array([t] * len(envs)), reward, none, cut, obs(t + 1), None, finals)
+        step = EnvStep(obs(t + 1), None, reward, none, cut, finals=finals)
+        buffer.write(np.array([t] * len(envs)), step)
 
 
 class Recorder:
@@ -133,12 +134,13 @@ def test_parts_of_all_ranks_form_the_batches_of_one_process(batch_size: int) -> 
     found: list[list[float]] = [[] for _ in expected]
     n_empty = 0
     for rank in (0, 1):
-        own = made(2, n_ranks=2)
+        world = World(rank, 2)
+        own = made(2, world)
         agent: Any = Recorder()
         fill(own, 8, first_env=2 * rank)
         assert len(own) == len(whole) == 24
         settings = {"batch_size": batch_size, "seed": 3}
-        learning = RankLearning(World(rank, 2), agent, own, Programs(CPU), **settings)
+        learning = ReplayLearning(agent, own, Programs(CPU), **settings, world=world)
         learning.begin(None, len(uniform))
         learning.run(len(uniform))
         for batch, part, reward in zip(found, agent.parts, agent.rewards, strict=True):
@@ -152,7 +154,7 @@ def test_parts_of_all_ranks_form_the_batches_of_one_process(batch_size: int) -> 
 
 
 def test_priorities_of_all_envs_are_on_each_rank() -> None:
-    whole, own = made(4, priority_exponent=1.0), made(2, n_ranks=2, priority_exponent=1.0)
+    whole, own = made(4, priority_exponent=1.0), made(2, World(0, 2), priority_exponent=1.0)
     fill(whole, 8)
     fill(own, 8)
     uniform = torch.rand(64, generator=torch.Generator().manual_seed(0))
@@ -181,7 +183,7 @@ def test_another_number_of_ranks_reads_the_rows_of_its_own_envs(tmp_path: Path) 
     fill(whole, 8)
     segments = []
     for rank in (0, 1):
-        part = made(2, n_ranks=2)
+        part = made(2, World(rank, 2))
         fill(part, 8, first_env=2 * rank)
         write_replay(LargeFiles(run), part)
         segments.append(part.segments)
@@ -191,7 +193,7 @@ def test_another_number_of_ranks_reads_the_rows_of_its_own_envs(tmp_path: Path) 
     for n_ranks in (1, 4):
         n_own = 4 // n_ranks
         for rank in range(n_ranks):
-            buffer = made(n_own, n_ranks)
+            buffer = made(n_own, World(rank, n_ranks))
             buffer.n_written = 8
             read_replay(LargeFiles(run), buffer, segments, rank)
             found, own = rows_of(buffer, 2, 8), World(rank, n_ranks).envs(n_own)
@@ -311,9 +313,11 @@ class OtherDiffers(TwoInOne):
 
 
 def test_ranks_that_have_learnt_different_weights_stop_with_their_number() -> None:
-    buffer = made(2, n_ranks=2)
+    world: World = OtherDiffers(0, 2)
     agent: Any = Recorder()
-    learning = RankLearning(OtherDiffers(0, 2), agent, buffer, Programs(CPU), batch_size=4, seed=3)
+    learning = ReplayLearning(
+        agent, made(2, world), Programs(CPU), batch_size=4, seed=3, world=world
+    )
 
     with pytest.raises(RankError, match=r"rank 0: the weights differ from those of ranks \[1\]"):
         learning.means()

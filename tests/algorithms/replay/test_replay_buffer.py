@@ -13,13 +13,13 @@ from gymnasium import spaces
 from ml_pipeline.algorithms.replay.audit import audit
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
 from ml_pipeline.algorithms.replay.files import read_replay, write_replay
-from ml_pipeline.algorithms.replay.final_observations import FinalObservation
 from ml_pipeline.algorithms.replay.priorities import SumTree
 from ml_pipeline.algorithms.replay.rows import load_rows, rows_of
 from ml_pipeline.policy.distributions import Categorical
 from ml_pipeline.policy.observations import ObservationReader
 from ml_pipeline.runs.large_files import LargeFiles
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.training.env_batch import EnvStep, FinalObservation
 
 CPU = torch.device("cpu")
 GAMMA = 0.5
@@ -50,13 +50,14 @@ def fill(buffer: ReplayBuffer, n_rows: int, ends: dict[int, str] | None = None) 
             seen = [1000.0 + t] * n_envs
         flags = [np.full(n_envs, end == name) for name in ("terminated", "truncated")]
         action = torch.full((n_envs,), t)
-        buffer.write(action, np.full(n_envs, float(t)), *flags, obs(*seen), None, finals)
+        reward = np.full(n_envs, float(t))
+        buffer.write(action, EnvStep(obs(*seen), None, reward, *flags, finals=finals))
 
 
 def transitions(buffer: ReplayBuffer) -> dict[int, tuple[float, float, float, float]]:
     """By action: observation, reward, next observation and discount of every transition drawn."""
     uniform = torch.linspace(0, 1, 400)[:-1]
-    batch, _ = buffer.sample(uniform)
+    batch = buffer.sample(uniform).batch
     rows = zip(
         batch.action.tolist(),
         batch.inputs.obs.flatten().tolist(),  # type: ignore[union-attr]
@@ -128,7 +129,7 @@ def test_new_episodes_after_a_resume_count_as_a_truncation() -> None:
     buffer.end_episodes()
     buffer.begin(obs(555.0), None)
     flags = np.zeros(1, bool), np.zeros(1, bool)
-    buffer.write(torch.tensor([3]), np.ones(1), *flags, obs(556.0), None, [])
+    buffer.write(torch.tensor([3]), EnvStep(obs(556.0), None, np.ones(1), *flags))
 
     drawn = transitions(buffer)
     assert drawn[2][2:] == [3.0, GAMMA]  # not 555
@@ -147,7 +148,8 @@ def test_rows_can_be_saved_in_parts_and_put_back() -> None:
         if end == "truncated":
             finals = [FinalObservation(i, {"": np.float32([t])}, None) for i in range(2)]
         flags = [np.full(2, end == name) for name in ("terminated", "truncated")]
-        buffer.write(torch.full((2,), t), np.full(2, t * 1.0), *flags, obs(t, t), None, finals)
+        step = EnvStep(obs(t, t), None, np.full(2, t * 1.0), *flags, finals=finals)
+        buffer.write(torch.full((2,), t), step)
     for first, last in ((3, 7), (7, 11)):
         parts.append((max(first, buffer.oldest), last))
         saved.append(rows_of(buffer, *parts[-1]))
@@ -175,7 +177,8 @@ def test_a_cleared_buffer_draws_only_what_follows(exponent: float) -> None:
     assert len(buffer) == 0
     flags = np.zeros(1, bool), np.zeros(1, bool)
     for t in (6, 7):
-        buffer.write(torch.tensor([t]), np.full(1, float(t)), *flags, obs(t + 1), None, [])
+        step = EnvStep(obs(t + 1), None, np.full(1, float(t)), *flags)
+        buffer.write(torch.tensor([t]), step)
 
     assert transitions(buffer) == {
         6: [6.0, 6.0 + GAMMA * 7.0, 8.0, GAMMA**2],
@@ -193,7 +196,8 @@ def test_a_cleared_buffer_is_restored_from_its_files(tmp_path: Path, n_after: in
     buffer.clear()
     flags = np.zeros(1, bool), np.zeros(1, bool)
     for t in range(3, 3 + n_after):
-        buffer.write(torch.tensor([t]), np.full(1, float(t)), *flags, obs(t + 1), None, [])
+        step = EnvStep(obs(t + 1), None, np.full(1, float(t)), *flags)
+        buffer.write(torch.tensor([t]), step)
     write_replay(LargeFiles(run), buffer)
 
     restored.load_state_dict(buffer.state_dict())
@@ -247,7 +251,7 @@ def test_prioritised_replay_weighs_what_it_draws_more_often_less() -> None:
     fill(buffer, 4)
     buffer.prioritise(torch.arange(4), torch.tensor([0.0, 1.0, 1.0, 2.0]))
 
-    batch, index = buffer.sample(torch.rand(4000), beta=1.0)
+    batch, index, _ = buffer.sample(torch.rand(4000), beta=1.0)
 
     share = torch.bincount(index, minlength=11)[:4] / 4000
     assert share.tolist() == pytest.approx([0.0, 0.25, 0.25, 0.5], abs=0.01)
@@ -274,12 +278,13 @@ def test_rows_that_a_tensor_env_inserts_equal_those_that_the_host_writes(
         ]
         action = rng.integers(100, size=n_envs)
         step = reward, terminated, truncated
-        host.write(action, *step, obs(*seen), None, finals)
-        tensors = [torch.from_numpy(each) for each in (action, *step, seen[:, None])]
-        device.insert(*tensors, torch.from_numpy(final)[:, None])
+        host.write(action, EnvStep(obs(*seen), None, *step, finals=finals))
+        tensors = [torch.from_numpy(each) for each in (*step, final[:, None])]
+        on_device = EnvStep({"": torch.from_numpy(seen[:, None])}, None, *tensors)
+        device.write(torch.from_numpy(action), on_device)
         device.count_row()
         uniform = torch.rand(64, generator=torch.Generator().manual_seed(t))
-        (batch, index), (other, other_index) = host.sample(uniform), device.sample(uniform)
+        (batch, index, _), (other, other_index, _) = host.sample(uniform), device.sample(uniform)
         assert torch.equal(index, other_index)
         for one, two in zip(batch[1:3], other[1:3], strict=True):
             assert torch.equal(one, two)

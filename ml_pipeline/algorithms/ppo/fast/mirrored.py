@@ -8,7 +8,7 @@ from ml_pipeline.policy import numpy_mlp, optimiser
 MIRRORED: Mirrored = {
     **numpy_mlp.MIRRORED,
     **optimiser.MIRRORED,
-    "ml_pipeline.algorithms.ppo.agent.PPOAgent.epoch": "058ae082294b",
+    "ml_pipeline.algorithms.ppo.agent.PPOAgent.epoch": "365e895bd10c",
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.update": "90d82c88be79",
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.sample_batch": "ffe0e71d1a1a",
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.score_batch": "2481d19f5caa",

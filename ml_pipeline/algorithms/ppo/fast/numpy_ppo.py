@@ -7,6 +7,8 @@ dispatch take several times as long as the arithmetic.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -120,20 +122,26 @@ class NumpyPPO:
             value[wanted] = torch.from_numpy(self._value(obs[wanted.numpy()]))
         return value
 
-    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
+    def epoch(
+        self,
+        rollout: Minibatch,
+        order: Sequence[Tensor] | Tensor,
+        rates: Rates,
+        shares: Sequence[float] | None = None,
+    ) -> Tensor:
         # One gather for the whole epoch; the minibatches are then slices without a copy. They hold
         # arrays, because torch takes longer for both.
-        index = order.numpy().ravel()
+        index = (order.ravel() if isinstance(order, Tensor) else torch.cat(list(order))).numpy()
 
         def gathered(field: Tensor) -> Any:
             return field.numpy().take(index, axis=0)
 
         shuffled = rollout.mapped(gathered, None)
-        n_minibatches, size = order.shape
-        results = []
-        for begin in range(0, n_minibatches * size, size):
-            part = slice(begin, begin + size)
+        results: list[list[float]] = []
+        for end, size in zip(accumulate(map(len, order)), map(len, order), strict=True):
+            part = slice(end - size, end)
             batch = shuffled.mapped(lambda field: field[part], None)  # noqa: B023
+            self._adam.share = 1.0 if shares is None else shares[len(results)]
             results.append(self._step(batch, rates))
             if not results[-1][-1] and self.config.on_nonfinite == "stop":
                 break

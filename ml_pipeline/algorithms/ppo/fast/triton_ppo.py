@@ -9,6 +9,7 @@ Nothing waits for the device, and persistent tensors keep their addresses, as CU
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -215,7 +216,15 @@ class TritonPPO:
             **self._constants,
         )  # fmt: skip
 
-    def epoch(self, rollout: Minibatch, order: Tensor, rates: Rates) -> Tensor:
+    def epoch(
+        self,
+        rollout: Minibatch,
+        order: Sequence[Tensor] | Tensor,
+        rates: Rates,
+        shares: Sequence[float] | None = None,
+    ) -> Tensor:
+        if not isinstance(order, Tensor) or shares is not None:
+            raise TypeError("these kernels cannot average gradients over ranks")
         # The rates are views of one tensor, which the kernels read from the address of the first.
         packed = torch.as_strided(rates.learning_rate, (len(rates),), (1,))
         return self._epoch(rollout, order, packed)
