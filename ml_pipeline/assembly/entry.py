@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,10 @@ from omegaconf.errors import OmegaConfBaseException
 from ml_pipeline.assembly.compose import (
     CONF,
     ConfigError,
-    accepted_with_resume,
     as_typed,
     checked_config,
     compose_config,
     find_modules_in_cwd,
-    is_left_out,
     opened,
     own_conf,
     resumed_folder,
@@ -85,14 +83,9 @@ def train(command_line: Sequence[str]) -> None:
     check_launcher(command_line)
     own = [*own_conf(command_line), *_own_folder(command_line)]
     callers = sys.argv
-    words = accepted_with_resume(with_overrides(command_line, own))
+    sys.argv = opened(with_overrides(command_line, own))  # Hydra reads it
     try:
-        try:
-            _run_hydra(words, run_job)
-        except HydraException as error:
-            if not is_left_out(error):
-                raise
-            _run_hydra(opened(words), run_job)
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
     except _FailedError as failed:
         failure = failed.error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -109,11 +102,6 @@ def train(command_line: Sequence[str]) -> None:
         raise failure
     if not all_finished:
         sys.exit(1)  # each job has printed its error
-
-
-def _run_hydra(words: Sequence[str], run_job: Callable[[DictConfig], float]) -> None:
-    sys.argv = list(words)  # Hydra reads it
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
 
 
 def _own_folder(command_line: Sequence[str]) -> list[str]:

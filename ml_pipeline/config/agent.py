@@ -14,7 +14,7 @@ class AgentConfig:
     """Override the first two methods if an iteration is more than one step of each env."""
 
     algorithm: str = ""  # dotted path of an Algorithm; it chooses the class of these settings
-    action_mask: str = "none"  # or info, or the key of a Dict observation
+    action_mask: str = "none"  # auto | none | info (key action_mask) | a key of a Dict observation
 
     @property
     def allows_nonfinite(self) -> bool:
