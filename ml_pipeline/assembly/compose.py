@@ -171,7 +171,7 @@ def _config_class(dotted: str) -> type:
     return found if is_dataclass else checked_algorithm(dotted, found).config
 
 
-def _defaults(config_class: type) -> dict[str, Any]:
+def _defaults(config_class: type) -> dict[str, object]:
     """The default of each field; ``???``, which Hydra asks the user for, if it has none."""
     return {
         each.name: each.default_factory()
@@ -250,18 +250,18 @@ def checked_config(cfg: DictConfig) -> TrainConfig:
         raise ConfigError(str(error)) from error
 
 
-def _typed(key: str, config_class: Any, cfg: DictConfig) -> Any:
+def _typed(key: str, config_class: type, cfg: DictConfig) -> DictConfig:
     """The config at ``key``, as a node of this class."""
     known = [field.name for field in dataclasses.fields(config_class)]
     for name in cfg[key] if OmegaConf.is_dict(cfg[key]) else ():
         if name not in known:
             raise ConfigError(unknown_key(f"{key}.{name}", cfg[key][name], known))
     merged = OmegaConf.merge(_schema(key, config_class), {key: cfg[key]})
-    return getattr(merged, key)
+    return cast("DictConfig", getattr(merged, key))
 
 
 @cache
-def _schema(key: str, config_class: Any) -> DictConfig:
+def _schema(key: str, config_class: type) -> DictConfig:
     return OmegaConf.create({key: OmegaConf.structured(config_class)})
 
 
@@ -381,7 +381,7 @@ def _read_config(run_folder: RunFolder) -> tuple[DictConfig, bool]:
     return merged, is_signed(_PURPOSE, content)
 
 
-def _refuse_interpolations(value: Any, key: str) -> None:
+def _refuse_interpolations(value: object, key: str) -> None:
     """A run stores plain values; ``${oc.env:NAME}`` would read a variable of the reader."""
     if isinstance(value, dict):
         for name, part in value.items():
@@ -393,8 +393,8 @@ def _refuse_interpolations(value: Any, key: str) -> None:
         raise ValueError(f"{key}={value}: interpolations are not allowed here; write the value")
 
 
-def _container(cfg: DictConfig) -> dict[str, Any]:
-    return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False))
+def _container(cfg: DictConfig) -> dict[str, object]:
+    return cast("dict[str, object]", OmegaConf.to_container(cfg, resolve=False))
 
 
 def stored_text(config: TrainConfig) -> str:

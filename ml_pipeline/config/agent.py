@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 from ml_pipeline.config.checks import check
 
@@ -55,5 +54,5 @@ class AgentConfig:
     def _check(self, fact: bool, name: str, rule: str) -> None:
         check(fact, f"agent.{name}", rule, getattr(self, name))
 
-    def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
-        self._check(getattr(self, name) in choices, name, " | ".join(map(str, choices)))
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        self._check(getattr(self, name) in choices, name, " | ".join(choices))

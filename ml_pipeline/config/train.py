@@ -9,12 +9,18 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from ml_pipeline.config.checks import check, integer_steps
 from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.errors import shorten
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
+
+if TYPE_CHECKING:
+    from ml_pipeline.config.agent import AgentConfig
+    from ml_pipeline.config.curriculum import CurriculumConfig
+else:  # OmegaConf reads types; checked_config checks these two against classes of their own
+    AgentConfig = CurriculumConfig = Any
 
 VEC_ENV_MODES = ("auto", "serial", "parallel", "shared")
 START_METHODS = ("spawn", "fork", "forkserver")
@@ -77,7 +83,8 @@ class VecEnvConfig:
     start_method: Optional[str] = None
     # Raise an error if a worker takes longer; null: wait forever, but not for a dead worker
     step_timeout_seconds: Optional[float] = 300.0
-    infos: str = "final"  # all | final: only infos of ended episodes; faster, PPO needs no others
+    # all | final: only infos of ended episodes; faster, and enough unless masks are in infos
+    infos: str = "final"
     check_finite: bool = False  # raise an error on NaN or infinity in obs, rewards or actions
     # raise | restart: replace a dead or stuck worker and truncate its envs
     on_worker_death: str = "raise"
@@ -129,14 +136,15 @@ class TrainConfig:
     env: EnvConfig = field(default_factory=EnvConfig)
     eval_env: EvalEnvConfig = field(default_factory=EvalEnvConfig)
     opponent: Optional[OpponentConfig] = None  # self-play in a two-player env
-    agent: Any = field(default_factory=dict)  # an AgentConfig, of the class of its algorithm
+    # Of the class of its algorithm
+    agent: AgentConfig = field(default_factory=dict)  # type: ignore[assignment]
     network: dict[str, Any] = field(default_factory=dict)  # a `_target_` entry
     vec_env: VecEnvConfig = field(default_factory=VecEnvConfig)
     # sync | double: act in one half of the envs while the other half steps
     collector: str = "sync"
     logger: dict[str, Any] = field(default_factory=dict)  # name -> `_target_` entry
     callbacks: dict[str, Any] = field(default_factory=dict)  # name -> `_target_` entry
-    curriculum: Any = None  # a CurriculumConfig: phases of training
+    curriculum: Optional[CurriculumConfig] = None  # phases of training
 
     def __post_init__(self) -> None:
         _check_count("n_envs", self.n_envs)
@@ -201,12 +209,12 @@ class TrainConfig:
 
     def wanted_steps_of(self, n_ranks: int) -> int:
         """``wanted_steps`` if each of ``n_ranks`` has ``n_envs``."""
-        iteration: int = n_ranks * self.agent.iteration_steps(int(self.n_envs))
+        iteration = n_ranks * self.agent.iteration_steps(int(self.n_envs))
         if self.num_episodes is not None:
             return self.num_episodes * iteration
         return max(int(self.total_steps) // iteration, 1) * iteration
 
 
-def _check_count(key: str, count: Any) -> None:
+def _check_count(key: str, count: object) -> None:
     fits = type(count) is int and 1 <= count < 2**31
     check(fits or count == "auto", key, "auto, or at least 1", count)

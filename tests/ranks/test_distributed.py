@@ -14,8 +14,7 @@ from rank_runs import CASES, of_two_ranks, trained
 from ml_pipeline.algorithms.ppo.rank_epochs import RankEpochs
 from ml_pipeline.algorithms.ppo.rollout import RolloutBuffer
 from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config
-from ml_pipeline.assembly.plan import make_plan
-from ml_pipeline.assembly.ranks import check_ranks
+from ml_pipeline.assembly.plan import check_ranks, make_plan
 from ml_pipeline.ranks.world import World, launched_rank
 from ml_pipeline.training.loop import state_of_rank
 
