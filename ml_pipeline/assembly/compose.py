@@ -134,7 +134,9 @@ class ClassDefaults(ConfigSource):
         return "class"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        config_class = _config_class(config_path.removesuffix(".yaml").rpartition("/")[2])
+        group, _, dotted = config_path.removesuffix(".yaml").rpartition("/")
+        key = self.scheme() if group == self.scheme() else "agent.algorithm"
+        config_class = _config_class(dotted, key)
         defaults = OmegaConf.create(_defaults(config_class))
         return ConfigResult(self.provider, self.full_path(), defaults, {"package": None})
 
@@ -151,24 +153,31 @@ class ClassDefaults(ConfigSource):
         return []
 
 
-def _config_class(dotted: str) -> type:
-    """The dataclass at a dotted path, or that of the algorithm there.
+def _config_class(dotted: str, key: str) -> type:
+    """The dataclass at a dotted path, or that of the algorithm there; errors name ``key``.
 
     A config.py beside an algorithm is enough: torch is not imported, so --help is fast.
     """
     find_modules_in_cwd()  # it may be the user's own
-    name, key = moved(dotted), "agent.algorithm"
-    beside = [*name.split(".")[:-2], "config"]
-    try:
-        classes = list(vars(import_module(".".join(beside), key=key, path=dotted)).values())
-    except TargetError:  # the algorithm has its class elsewhere, or is broken too
-        classes = []
-    for each in classes:
-        if isinstance(each, type) and getattr(each, "algorithm", None) == name:
-            return each
+    beside = _algorithm_classes(moved(dotted), key)
+    if len(beside) == 1:
+        return beside[0]
     found = import_dotted(dotted, key=key)
     is_dataclass = isinstance(found, type) and dataclasses.is_dataclass(found)
     return found if is_dataclass else checked_algorithm(dotted, found).config
+
+
+def _algorithm_classes(algorithm: str, key: str) -> list[type]:
+    """The classes in config.py of an algorithm's package that name the algorithm."""
+    package = ".".join(algorithm.split(".")[:-2])
+    if not package:
+        return []
+    try:
+        module = import_module(f"{package}.config", key=key, path=algorithm)
+    except TargetError:  # there is none, or importing the algorithm reports why it is broken
+        return []
+    classes = [each for each in vars(module).values() if isinstance(each, type)]
+    return [each for each in classes if getattr(each, "algorithm", None) == algorithm]
 
 
 def _defaults(config_class: type) -> dict[str, object]:

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gymnasium.vector import VectorEnv
 from omegaconf import DictConfig
 
 from ml_pipeline.assembly.build import agent_name, build_loggers, build_trainer, kept_cwd
@@ -26,9 +25,10 @@ from ml_pipeline.assembly.compose import (
 )
 from ml_pipeline.assembly.load import load_agent, load_policy
 from ml_pipeline.assembly.plan import RunPlan, make_plan
-from ml_pipeline.assembly.vec_envs import build_vec_envs
+from ml_pipeline.assembly.vec_envs import ProcessEnv, build_vec_envs
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.device import precision_of_products, torch_threads
+from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.errors import UserError
 from ml_pipeline.ranks.world import launched_rank
@@ -192,7 +192,7 @@ def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> N
 
 def build_loop(
     plan: RunPlan,
-    envs: Sequence[VectorEnv[Any, Any, Any]],
+    envs: Sequence[ProcessEnv | TorchVectorEnv],
     loggers: Sequence[Logger],
     signals: StopSignals,
 ) -> Loop:

@@ -19,6 +19,7 @@ from ml_pipeline.algorithms.td3.agent import TD3Config
 from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config
 from ml_pipeline.config.agent import AgentConfig
 from ml_pipeline.config.train import TrainConfig
+from ml_pipeline.targets import TargetError
 
 OWN_PPO = """
 from dataclasses import dataclass, field
@@ -30,6 +31,20 @@ class PatientConfig(PPOConfig):
     patience: int = 1
 
 PATIENT = PPO._replace(config=PatientConfig)
+"""
+TWO_CLASSES = """
+from dataclasses import dataclass
+from ml_pipeline.algorithms.ppo.algorithm import PPO
+from ml_pipeline.algorithms.ppo.config import PPOConfig
+
+@dataclass
+class Early(PPOConfig):
+    algorithm: str = "pair.algorithm.PAIR"
+
+@dataclass
+class Later(Early):
+    patience: int = 1
+
 """
 
 
@@ -201,6 +216,30 @@ def test_field_without_a_default_is_asked_for_by_name(here: Path) -> None:
     assert config("agent=patient", "agent.patience=2").agent.patience == 2
     with pytest.raises(ConfigError, match="missing mandatory value: patience"):
         config("agent=patient")
+
+
+def test_algorithm_decides_between_two_classes_that_name_it(here: Path) -> None:
+    write("pair/__init__.py", "")
+    write("pair/config.py", TWO_CLASSES)
+    write("pair/algorithm.py", TWO_CLASSES + "PAIR = PPO._replace(config=Later)\n")
+    write("conf/agent/pair.yaml", "algorithm: pair.algorithm.PAIR\n")
+
+    assert config("agent=pair", "agent.patience=4").agent.patience == 4
+
+
+def test_config_py_of_the_current_folder_is_not_imported(here: Path) -> None:
+    write("config.py", "raise SystemExit('imported')")
+    write("lonely_ppo.py", OWN_PPO)
+    write("conf/agent/lonely.yaml", "algorithm: lonely_ppo.PATIENT\n")
+
+    assert config("agent=lonely").agent.patience == 1
+
+
+def test_unknown_class_that_a_file_extends_is_named(here: Path) -> None:
+    write("conf/data/mine.yaml", "defaults: ['/class/nope.Settings@_here_']\n")
+
+    with pytest.raises(TargetError, match=r"class=nope\.Settings: no module named 'nope'"):
+        config("data=mine")
 
 
 def test_command_line_overrides_an_experiment() -> None:
