@@ -22,8 +22,8 @@ from io import StringIO
 from typing import Any
 from unittest.mock import patch
 
-from ml_pipeline.assembly import build as parts
 from ml_pipeline.assembly import run as build
+from ml_pipeline.assembly.build import build_loggers
 
 
 def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
@@ -40,10 +40,9 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
 def share_of(name: str, overrides: list[str]) -> float:
     """Seconds in the logger divided by seconds of training."""
     spent: list[float] = []
-    plain = parts.build_loggers
 
-    def build_loggers(*args: Any) -> dict[str, Any]:
-        loggers = plain(*args)
+    def timed_loggers(*args: Any) -> dict[str, Any]:
+        loggers = build_loggers(*args)
         for logger in loggers.values():
             for method in ("log", "log_histograms", "log_file"):
                 if hasattr(logger, method):
@@ -51,7 +50,7 @@ def share_of(name: str, overrides: list[str]) -> float:
         return loggers
 
     begin = time.perf_counter()
-    with patch.object(parts, "build_loggers", build_loggers), redirect_stdout(StringIO()):
+    with patch.object(build, "build_loggers", timed_loggers), redirect_stdout(StringIO()):
         build.train([f"logger={name}", "device=cpu", "vec_env=serial", *overrides])
     return sum(spent) / (time.perf_counter() - begin)
 

@@ -50,7 +50,7 @@ class Cell(NamedTuple):
 def env_factory(name: str, folder: Path) -> EnvFactory:
     """The env of the preset; game_boy plays the test ROM."""
     # Here, because workers import this file, and the door imports torch.
-    from ml_pipeline.assembly.agent import build_env_factory
+    from ml_pipeline.assembly.build import build_env_factory
     from ml_pipeline.assembly.compose import checked_config, compose_config
 
     overrides = [f"env={name}"]

@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the config dataclasses, the classes in conf/ and its comments.
+"""Writes docs/config.md from the config dataclasses and the classes in conf/, with their comments.
 
 python docs/config_reference.py > docs/config.md     (a test checks that the page is up to date)
 """
@@ -16,7 +16,8 @@ import yaml
 from ml_pipeline.algorithms.dqn.config import DQNConfig
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.sac.config import SACConfig
-from ml_pipeline.assembly.compose import CONF, preset_files
+from ml_pipeline.algorithms.td3.agent import TD3Config
+from ml_pipeline.assembly.compose import preset_files
 from ml_pipeline.config.curriculum import PhaseConfig, UntilConfig
 from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.config.train import EnvConfig, EvalEnvConfig, TrainConfig, VecEnvConfig
@@ -28,10 +29,10 @@ from ml_pipeline.worlds.trading.config import FilesConfig, SyntheticConfig
 HEAD = """# Config reference
 
 Every key with its type, default and comment, every [hook](#hooks) of a callback and every
-[metric](#metrics). `python docs/config_reference.py` generates this page from
-`ml_pipeline/config/` and `conf/`. The keys of `env.kwargs` are those of each env; the files in
-[worlds/](../ml_pipeline/worlds) explain them for trading, hockey and Game Boy. On the command
-line, use:
+[metric](#metrics). `python docs/config_reference.py` generates this page from the dataclasses in
+`ml_pipeline/config/` and `algorithms/*/config.py`, and from `conf/`. The keys of `env.kwargs` are
+those of each env; the files in [worlds/](../ml_pipeline/worlds) explain them for trading, hockey
+and Game Boy. On the command line, use:
 
 | syntax | effect |
 |---|---|
@@ -45,24 +46,19 @@ or range is wrong, an error names the key before the run starts.
 """
 
 GROUPS = (
-    ("", TrainConfig, "train.yaml", "The run"),
-    ("env.", EnvConfig, "env/cartpole.yaml", "The env"),
-    ("eval_env.", EvalEnvConfig, "env/cartpole.yaml", "What differs in the env of evaluations"),
-    ("agent.", PPOConfig, "agent/ppo.yaml", "PPO"),
-    ("agent.", DQNConfig, "agent/dqn.yaml", "DQN"),
-    ("agent.", SACConfig, "agent/sac.yaml", "SAC"),
-    ("vec_env.", VecEnvConfig, "vec_env/auto.yaml", "How the envs run"),
-    ("opponent.", OpponentConfig, "opponent/self_play.yaml", "Self-play"),
-    ("env.kwargs.data.", SyntheticConfig, "data/synthetic.yaml", "Synthetic markets"),
-    ("env.kwargs.data.", FilesConfig, "data/files.yaml", "Market files"),
-    (
-        *("curriculum.phases.NAME.", PhaseConfig, "curriculum/hockey.yaml"),
-        *("A phase of a curriculum", "phases.shooting."),
-    ),
-    (
-        *("curriculum.phases.NAME.until.", UntilConfig, "curriculum/hockey.yaml"),
-        *("When a phase ends", "phases.shooting.until."),
-    ),
+    ("", TrainConfig, "The run"),
+    ("env.", EnvConfig, "The env"),
+    ("eval_env.", EvalEnvConfig, "What differs in the env of evaluations"),
+    ("agent.", PPOConfig, "PPO"),
+    ("agent.", DQNConfig, "DQN"),
+    ("agent.", SACConfig, "SAC"),
+    ("agent.", TD3Config, "TD3"),
+    ("vec_env.", VecEnvConfig, "How the envs run"),
+    ("opponent.", OpponentConfig, "Self-play"),
+    ("env.kwargs.data.", SyntheticConfig, "Synthetic markets"),
+    ("env.kwargs.data.", FilesConfig, "Market files"),
+    ("curriculum.phases.NAME.", PhaseConfig, "A phase of a curriculum"),
+    ("curriculum.phases.NAME.until.", UntilConfig, "When a phase ends"),
 )
 
 # Parameters that the run passes; they are not keys.
@@ -183,11 +179,26 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def section(prefix: str, kind: type[Any], file: str, title: str, under: str = "") -> str:
-    """``under``: where the file has the keys of this section."""
-    group, _, name = file.rpartition("/")
-    path = preset_files(group)[name.removesuffix(".yaml")] if group else CONF / file
-    comment_of = comments(path)
+def field_comments(kind: type[Any]) -> dict[str, str]:
+    """The comment above or behind each field; a field without one has that of the base class."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__[:-1]):
+        lines = inspect.getsource(each).splitlines()
+        names = vars(each).get("__annotations__", {})
+        above: list[str] = []
+        for line in lines:
+            match = re.match(r"    (\w+): [^#]*(?:#\s*(.+))?$", line)
+            if match is not None and match[1] in names:
+                text = " ".join(above)
+                comment = match[2] or text[:1].lower() + text[1:]
+                if comment:
+                    found[match[1]] = comment
+            above = [*above, line.strip("# ")] if line.startswith("    # ") else []
+    return found
+
+
+def section(prefix: str, kind: type[Any], title: str) -> str:
+    comment_of = field_comments(kind)
     lines = [f"\n## {title}\n", "| key | type | default | comment |", "|---|---|---|---|"]
     for field in dataclasses.fields(kind):
         made = field.default_factory is not dataclasses.MISSING
@@ -201,7 +212,7 @@ def section(prefix: str, kind: type[Any], file: str, title: str, under: str = ""
         type_name = re.sub(r"Optional\[(.+)\]", r"\1 or null", str(field.type))
         type_name = {"Any": "int or auto"}.get(type_name, type_name)
         type_name = type_name.replace("Union[float, str]", "float or str")
-        comment = comment_of.get(under + field.name, "").replace("|", "\\|")
+        comment = comment_of.get(field.name, "").replace("|", "\\|")
         lines.append(f"| `{prefix}{field.name}` | {type_name} | {shown(default)} | {comment} |")
     return "\n".join(lines)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ml_pipeline.analysis.listing import newest_run
 from ml_pipeline.assembly import run
+from ml_pipeline.assembly.build import first_leaf
 from ml_pipeline.assembly.compose import with_config_dir
 from ml_pipeline.assembly.load import load_policy
 from ml_pipeline.assembly.run import RunResult
@@ -31,7 +32,7 @@ def train(
     callbacks: Mapping[str, Callback] | None = None,
     config_dir: Path | str | None = None,
     quiet: bool = False,
-    **settings: Any,
+    **settings: object,
 ) -> RunResult:
     """Train as the command line does: ``train("env=acrobot", n_envs=16, agent={"gamma": 0.98})``.
 
@@ -44,7 +45,7 @@ def train(
         return run.train(words, callbacks=callbacks)
 
 
-def as_overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def as_overrides(settings: Mapping[str, object], prefix: str = "") -> Iterator[str]:
     """Settings as Hydra overrides; a nested mapping sets the keys below its name."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -54,9 +55,9 @@ def as_overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]
             yield f"{add}{prefix}{name}={_hydra_value(value)}"
 
 
-def _hydra_value(value: Any) -> str:
+def _hydra_value(value: object) -> str:
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return "null" if value is None else str(value).lower()
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value}"
     if isinstance(value, (int, float)):
@@ -113,7 +114,7 @@ class LoadedPolicy:
             action_mask = np.asarray(action_mask, dtype=bool)
             action_mask = action_mask[np.newaxis] if is_one else action_mask
         _check_finite(obs)
-        n_envs = len(_first_leaf(obs))
+        n_envs = len(first_leaf(obs))
         if n_envs != self._n_envs:
             self._memory, self._n_envs = self.policy.new_memory(n_envs), n_envs
         actions = self.policy.act_batch(
@@ -129,7 +130,7 @@ class LoadedPolicy:
         space = self.observation_space
         while isinstance(space, (spaces.Dict, spaces.Tuple)):
             space = next(iter(space.values())) if isinstance(space, spaces.Dict) else space[0]
-        found, shape = np.shape(_first_leaf(obs)), space.shape or ()
+        found, shape = np.shape(first_leaf(obs)), space.shape or ()
         if found == shape:
             return True
         if found[1:] == shape and len(found) == len(shape) + 1:
@@ -148,9 +149,3 @@ def _check_finite(obs: Any) -> None:
     array = np.asarray(obs)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ValueError(f"obs has the value {array[~np.isfinite(array)][0]}; it must be finite")
-
-
-def _first_leaf(obs: Any) -> Any:
-    while isinstance(obs, (dict, tuple)):
-        obs = next(iter(obs.values())) if isinstance(obs, dict) else obs[0]
-    return obs

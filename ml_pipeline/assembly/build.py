@@ -1,149 +1,162 @@
-"""The loop, the record, the loggers and the callbacks of a run, made from its config."""
+"""The parts of a run, made from its config: envs, network, agent, trainer, loggers, callbacks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import gymnasium as gym
 import torch
+from gymnasium import spaces
 
-from ml_pipeline.assembly.agent import build_env_factory
-from ml_pipeline.assembly.compose import ConfigError, find_algorithm, stored_text
+from ml_pipeline.assembly.compose import ConfigError, find_algorithm
 from ml_pipeline.callbacks.curriculum import Curriculum
-from ml_pipeline.config.train import TrainConfig
-from ml_pipeline.runs.checkpoint import (
-    LATEST,
-    check_fits,
-    check_plain,
-    checkpoint_path,
-    misfit_explained,
-)
-from ml_pipeline.runs.large_files import load_files, save_files
-from ml_pipeline.runs.record import Record
-from ml_pipeline.runs.resuming import SavedEpisodes, read_episodes, resume_episodes
-from ml_pipeline.runs.run_folder import RunFolder, write_text
-from ml_pipeline.seeding import seed_global_generators
-from ml_pipeline.signals import StopSignals
-from ml_pipeline.targets import instantiate
-from ml_pipeline.training.contracts import Callback, Envs, Logger
-from ml_pipeline.training.loop import Loop
-
-if TYPE_CHECKING:
-    from gymnasium.vector import VectorEnv
-
-    from ml_pipeline.assembly.run_plan import RunPlan
+from ml_pipeline.config.train import EnvConfig, TrainConfig
+from ml_pipeline.device import torch_threads
+from ml_pipeline.envs.factory import EnvFactory
+from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.trial import EnvTrial
+from ml_pipeline.games.opponent_pool import OpponentPool
+from ml_pipeline.games.tensor_opponents import TensorOpponentPool
+from ml_pipeline.games.tensor_self_play import TensorSelfPlay
+from ml_pipeline.policy.contracts import Policy, Spaces
+from ml_pipeline.ranks.world import World
+from ml_pipeline.runs.checkpoint import check_plain
+from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.targets import import_dotted, instantiate
+from ml_pipeline.training.contracts import Agent, Callback, Envs, Logger, RunContext, Trainer
+from ml_pipeline.training.graphs import Programs
 
 
-def build_loop(
-    plan: RunPlan,
-    envs: Sequence[VectorEnv[Any, Any, Any]],
-    loggers: Sequence[Logger],
-    signals: StopSignals,
-) -> Loop:
-    """The loop and its trainer, in the state of the checkpoint if the run is resumed."""
-    config = plan.config
-    all_envs = Envs(envs, plan.env_seed, plan.trial.counts_episodes)
-    trainer = find_algorithm(config).make_trainer(plan.agent, all_envs, config.agent, plan.context)
-    loop = Loop(
-        trainer,
-        callbacks=plan.callbacks,
-        loggers=loggers,
-        signals=signals,
-        saves_envs=plan.no_snapshot is None,
-        world=plan.context.world,
-    )
-    loop.save_files = partial(save_files, plan.run, trainer)
-    seed_global_generators(config.seed)  # again: a probed env may have drawn from them
-    if plan.state is not None:
-        with misfit_explained(plan.run):
-            own = loop.state_dict()
-            if isinstance(own.get("collector"), dict):
-                own["collector"]["position"] = None  # that of another env has another form
-            check_fits(own, plan.state, "state")
-            loop.load_state_dict(plan.state)
-            load_files(plan.run, trainer, plan.state)
-    return loop
+def build_env_factory(env: EnvConfig) -> EnvFactory:
+    return EnvFactory(env.id, env.target, env.kwargs, env.wrappers)
 
 
-def read_saved_episodes(plan: RunPlan) -> SavedEpisodes | None:
-    """The episodes to resume, or None for a new run; raises before a file changes."""
-    if plan.state is None:
-        return None
-    env, world = dataclasses.asdict(plan.config.env), plan.context.world
-    saved = read_episodes(plan.run, plan.state, env, trust=plan.config.trust)
-    n_ranks = plan.state["n_ranks"]
-    if n_ranks != world.size and not saved.why_not:
-        reason = f"{n_ranks} ranks saved them, this run has {world.size}"
-        return SavedEpisodes([], reason.replace("1 ranks", "1 rank"))
-    return saved._replace(snapshots=saved.snapshots[world.envs(len(saved.snapshots) // n_ranks)])
+def cpu_context(config: TrainConfig) -> RunContext:
+    """The context of an agent that only plays."""
+    device = torch.device("cpu")
+    return RunContext(device, config.seed, config.precision, Programs(device), World())
 
 
-def resume(plan: RunPlan, loop: Loop, saved: SavedEpisodes | None) -> str:
-    """Continue the saved episodes if possible; returns the line to print, or an empty string."""
-    if plan.state is not None and saved is not None:
-        how = resume_episodes(plan.run, loop, plan.state, saved)
-        return f"resumed at env step {plan.first_step:,} {how}"
-    if plan.no_snapshot is not None:
-        return f"if resumed, this run will start new episodes: {plan.no_snapshot}"
-    return ""
+def build_agent(config: TrainConfig, env_spaces: Spaces, context: RunContext) -> Agent:
+    """``env_spaces``: of a single env."""
+    network = partial(build_network, config)
+    # The last bits of the first weights depend on the number of threads.
+    with torch_threads(torch.device("cpu")):
+        return find_algorithm(config).make_agent(env_spaces, network, config.agent, context)
 
 
-def memory_advice(plan: RunPlan) -> str:
-    """How much memory the run needs and how to reduce it, for an error message."""
-    config, is_tensor = plan.config, plan.tensor_env is not None
-    advice = find_algorithm(config).memory_advice(
-        plan.agent, config.agent, int(config.n_envs), is_tensor
-    )
-    saved = checkpoint_path(plan.run, LATEST).is_file()
-    return advice + ("; the last checkpoint is kept" if saved else "")
-
-
-def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> Record:
-    """The run's folder on disk, and everything that is written into it."""
-    config = plan.config
-    with ExitStack() as on_failure:
-        on_failure.callback(plan.run.discard_unstarted)
-        loggers = build_loggers(config, plan.run, sweep, plan.first_step, on_failure)
-        record = Record(
-            plan.run,
-            facts={
-                "env": config.env.name,
-                "agent": _agent_name(config),
-                "seed": config.seed,
-                "n_envs": config.n_envs,
-                "name": config.name,
-                "notes": config.notes,
-                "tags": config.tags,
-                "sweep": sweep,  # its name, or that of the study
-            },
-            overrides=overrides,
-            total_steps=plan.wanted_steps,
-            env_steps=plan.first_step,
-            loggers=loggers,
-            named_metrics=_named_metrics(config),
+def build_network(config: TrainConfig, observation_space: gym.Space[Any]) -> torch.nn.Module:
+    offers = {"observation_space": observation_space}
+    network = instantiate(config.network, key="network", offers=offers)
+    if not isinstance(network, torch.nn.Module):
+        raise ConfigError(
+            f"network._target_={config.network['_target_']}: made a {type(network).__name__}; "
+            "name a torch.nn.Module"
         )
-        if plan.state is None:  # a resumed run writes its config once the resume has succeeded
-            write_text(plan.run.config, stored_text(config))
-        on_failure.pop_all()
-    return record
+    if any(torch.nn.parameter.is_lazy(each) for each in network.parameters()):
+        raise ConfigError(
+            f"network {type(network).__name__} has lazy layers, whose weights have no size yet; "
+            "compute the sizes from observation_space in its constructor"
+        )
+    return network
 
 
-def _named_metrics(config: TrainConfig) -> dict[str, str]:
-    """The metrics that the config names, by key; ``metric`` of a callback is one."""
-    named = {"objective": config.objective, "best_metric": config.best_metric}
-    for name, entry in config.callbacks.items():
-        if isinstance(metric := entry.get("metric"), str):
-            named[f"callbacks.{name}.metric"] = metric
-    for name, phase in (config.curriculum.phases if config.curriculum else {}).items():
-        if phase.until.metric is not None:
-            named[f"curriculum.phases.{name}.until.metric"] = phase.until.metric
-    return named
+def build_trainer(config: TrainConfig, agent: Agent, envs: Envs, context: RunContext) -> Trainer:
+    return find_algorithm(config).make_trainer(agent, envs, config.agent, context)
 
 
-def _agent_name(config: TrainConfig) -> str:
+def find_tensor_env(config: TrainConfig) -> type[TorchVectorEnv] | None:
+    """The class of tensor envs that env.target names, or None if it names another kind."""
+    if config.env.target is None:
+        return None
+    target = import_dotted(config.env.target, key="env.target")
+    is_tensor_env = isinstance(target, type) and issubclass(target, TorchVectorEnv)
+    return target if is_tensor_env else None
+
+
+def make_tensor_env(
+    config: TrainConfig,
+    env_class: type[TorchVectorEnv],
+    device: torch.device,
+    *,
+    n_envs: int,
+    seed: int,
+    pool: OpponentPool | None = None,
+) -> TorchVectorEnv:
+    """The tensor env of a config; for self-play its two-player version, against ``pool``."""
+    kwargs = dict(config.env.kwargs)
+    if config.opponent is not None:
+        kwargs["opponent"] = None
+    try:
+        env = env_class(n_envs, device=device, seed=seed, **kwargs)
+        if not isinstance(pool, TensorOpponentPool):
+            return env
+        pool.env = TensorSelfPlay(env, pool)
+        return pool.env
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"env.target={config.env.target}: {error}") from error
+
+
+def mask_key(config: TrainConfig) -> str:
+    """The key under which a probed env has its mask, in its info or its observation."""
+    source = config.agent.action_mask
+    return "action_mask" if source in ("auto", "none", "info") else source
+
+
+def with_mask_source(config: TrainConfig, trial: EnvTrial) -> TrainConfig:
+    """The config with agent.action_mask=auto replaced by the source of this env's masks, or none.
+
+    Masks in infos are needed at every step, so all infos must be sent.
+    """
+    source = config.agent.action_mask
+    if source == "auto":
+        space = trial.observation_space
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.spaces
+        can_be_masked = not isinstance(trial.action_space, spaces.Box)
+        in_info = "action_mask" in trial.info and can_be_masked
+        if can_be_masked and not in_obs and "action_mask" in trial.step_info and not in_info:
+            raise ConfigError(
+                f"env {config.env.name} returns an action_mask from step, but not from reset; "
+                "return one from reset too, or set agent.action_mask=none"
+            )
+        source = "action_mask" if in_obs else "info" if in_info else "none"
+    infos = "all" if source == "info" else config.vec_env.infos
+    return dataclasses.replace(
+        config,
+        agent=dataclasses.replace(config.agent, action_mask=source),
+        vec_env=dataclasses.replace(config.vec_env, infos=infos),
+    )
+
+
+def act_greedily(policy: Policy, obs: Any, infos: Any) -> Any:
+    """About as much work as acting in one training step; used to measure its time."""
+    mask, memory = policy.mask_of(infos), policy.new_memory(len(first_leaf(obs)))
+    return policy.act_batch(obs, True, action_mask=mask, memory=memory)
+
+
+def first_leaf(obs: Any) -> Any:
+    """The observation, or the first part of one that has several."""
+    while isinstance(obs, (dict, tuple)):
+        obs = next(iter(obs.values())) if isinstance(obs, dict) else obs[0]
+    return obs
+
+
+@contextmanager
+def kept_cwd() -> Iterator[None]:
+    """Return to the current folder at the end: an env may call os.chdir."""
+    before = os.getcwd()
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def agent_name(config: TrainConfig) -> str:
     return type(config.agent).__name__.removesuffix("Config").lower()
 
 
@@ -158,7 +171,7 @@ def build_loggers(
     run_config = {
         **dataclasses.asdict(config),
         "env_name": config.env.name,
-        "agent_name": _agent_name(config),
+        "agent_name": agent_name(config),
     }
     offers = {
         "run": run_folder,

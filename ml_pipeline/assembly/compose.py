@@ -11,25 +11,38 @@ from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.core_plugins import (
+    importlib_resources_config_source as pkg_config_source,
+)
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from ml_pipeline.assembly.explain import explained, unknown_key
 from ml_pipeline.assembly.trust import check_algorithm, check_names
 from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.errors import UserError, first_line, shorten
+from ml_pipeline.moved import moved
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml
 from ml_pipeline.runs.signatures import is_signed, signature
 from ml_pipeline.shelves import conf_folders
-from ml_pipeline.targets import ALGORITHM_OF_OLD_RUNS, import_dotted
+from ml_pipeline.targets import (
+    ALGORITHM_OF_OLD_RUNS,
+    TargetError,
+    import_dotted,
+    import_module,
+)
 from ml_pipeline.training.contracts import Algorithm
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -54,13 +67,7 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            words = accepted_with_resume([*overrides, *own_conf(overrides)])
-            try:
-                return compose("train", overrides=words)
-            except HydraException as error:
-                if not is_left_out(error):
-                    raise
-                return compose("train", overrides=opened(words))
+            return compose("train", overrides=opened([*overrides, *own_conf(overrides)]))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explained(error)) from error
     finally:
@@ -68,18 +75,119 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
 
 
 def store_schema() -> None:
-    """Let conf/train.yaml find its schema; agent.algorithm adds that of ``agent`` later."""
+    """Let Hydra find the schema of conf/train.yaml, the conf/ of shelves, and dataclasses."""
     ConfigStore.instance().store(name="train_schema", node=TrainConfig)
     if _ShelfConfigs not in Plugins.instance().discover(SearchPathPlugin):
         Plugins.instance().register(_ShelfConfigs)
+    for source in (ClassDefaults, FileConfigSource, ImportlibResourcesConfigSource):
+        SourcesRegistry.instance().types[source.scheme()] = source
 
 
 class _ShelfConfigs(SearchPathPlugin):
-    """Lets Hydra also search the conf/ of every world and algorithm."""
+    """Lets Hydra also search the conf/ of every world and algorithm, and dataclasses."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in conf_folders():
             search_path.append(provider="ml_pipeline", path=f"file://{folder}")
+        search_path.append(provider="ml_pipeline", path=f"{ClassDefaults.scheme()}://")
+
+
+class FileConfigSource(file_config_source.FileConfigSource):
+    """YAML files in a folder; replaces Hydra's class, so it has its name.
+
+    A job of a sweep registers Hydra's classes again, and Hydra skips names that it knows.
+    """
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        return _with_defaults(config_path, super().load_config(config_path))
+
+
+class ImportlibResourcesConfigSource(pkg_config_source.ImportlibResourcesConfigSource):
+    """YAML files in a package; replaces Hydra's class."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        return _with_defaults(config_path, super().load_config(config_path))
+
+
+def _with_defaults(config_path: str, found: ConfigResult) -> ConfigResult:
+    """Let the file of an agent extend the defaults of its config class, so it can leave them out.
+
+    They come first in its defaults list: any other file that it extends takes precedence.
+    """
+    group, _, option = config_path.removesuffix(".yaml").rpartition("/")
+    file = found.config
+    if group == "agent" and isinstance(file, DictConfig) and file.get("algorithm"):
+        # Hydra refuses a path that occurs twice, so the path also names the file.
+        defaults = f"/{ClassDefaults.scheme()}/{option}/{file.algorithm}@_here_"
+        file.defaults = [defaults, *file.get("defaults", ())]
+    return found
+
+
+class ClassDefaults(ConfigSource):
+    """Configs without a file: ``class/DOTTED`` is a dataclass, or an algorithm with its class.
+
+    A file extends one by ``defaults: [/class/DOTTED@_here_]``.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "class"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        group, _, dotted = config_path.removesuffix(".yaml").rpartition("/")
+        key = self.scheme() if group == self.scheme() else "agent.algorithm"
+        config_class = _config_class(dotted, key)
+        defaults = OmegaConf.create(_defaults(config_class))
+        return ConfigResult(self.provider, self.full_path(), defaults, {"package": None})
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path.startswith(f"{self.scheme()}/")
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def available(self) -> bool:
+        return True
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
+def _config_class(dotted: str, key: str) -> type:
+    """The dataclass at a dotted path, or that of the algorithm there; errors name ``key``.
+
+    A config.py beside an algorithm is enough: torch is not imported, so --help is fast.
+    """
+    find_modules_in_cwd()  # it may be the user's own
+    beside = _algorithm_classes(moved(dotted), key)
+    if len(beside) == 1:
+        return beside[0]
+    found = import_dotted(dotted, key=key)
+    is_dataclass = isinstance(found, type) and dataclasses.is_dataclass(found)
+    return found if is_dataclass else checked_algorithm(dotted, found).config
+
+
+def _algorithm_classes(algorithm: str, key: str) -> list[type]:
+    """The classes in config.py of an algorithm's package that name the algorithm."""
+    package = ".".join(algorithm.split(".")[:-2])
+    if not package:
+        return []
+    try:
+        module = import_module(f"{package}.config", key=key, path=algorithm)
+    except TargetError:  # there is none, or importing the algorithm reports why it is broken
+        return []
+    classes = [each for each in vars(module).values() if isinstance(each, type)]
+    return [each for each in classes if getattr(each, "algorithm", None) == algorithm]
+
+
+def _defaults(config_class: type) -> dict[str, object]:
+    """The default of each field; ``???``, which Hydra asks the user for, if it has none."""
+    return {
+        each.name: each.default_factory()
+        if each.default_factory is not dataclasses.MISSING
+        else getattr(config_class, each.name, "???")
+        for each in dataclasses.fields(config_class)
+    }
 
 
 def preset_files(group: str) -> dict[str, Path]:
@@ -89,13 +197,14 @@ def preset_files(group: str) -> dict[str, Path]:
     return {path.stem: path for path in reversed(files)}  # as in Hydra, the first folder wins
 
 
-def accepted_with_resume(words: Sequence[str]) -> list[str]:
-    """With resume=, let Hydra accept every key of agent: the stored run decides which exist."""
-    return opened(words) if any(word.startswith("resume=") for word in words) else list(words)
-
-
 def opened(words: Sequence[str]) -> list[str]:
-    """Let Hydra accept every key of agent; the config class of its algorithm checks them later."""
+    """Let Hydra accept every key of agent if its file does not decide which keys exist.
+
+    With resume= the stored run decides, and with agent.algorithm= the class of that algorithm;
+    ``checked_config`` checks the keys.
+    """
+    if not any(word.startswith(("resume=", "agent.algorithm=")) for word in words):
+        return list(words)
     return [f"{_OPEN}{word}" if word.startswith("agent.") else word for word in words]
 
 
@@ -103,23 +212,6 @@ def as_typed(words: Sequence[str]) -> list[str]:
     """The overrides as the user typed them, without what ``opened`` added."""
     mark = f"{_OPEN}agent."
     return [word.removeprefix(_OPEN) if word.startswith(mark) else word for word in words]
-
-
-def is_left_out(error: Exception) -> bool:
-    """Whether Hydra refused a key of agent, whose YAML file leaves out keys of its class."""
-    cause = error.__cause__
-    if not isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
-        return False
-    node = cause.parent_node
-    if (
-        str(cause.full_key).rpartition(".")[0] != "agent"
-        or not isinstance(node, DictConfig)
-        or "algorithm" not in node
-    ):
-        return False
-    find_modules_in_cwd()  # the algorithm may be the user's own
-    config_class: Any = find_algorithm(OmegaConf.create({"agent": node})).config
-    return any(field.name not in node for field in dataclasses.fields(config_class))
 
 
 def own_conf(arguments: Sequence[str]) -> list[str]:
@@ -152,7 +244,7 @@ def _searching(folders: Sequence[Path]) -> list[str]:
 
 def checked_config(cfg: DictConfig) -> TrainConfig:
     """The config as checked dataclasses; agent.algorithm chooses the class of ``agent``."""
-    config_class: Any = find_algorithm(cfg).config
+    config_class = find_algorithm(cfg).config
     try:
         parts = {"agent": _typed("agent", config_class, cfg)}
         if cfg.curriculum is not None:
@@ -167,18 +259,18 @@ def checked_config(cfg: DictConfig) -> TrainConfig:
         raise ConfigError(str(error)) from error
 
 
-def _typed(key: str, config_class: Any, cfg: DictConfig) -> Any:
+def _typed(key: str, config_class: type, cfg: DictConfig) -> DictConfig:
     """The config at ``key``, as a node of this class."""
     known = [field.name for field in dataclasses.fields(config_class)]
     for name in cfg[key] if OmegaConf.is_dict(cfg[key]) else ():
         if name not in known:
             raise ConfigError(unknown_key(f"{key}.{name}", cfg[key][name], known))
     merged = OmegaConf.merge(_schema(key, config_class), {key: cfg[key]})
-    return getattr(merged, key)
+    return cast("DictConfig", getattr(merged, key))
 
 
 @cache
-def _schema(key: str, config_class: Any) -> DictConfig:
+def _schema(key: str, config_class: type) -> DictConfig:
     return OmegaConf.create({key: OmegaConf.structured(config_class)})
 
 
@@ -189,13 +281,17 @@ def _plain(value: Any) -> Any:
 def find_algorithm(cfg: DictConfig | TrainConfig) -> Algorithm:
     """The algorithm that agent.algorithm names; runs without the key have the oldest one."""
     name = getattr(cfg.agent, "algorithm", None) or ALGORITHM_OF_OLD_RUNS
-    algorithm = import_dotted(str(name), key="agent.algorithm")
-    if not isinstance(algorithm, Algorithm):
+    return checked_algorithm(name, import_dotted(str(name), key="agent.algorithm"))
+
+
+def checked_algorithm(name: str, found: object) -> Algorithm:
+    """Refuse what is not an algorithm."""
+    if not isinstance(found, Algorithm):
         raise ConfigError(
             f"agent.algorithm={name}: must be an ml_pipeline.training.contracts.Algorithm, got a "
-            f"{type(algorithm).__name__}"
+            f"{type(found).__name__}"
         )
-    return algorithm
+    return found
 
 
 def resumed_folder(path: str) -> RunFolder:
@@ -294,7 +390,7 @@ def _read_config(run_folder: RunFolder) -> tuple[DictConfig, bool]:
     return merged, is_signed(_PURPOSE, content)
 
 
-def _refuse_interpolations(value: Any, key: str) -> None:
+def _refuse_interpolations(value: object, key: str) -> None:
     """A run stores plain values; ``${oc.env:NAME}`` would read a variable of the reader."""
     if isinstance(value, dict):
         for name, part in value.items():
@@ -306,8 +402,8 @@ def _refuse_interpolations(value: Any, key: str) -> None:
         raise ValueError(f"{key}={value}: interpolations are not allowed here; write the value")
 
 
-def _container(cfg: DictConfig) -> dict[str, Any]:
-    return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False))
+def _container(cfg: DictConfig) -> dict[str, object]:
+    return cast("dict[str, object]", OmegaConf.to_container(cfg, resolve=False))
 
 
 def stored_text(config: TrainConfig) -> str:

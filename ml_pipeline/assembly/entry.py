@@ -9,13 +9,15 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import hydra
+import yaml
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -25,23 +27,23 @@ from omegaconf.errors import OmegaConfBaseException
 from ml_pipeline.assembly.compose import (
     CONF,
     ConfigError,
-    accepted_with_resume,
     as_typed,
     checked_config,
     compose_config,
     find_modules_in_cwd,
-    is_left_out,
     opened,
     own_conf,
+    preset_files,
     resumed_folder,
     store_schema,
 )
 from ml_pipeline.assembly.explain import explained
-from ml_pipeline.assembly.presets import check_presets, check_resumed, default_agent
 from ml_pipeline.assembly.sweeps import SweepReport, check_launcher
 from ml_pipeline.errors import UserError
+from ml_pipeline.moved import moved
 from ml_pipeline.runs.console import numbered_output, say, user_command
-from ml_pipeline.runs.run_folder import stamped_name
+from ml_pipeline.runs.run_folder import RunFolder, check_yaml, stamped_name
+from ml_pipeline.targets import ALGORITHM_OF_OLD_RUNS
 
 # The keys that choose an env, or a run or data that fit only one.
 _CHOOSES_ENV = ("env", "env.id", "env.target", "experiment", "data", "init_from")
@@ -61,6 +63,70 @@ def with_agent(words: Sequence[str], agent: str, preset: str | None = None) -> l
     if preset is not None and not any(word.partition("=")[0] in _CHOOSES_ENV for word in words):
         return with_overrides(words, [f"experiment={preset}"])
     return list(words) if agent == default_agent() else with_overrides(words, [f"agent={agent}"])
+
+
+def default_agent() -> str:
+    """The option of agent= in conf/train.yaml."""
+    groups = (each for each in _defaults(CONF / "train.yaml") if isinstance(each, dict))
+    return next(str(each["agent"]) for each in groups if "agent" in each)
+
+
+def check_presets(words: Sequence[str], agent: str) -> None:
+    """Refuse ``experiment=NAME`` of ours if it trains another agent; a user's own are not read."""
+    for name in _values(words, "experiment"):
+        wanted = _agent_of(name)
+        if wanted is not None and wanted != agent:
+            raise ConfigError(f"experiment={name}: trains agent={wanted}; use train_{wanted}.py")
+
+
+def check_resumed(words: Sequence[str], agent: str) -> None:
+    """Refuse ``resume=RUN`` of another agent of ours; every door resumes a user's own algorithm."""
+    for path in _values(words, "resume"):
+        trained = _agent_of_run(path)
+        if trained is not None and trained != agent:
+            raise ConfigError(f"resume={path}: trains agent={trained}; use train_{trained}.py")
+
+
+def _values(words: Sequence[str], key: str) -> list[str]:
+    """The values of ``key`` on the command line, without Hydra's quotes; several in a sweep."""
+    pairs = (word.partition("=") for word in words)
+    return [each.strip("'\"") for name, _, text in pairs if name == key for each in text.split(",")]
+
+
+def _agent_of(name: str) -> str | None:
+    """The agent of an experiment or of the one that it extends; None for an unknown name."""
+    path = preset_files("experiment").get(name)
+    if path is None:
+        return None
+    agent = default_agent()
+    for entry in _defaults(path):
+        if isinstance(entry, str):
+            agent = _agent_of(entry) or agent
+        else:
+            agent = entry.get("override /agent", agent)
+    return agent
+
+
+def _agent_of_run(path: str) -> str | None:
+    """The agent of a run folder; None if it is not ours, or for a folder that cannot be read."""
+    try:
+        text = RunFolder.open(path).config.read_text(encoding="utf-8")
+        check_yaml(text)
+        config = yaml.safe_load(text)
+    except (UserError, OSError, ValueError, yaml.YAMLError):
+        return None  # the resume reports it
+    settings = config.get("agent") if isinstance(config, dict) else None
+    if not isinstance(settings, dict):
+        return None
+    algorithm = moved(str(settings.get("algorithm") or ALGORITHM_OF_OLD_RUNS))
+    for option, file in preset_files("agent").items():
+        if yaml.safe_load(file.read_text(encoding="utf-8")).get("algorithm") == algorithm:
+            return option
+    return None
+
+
+def _defaults(path: Path) -> list[str | dict[str, str]]:
+    return list(yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", []))
 
 
 def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
@@ -85,14 +151,9 @@ def train(command_line: Sequence[str]) -> None:
     check_launcher(command_line)
     own = [*own_conf(command_line), *_own_folder(command_line)]
     callers = sys.argv
-    words = accepted_with_resume(with_overrides(command_line, own))
+    sys.argv = opened(with_overrides(command_line, own))  # Hydra reads it
     try:
-        try:
-            _run_hydra(words, run_job)
-        except HydraException as error:
-            if not is_left_out(error):
-                raise
-            _run_hydra(opened(words), run_job)
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
     except _FailedError as failed:
         failure = failed.error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -109,11 +170,6 @@ def train(command_line: Sequence[str]) -> None:
         raise failure
     if not all_finished:
         sys.exit(1)  # each job has printed its error
-
-
-def _run_hydra(words: Sequence[str], run_job: Callable[[DictConfig], float]) -> None:
-    sys.argv = list(words)  # Hydra reads it
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
 
 
 def _own_folder(command_line: Sequence[str]) -> list[str]:
@@ -151,12 +207,12 @@ def _run(cfg: DictConfig) -> float:
         raise _FailedError(error) from None
 
 
-def _typed_overrides(job: Any) -> list[str]:
+def _typed_overrides(job: HydraConf) -> list[str]:
     # Not resolved: a value may be an interpolation, whose error belongs to its key.
     return as_typed(cast("list[str]", OmegaConf.to_container(job.overrides.task, resolve=False)))
 
 
-def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
+def _run_in_sweep(cfg: DictConfig, job: HydraConf) -> float:
     """One job of a sweep, recorded in the folder of the sweep, with its share of the cores.
 
     Returns nan if the job failed.
@@ -168,7 +224,7 @@ def _run_in_sweep(cfg: DictConfig, job: Any) -> float:
     from ml_pipeline.signals import Interrupted
 
     if "n_jobs" in job.launcher and CORES_VARIABLE not in os.environ:  # one process per job
-        os.environ[CORES_VARIABLE] = str(share_of_cores(job.launcher, available_cores()))
+        os.environ[CORES_VARIABLE] = str(share_of_cores(job.launcher.n_jobs, available_cores()))
         end_with_parent()
     folder, overrides, number = Path(job.sweep.dir), _typed_overrides(job), job.job.num
     earlier = requeued_run(folder, number)

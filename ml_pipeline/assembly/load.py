@@ -15,7 +15,7 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import VectorEnv
 
 from ml_pipeline.analysis.evaluate import make_evaluation_envs
-from ml_pipeline.assembly.agent import build_agent, build_env_factory, cpu_context
+from ml_pipeline.assembly.build import build_agent, build_env_factory, cpu_context
 from ml_pipeline.assembly.compose import ConfigError, find_modules_in_cwd, stored_config
 from ml_pipeline.assembly.trust import check_names
 from ml_pipeline.config.train import EnvConfig, TrainConfig
@@ -25,7 +25,7 @@ from ml_pipeline.device import torch_threads
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.envs.judged import HasExportFacts
 from ml_pipeline.errors import first_line
-from ml_pipeline.policy.contracts import Policy
+from ml_pipeline.policy.contracts import Policy, Spaces
 from ml_pipeline.policy.space_data import space_to_data
 from ml_pipeline.runs.checkpoint import (
     best_or_latest,
@@ -90,7 +90,8 @@ def _load_agent(
         own = build_env_factory(config.evaluated_env)()
         close_env(own)
         _check_spaces(env, own, played.name, run_folder)
-    agent, env_steps = restored_agent(run_folder, config, checkpoint, own)
+    own_spaces = Spaces(own.observation_space, own.action_space)
+    agent, env_steps = restored_agent(run_folder, config, checkpoint, own_spaces)
     make_envs = partial(make_evaluation_envs, make_env, config.vec_env)
     return TrainedAgent(agent, env, make_envs, played.name, config.seed, checkpoint, env_steps)
 
@@ -115,19 +116,19 @@ def restored_agent(
     run_folder: RunFolder,
     config: TrainConfig,
     checkpoint: str,
-    env: Any,
+    env_spaces: Spaces,
     *,
     noise_seed: int | None = None,
 ) -> tuple[Agent, int]:
-    """The agent of a checkpoint and its env steps; ``env`` is any object with the two spaces.
+    """The agent of a checkpoint and its env steps; ``env_spaces``: of a single env.
 
     ``noise_seed`` None: sampled actions continue with the generator of the checkpoint.
     """
     state = load_checkpoint(run_folder, checkpoint)
     context = cpu_context(config)
-    agent = build_agent(
-        config, env, context if noise_seed is None else context._replace(seed=noise_seed)
-    )
+    if noise_seed is not None:
+        context = context._replace(seed=noise_seed)
+    agent = build_agent(config, env_spaces, context)
     with misfit_explained(run_folder):
         own, saved = agent.state_dict(), state["agent"]
         check_fits(own, saved, "agent")

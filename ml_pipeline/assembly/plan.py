@@ -8,20 +8,25 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from ml_pipeline.assembly.agent import (
+from ml_pipeline.assembly.build import (
     act_greedily,
     build_agent,
+    build_callbacks,
     build_env_factory,
+    find_tensor_env,
     kept_cwd,
+    make_tensor_env,
     mask_key,
+    with_mask_source,
 )
-from ml_pipeline.assembly.build import build_callbacks
 from ml_pipeline.assembly.compose import (
     ConfigError,
     errors_of_resume,
@@ -29,10 +34,7 @@ from ml_pipeline.assembly.compose import (
     resumed_folder,
 )
 from ml_pipeline.assembly.phases import check_phases
-from ml_pipeline.assembly.ranks import check_ranks
-from ml_pipeline.assembly.run_plan import RunPlan
 from ml_pipeline.assembly.self_play import SelfPlay, find_self_play
-from ml_pipeline.assembly.vec_envs import find_tensor_env, make_tensor_env
 from ml_pipeline.assembly.warm_start import started_from
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.device import program_mode, resolve_device, torch_threads
@@ -42,7 +44,9 @@ from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.trial import EnvTrial, slow_trial, try_env, try_env_in_worker
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError
+from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.opponent_report import OpponentReport
+from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.policy.networks import out_features
 from ml_pipeline.policy.observations import ObservationReader, batched
 from ml_pipeline.ranks.world import join_world, rank_device
@@ -56,7 +60,7 @@ from ml_pipeline.runs.checkpoint import (
 )
 from ml_pipeline.runs.console import say, say_if_slow
 from ml_pipeline.runs.run_folder import RunFolder
-from ml_pipeline.seeding import seed_global_generators
+from ml_pipeline.seeding import first_env_seed, seed_global_generators
 from ml_pipeline.training.contracts import Agent, Callback, RunContext
 from ml_pipeline.training.graphs import Programs
 from ml_pipeline.training.loop import state_of_rank
@@ -65,6 +69,51 @@ from ml_pipeline.training.out_of_memory import (
     memory_explained,
     ran_out_of_memory,
 )
+
+
+class RunPlan(NamedTuple):
+    """A checked config and everything built from it before a file or a process exists."""
+
+    config: TrainConfig
+    context: RunContext
+    make_env: EnvFactory
+    tensor_env: type[TorchVectorEnv] | None  # None: the envs run in processes
+    self_play: SelfPlay | None  # None: the env has no opponents from outside
+    pool: OpponentPool | None  # of the opponents
+    trial: EnvTrial  # of one env, as the agent sees it
+    agent: Agent
+    run: RunFolder  # of a new run: not yet on disk
+    callbacks: dict[str, Callback]
+    state: StateDict | None  # of the checkpoint to resume from
+    remark: str  # on choices made while planning, or empty
+
+    @property
+    def where(self) -> str:
+        """The device, for the user."""
+        n_threads = self.config.cpu_threads
+        is_many = self.context.device.type == "cpu" and n_threads > 1
+        return f"{self.context} with {n_threads} threads" if is_many else str(self.context)
+
+    @property
+    def first_step(self) -> int:
+        """Env steps that the run has already completed."""
+        return int(self.state["env_steps"]) if self.state is not None else 0
+
+    @property
+    def wanted_steps(self) -> int:
+        """Env steps of the complete run, in the envs of all ranks."""
+        return self.config.wanted_steps_of(self.context.world.size)
+
+    @property
+    def no_snapshot(self) -> str | None:
+        """Why a resumed run cannot continue its episodes; None: it can."""
+        return None if self.tensor_env is not None else self.trial.no_snapshot
+
+    @property
+    def env_seed(self) -> int:
+        """Seed of env 0 of this rank; its env i has this + i."""
+        first = self.context.world.envs(self.config.n_envs).start
+        return first_env_seed(self.config.seed, env_steps=self.first_step) + int(first)
 
 
 def new_folder(config: TrainConfig) -> RunFolder:
@@ -114,7 +163,8 @@ def make_plan(
     if tensor_env is not None and context.world.size == 1:
         context.programs.import_compiler()
     with memory_explained(context.device, lambda: NETWORK_ADVICE):
-        agent = build_agent(config, trial, context)
+        env_spaces = Spaces(trial.observation_space, trial.action_space)
+        agent = build_agent(config, env_spaces, context)
         _try_agent(agent, trial)
     _advise_on_images(config, trial)
     if state is not None:
@@ -286,6 +336,27 @@ def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> Non
             )
 
 
+def check_ranks(config: TrainConfig, context: RunContext, agent: Agent) -> None:
+    """Refuse settings that need one process, and sizes that are too small for all ranks."""
+    if context.world.size == 1:
+        return
+    modules = getattr(agent, "model", nn.Module()).modules()
+    has_batch_norm = any(isinstance(each, _BatchNorm) for each in modules)
+    for is_wrong, key in (
+        (has_batch_norm, "network, which has BatchNorm layers"),
+        (not find_algorithm(config).trains_on_ranks, f"agent.algorithm={config.agent.algorithm}"),
+        (config.opponent is not None, "opponent"),
+        (config.curriculum is not None, "curriculum"),
+    ):
+        if is_wrong:
+            raise ConfigError(
+                f"{key}: does not train on {context.world.size} ranks; start one process, without "
+                "torchrun"
+            )
+    if reason := config.agent.why_not(context.world.size * int(config.n_envs)):
+        raise ConfigError(f"{context.world.size} ranks: {reason}")
+
+
 def _with_cpu_threads(config: TrainConfig, agent: Agent, context: RunContext) -> TrainConfig:
     """The config with cpu_threads=auto replaced by a number.
 
@@ -336,31 +407,6 @@ def _with_n_envs(
         return dataclasses.replace(config, n_envs=n_envs), reason
     except ValueError as error:
         raise ConfigError(f"n_envs=auto chose {n_envs}, but {error}") from error
-
-
-def with_mask_source(config: TrainConfig, trial: EnvTrial) -> TrainConfig:
-    """The config with agent.action_mask=auto replaced by the source of this env's masks, or none.
-
-    Masks in infos are needed at every step, so all infos must be sent.
-    """
-    source = config.agent.action_mask
-    if source == "auto":
-        space = trial.observation_space
-        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.spaces
-        can_be_masked = not isinstance(trial.action_space, spaces.Box)
-        in_info = "action_mask" in trial.info and can_be_masked
-        if can_be_masked and not in_obs and "action_mask" in trial.step_info and not in_info:
-            raise ConfigError(
-                f"env {config.env.name} returns an action_mask from step, but not from reset; "
-                "return one from reset too, or set agent.action_mask=none"
-            )
-        source = "action_mask" if in_obs else "info" if in_info else "none"
-    infos = "all" if source == "info" else config.vec_env.infos
-    return dataclasses.replace(
-        config,
-        agent=dataclasses.replace(config.agent, action_mask=source),
-        vec_env=dataclasses.replace(config.vec_env, infos=infos),
-    )
 
 
 def _try_agent(agent: Agent, trial: EnvTrial) -> None:

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gymnasium as gym
 import numpy as np
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
 
 from ml_pipeline.analysis.evaluate import make_evaluation_envs
 from ml_pipeline.analysis.run_data import did_you_mean
-from ml_pipeline.assembly.agent import build_env_factory
+from ml_pipeline.assembly.build import build_env_factory
 from ml_pipeline.assembly.compose import checked_config, compose_config, stored_config
 from ml_pipeline.assembly.load import exported_env, restored_agent
 from ml_pipeline.config.train import EnvConfig, VecEnvConfig
@@ -40,7 +40,7 @@ class Arena(NamedTuple):
     spaces: Spaces  # of one player
     scripted: Mapping[str, Callable[[], Scripted]]  # without state, so that training can resume
     judges: Mapping[str, Callable[[], Scripted]]  # may have state; evaluations prefer them
-    moves: Any  # [n, *act]: the continuous actions of its discrete version, or None
+    moves: NDArray[Any] | None  # [n, *act]: the continuous actions of its discrete version
 
     def make_envs(self, *, n_envs: int) -> VectorEnv[Any, Any, Any]:
         """A vector env for ``play_games``."""
@@ -152,18 +152,10 @@ def _load_run(
     _check_fits(given, own, arena)
     named = checkpoint or named_checkpoint(given)
     chosen = named or best_or_latest(run)
-    player_env = _PlayerEnv(*own.spaces)
-    agent, env_steps = restored_agent(run, config, chosen, player_env, noise_seed=noise_seed)
+    agent, env_steps = restored_agent(run, config, chosen, own.spaces, noise_seed=noise_seed)
     name = run.name if named is None else f"{run.name}/{named}"
     origin = f"checkpoint {chosen} of env step {env_steps:,}"
     return Player(name, _adapted(agent, own, arena), origin)
-
-
-class _PlayerEnv(NamedTuple):
-    """The spaces of one player, by the names that an env has for them."""
-
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
 
 
 def _check_fits(given: str, own: Arena, arena: Arena) -> None:

@@ -35,28 +35,36 @@ class Start(NamedTuple):
     is_complete: bool = False  # there is nothing left to do
 
 
+class _Decision(NamedTuple):
+    """What rank 0 tells all ranks."""
+
+    resume: str | None = None  # the run to resume; None: the command runs as it was typed
+    new: str | None = None  # the folder of a new run
+    is_complete: bool = False
+
+
 def find_start(cfg: DictConfig, overrides: Sequence[str]) -> Start:
     """All ranks call this before anything else; rank 0 decides for them."""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
         return Start(cfg, overrides, None)
     if cfg.resume is None:
         checked_config(cfg)  # a mistake stops all ranks here
-    decision: dict[str, Any] = {}
+    decision = _Decision()
     if launched_rank() == 0:
         decision = _decide(cfg, _Note(Path(cfg.run_root)))
     if is_launched():
-        decision = json.loads(meet(json.dumps(decision), float(cfg.rank_timeout_seconds))[1])
-    if decision["resume"] is None:
-        return Start(cfg, overrides, RunFolder(Path(decision["new"])) if decision["new"] else None)
+        answer = meet(json.dumps(decision), float(cfg.rank_timeout_seconds))[1]
+        decision = _Decision(*json.loads(answer))
+    if decision.resume is None:
+        return Start(cfg, overrides, RunFolder(Path(decision.new)) if decision.new else None)
     cfg = cfg.copy()
-    cfg.resume = decision["resume"]
+    cfg.resume = decision.resume
     # The folder has the config of the whole command, also of experiment= and init_from=.
     quoted = str(cfg.resume).replace("'", "\\'")  # for Hydra, whose strings escape only the quote
-    return Start(cfg, [f"resume='{quoted}'"], None, decision["is_complete"])
+    return Start(cfg, [f"resume='{quoted}'"], None, decision.is_complete)
 
 
-def _decide(cfg: DictConfig, note: _Note) -> dict[str, Any]:
-    """What rank 0 tells all ranks."""
+def _decide(cfg: DictConfig, note: _Note) -> _Decision:
     from ml_pipeline.assembly.plan import new_folder
     from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
 
@@ -72,7 +80,7 @@ def _decide(cfg: DictConfig, note: _Note) -> dict[str, Any]:
             env_steps = int(load_checkpoint(run, LATEST)["env_steps"])
             rest = "is complete" if is_complete else f"from env step {env_steps:,}"
             say(f"{title}{'' if is_complete else 'resuming '}{run.path} {rest}")
-            return {"resume": before["run"], "is_complete": is_complete}
+            return _Decision(resume=before["run"], is_complete=is_complete)
         say(f"{title}{run.path} has no new checkpoint yet, so the command starts again")
     if cfg.resume is not None:
         run, new = resumed_folder(str(cfg.resume)), None
@@ -80,7 +88,7 @@ def _decide(cfg: DictConfig, note: _Note) -> dict[str, Any]:
         run = new_folder(checked_config(cfg))
         new = str(run.path)
     note.write(str(run.path), _saved(run), number)
-    return {"resume": None, "new": new}
+    return _Decision(new=new)
 
 
 def _saved(run: RunFolder) -> list[int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import multiprocessing
 from collections.abc import Mapping, Sequence
@@ -12,38 +13,41 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from ml_pipeline.assembly.agent import kept_cwd
-from ml_pipeline.assembly.build import (
-    build_loop,
-    build_record,
-    memory_advice,
-    read_saved_episodes,
-    resume,
-)
+from ml_pipeline.assembly.build import agent_name, build_loggers, build_trainer, kept_cwd
 from ml_pipeline.assembly.compose import (
     checked_config,
     compose_config,
+    find_algorithm,
     find_modules_in_cwd,
     resumed_config,
     resumed_folder,
     stored_text,
 )
-from ml_pipeline.assembly.follow import follow
 from ml_pipeline.assembly.load import load_agent, load_policy
-from ml_pipeline.assembly.plan import make_plan
-from ml_pipeline.assembly.run_plan import RunPlan
-from ml_pipeline.assembly.vec_envs import build_vec_envs
+from ml_pipeline.assembly.plan import RunPlan, make_plan
+from ml_pipeline.assembly.vec_envs import ProcessEnv, build_vec_envs
+from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.device import precision_of_products, torch_threads
+from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.errors import UserError
 from ml_pipeline.ranks.world import launched_rank
-from ml_pipeline.runs.console import say, say_stopping
+from ml_pipeline.runs.checkpoint import LATEST, check_fits, checkpoint_path, misfit_explained
+from ml_pipeline.runs.console import quiet_console, say, say_stopping
+from ml_pipeline.runs.large_files import load_files, save_files
 from ml_pipeline.runs.record import Record
-from ml_pipeline.runs.resuming import save_latest, sweep_litter
+from ml_pipeline.runs.resuming import (
+    SavedEpisodes,
+    read_episodes,
+    resume_episodes,
+    save_latest,
+    sweep_litter,
+)
 from ml_pipeline.runs.run_folder import RunFolder, write_text
+from ml_pipeline.seeding import seed_global_generators
 from ml_pipeline.signals import Interrupted, StopSignals
 from ml_pipeline.training.checks import BadValueError
-from ml_pipeline.training.contracts import Agent, Callback
+from ml_pipeline.training.contracts import Agent, Callback, Envs, Logger
 from ml_pipeline.training.loop import Loop
 from ml_pipeline.training.out_of_memory import memory_explained
 
@@ -90,20 +94,14 @@ def run(
         )
     find_modules_in_cwd()
     if launched_rank() > 0:
-        return RunResult(*follow(cfg, overrides))  # rank 0 writes the record
+        return _follow(cfg, overrides)
     with ExitStack() as stack:
         if cfg.resume is not None:
             # Lock the folder before reading it: another process may be about to save.
             stack.enter_context(resumed_folder(str(cfg.resume)).locked())
             cfg = resumed_config(cfg, overrides)
         plan = make_plan(checked_config(cfg), callbacks=callbacks, folder=folder)
-        device = plan.context.device
-        stack.enter_context(plan.context.world)
-        for callback in plan.callbacks.values():
-            stack.callback(callback.close)
-        stack.enter_context(torch_threads(device, plan.config.cpu_threads))
-        stack.enter_context(precision_of_products(plan.config.precision, device))
-        signals = stack.enter_context(StopSignals(on_wait=say_stopping))
+        signals = _prepared(plan, stack, StopSignals(on_wait=say_stopping))
         saved = read_saved_episodes(plan)
         if plan.state is None:
             plan.run.make()
@@ -113,12 +111,8 @@ def run(
         record = build_record(plan, overrides, sweep)
         stack.callback(record.close)
         try:
-            with memory_explained(device, partial(memory_advice, plan)):
-                envs, how = build_vec_envs(plan)
-                for env in envs:
-                    stack.callback(env.close)
-                loop = build_loop(plan, envs, record.loggers, signals)
-                resumed = resume(plan, loop, saved)
+            with memory_explained(plan.context.device, partial(memory_advice, plan)):
+                loop, how, resumed = _built(plan, stack, record.loggers, signals, saved)
                 write_text(plan.run.config, stored_text(plan.config))
                 record.begin(f"{plan.config.env.name}: {how}, {plan.where}")
                 if resumed:
@@ -139,6 +133,51 @@ def run(
         return RunResult(plan.run.shown, loop.env_steps, record.mean_reward, plan.agent, objective)
 
 
+def _prepared(plan: RunPlan, stack: ExitStack, signals: StopSignals) -> StopSignals:
+    """Join the ranks and set up torch; the signals are handled from here on."""
+    device = plan.context.device
+    stack.enter_context(plan.context.world)
+    for callback in plan.callbacks.values():
+        stack.callback(callback.close)
+    stack.enter_context(torch_threads(device, plan.config.cpu_threads))
+    stack.enter_context(precision_of_products(plan.config.precision, device))
+    return stack.enter_context(signals)
+
+
+def _built(
+    plan: RunPlan,
+    stack: ExitStack,
+    loggers: Sequence[Logger],
+    signals: StopSignals,
+    saved: SavedEpisodes | None,
+) -> tuple[Loop, str, str]:
+    """The loop in its envs, how they run, and how the run resumes."""
+    envs, how = build_vec_envs(plan)
+    for env in envs:
+        stack.callback(env.close)
+    loop = build_loop(plan, envs, loggers, signals)
+    return loop, how, resume(plan, loop, saved)
+
+
+def _follow(cfg: DictConfig, overrides: Sequence[str]) -> RunResult:
+    """The run of a rank other than 0: it trains with rank 0, which writes the record."""
+    with ExitStack() as stack:
+        stack.enter_context(quiet_console(True))
+        if cfg.resume is not None:
+            cfg = resumed_config(cfg, overrides)
+        # Rank 0 evaluates, saves and logs.
+        plan = make_plan(dataclasses.replace(checked_config(cfg), callbacks={}, logger={}))
+        signals = _prepared(plan, stack, StopSignals())
+        loop, _, _ = _built(plan, stack, (), signals, read_saved_episodes(plan))
+        try:
+            loop.train(plan.wanted_steps)
+        except Interrupted:
+            loop.wait_for_end()
+            raise
+        loop.wait_for_end()
+        return RunResult(plan.run.shown, loop.env_steps, math.nan, plan.agent, math.nan)
+
+
 def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> None:
     """Train to the end; a stop signal or a failing env leaves the last complete iteration saved."""
     try:
@@ -149,3 +188,109 @@ def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> N
             with signals.shielded():
                 save_latest(plan.run, loop)
         raise
+
+
+def build_loop(
+    plan: RunPlan,
+    envs: Sequence[ProcessEnv | TorchVectorEnv],
+    loggers: Sequence[Logger],
+    signals: StopSignals,
+) -> Loop:
+    """The loop and its trainer, in the state of the checkpoint if the run is resumed."""
+    config = plan.config
+    all_envs = Envs(envs, plan.env_seed, plan.trial.counts_episodes)
+    trainer = build_trainer(config, plan.agent, all_envs, plan.context)
+    loop = Loop(
+        trainer,
+        callbacks=plan.callbacks,
+        loggers=loggers,
+        signals=signals,
+        saves_envs=plan.no_snapshot is None,
+        world=plan.context.world,
+    )
+    loop.save_files = partial(save_files, plan.run, trainer)
+    seed_global_generators(config.seed)  # again: a probed env may have drawn from them
+    if plan.state is not None:
+        with misfit_explained(plan.run):
+            own = loop.state_dict()
+            if isinstance(own.get("collector"), dict):
+                own["collector"]["position"] = None  # that of another env has another form
+            check_fits(own, plan.state, "state")
+            loop.load_state_dict(plan.state)
+            load_files(plan.run, trainer, plan.state)
+    return loop
+
+
+def read_saved_episodes(plan: RunPlan) -> SavedEpisodes | None:
+    """The episodes to resume, or None for a new run; raises before a file changes."""
+    if plan.state is None:
+        return None
+    env, world = dataclasses.asdict(plan.config.env), plan.context.world
+    saved = read_episodes(plan.run, plan.state, env, trust=plan.config.trust)
+    n_ranks = plan.state["n_ranks"]
+    if n_ranks != world.size and not saved.why_not:
+        reason = f"{n_ranks} ranks saved them, this run has {world.size}"
+        return SavedEpisodes([], reason.replace("1 ranks", "1 rank"))
+    return saved._replace(snapshots=saved.snapshots[world.envs(len(saved.snapshots) // n_ranks)])
+
+
+def resume(plan: RunPlan, loop: Loop, saved: SavedEpisodes | None) -> str:
+    """Continue the saved episodes if possible; returns the line to print, or an empty string."""
+    if plan.state is not None and saved is not None:
+        how = resume_episodes(plan.run, loop, plan.state, saved)
+        return f"resumed at env step {plan.first_step:,} {how}"
+    if plan.no_snapshot is not None:
+        return f"if resumed, this run will start new episodes: {plan.no_snapshot}"
+    return ""
+
+
+def memory_advice(plan: RunPlan) -> str:
+    """How much memory the run needs and how to reduce it, for an error message."""
+    config, is_tensor = plan.config, plan.tensor_env is not None
+    advice = find_algorithm(config).memory_advice(
+        plan.agent, config.agent, int(config.n_envs), is_tensor
+    )
+    saved = checkpoint_path(plan.run, LATEST).is_file()
+    return advice + ("; the last checkpoint is kept" if saved else "")
+
+
+def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> Record:
+    """The run's folder on disk, and everything that is written into it."""
+    config = plan.config
+    with ExitStack() as on_failure:
+        on_failure.callback(plan.run.discard_unstarted)
+        loggers = build_loggers(config, plan.run, sweep, plan.first_step, on_failure)
+        record = Record(
+            plan.run,
+            facts={
+                "env": config.env.name,
+                "agent": agent_name(config),
+                "seed": config.seed,
+                "n_envs": config.n_envs,
+                "name": config.name,
+                "notes": config.notes,
+                "tags": config.tags,
+                "sweep": sweep,  # its name, or that of the study
+            },
+            overrides=overrides,
+            total_steps=plan.wanted_steps,
+            env_steps=plan.first_step,
+            loggers=loggers,
+            named_metrics=_named_metrics(config),
+        )
+        if plan.state is None:  # a resumed run writes its config once the resume has succeeded
+            write_text(plan.run.config, stored_text(config))
+        on_failure.pop_all()
+    return record
+
+
+def _named_metrics(config: TrainConfig) -> dict[str, str]:
+    """The metrics that the config names, by key; ``metric`` of a callback is one."""
+    named = {"objective": config.objective, "best_metric": config.best_metric}
+    for name, entry in config.callbacks.items():
+        if isinstance(metric := entry.get("metric"), str):
+            named[f"callbacks.{name}.metric"] = metric
+    for name, phase in (config.curriculum.phases if config.curriculum else {}).items():
+        if phase.until.metric is not None:
+            named[f"curriculum.phases.{name}.until.metric"] = phase.until.metric
+    return named

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
@@ -98,7 +98,7 @@ class QueueLauncher(SlurmLauncher):  # type: ignore[misc]  # has no types
             say(f"the runs continue in Slurm; to save and stop them: scancel {array}")
             raise
 
-    def _submitted(self, overrides: dict[int, list[str]]) -> dict[int, Job[Any]]:
+    def _submitted(self, overrides: dict[int, list[str]]) -> dict[int, Job[JobReturn]]:
         assert self.config is not None
         SlurmJob.watcher = _Queue(delay_s=_ASK_SLURM_SECONDS)
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ class QueueLauncher(SlurmLauncher):  # type: ignore[misc]  # has no types
         return executor
 
     def _awaited(
-        self, jobs: dict[int, Job[Any]], overrides: dict[int, list[str]]
+        self, jobs: dict[int, Job[JobReturn]], overrides: dict[int, list[str]]
     ) -> list[JobReturn]:
         """The results of all jobs; prints their output while they run."""
         results: dict[int, JobReturn] = {}
@@ -156,11 +156,11 @@ class QueueLauncher(SlurmLauncher):  # type: ignore[misc]  # has no types
             time.sleep(_LOOK_SECONDS)
         return [results[number] for number in jobs]
 
-    def _result(self, number: int, job: Job[Any], overrides: list[str]) -> JobReturn:
+    def _result(self, number: int, job: Job[JobReturn], overrides: list[str]) -> JobReturn:
         try:
             if not job.paths.result_pickle.is_file():
                 raise UncompletedJobError
-            return cast(JobReturn, job.results()[0])
+            return job.results()[0]
         except FailedJobError as error:  # before or after the run, which reports its own errors
             trace = str(error).split(_RULE)[1]
             reason = f"Slurm job {job.job_id}: {trace.strip().splitlines()[-1]}"
@@ -192,7 +192,7 @@ class _Queue(SlurmInfoWatcher):
 class _Output:
     """The lines that one job has printed, from the files to which Slurm writes them."""
 
-    def __init__(self, number: int, job: Job[Any]) -> None:
+    def __init__(self, number: int, job: Job[JobReturn]) -> None:
         self._prefix = f"job {number}: ".encode()  # other lines are those of submitit
         self._paths = [job.paths.stdout, job.paths.stderr]
         self._ends = [0, 0]

@@ -64,32 +64,28 @@ class JobNote:
 
     def __init__(self, folder: Path, number: int, overrides: Sequence[str]) -> None:
         self._folder = folder
-        self.job = Job(number, list(overrides), "running", os.getpid())
-        self._write()
+        self._write(Job(number, list(overrides), "running", os.getpid()))
 
     def started(self, run_dir: Path | str) -> None:
         """``run_dir`` may not exist yet."""
-        self._update(run_dir=str(run_dir))
+        self._write(self.job._replace(run_dir=str(run_dir)))
 
     def finished(self, objective: float) -> None:
         value = objective if math.isfinite(objective) else None
-        self._update(status="finished", objective=value)
+        self._write(self.job._replace(status="finished", objective=value))
 
     def stopped(self) -> None:
-        self._update(status="interrupted")
+        self._write(self.job._replace(status="interrupted"))
 
     def failed(self, error: BaseException) -> None:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        self._update(status="failed", error=kind + one_line(error))
+        self._write(self.job._replace(status="failed", error=kind + one_line(error)))
 
-    def _update(self, **facts: Any) -> None:
-        self.job = self.job._replace(**facts)
-        self._write()
-
-    def _write(self) -> None:
+    def _write(self, job: Job) -> None:
+        self.job = job
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"job_{self.job.number}.json"
-        write_text(path, json.dumps(self.job._asdict()) + "\n")
+        path = self._folder / f"job_{job.number}.json"
+        write_text(path, json.dumps(job._asdict()) + "\n")
 
 
 @contextmanager
@@ -278,7 +274,6 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def share_of_cores(launcher: Any, n_cores: int) -> int:
-    """The number of cores for each parallel job; ``launcher`` is Hydra's config."""
-    n_jobs = launcher.get("n_jobs", 1)  # joblib: -1 means one job per core
+def share_of_cores(n_jobs: int, n_cores: int) -> int:
+    """The number of cores for each of ``n_jobs``; as in joblib, -1 means one job per core."""
     return max(n_cores // (n_jobs if n_jobs > 0 else n_cores), 1)

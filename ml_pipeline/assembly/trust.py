@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 from ml_pipeline.moved import moved
 from ml_pipeline.runs.signatures import UntrustedError
@@ -31,7 +30,9 @@ _AGENT_PART = r"ml_pipeline\.algorithms\.\w+\.(loss|ideas\.\w+)"
 _TERM_MODULE = r"ml_pipeline\.(envs\.wrappers\.\w+|worlds\.\w+\.shaping_terms)"
 
 
-def check_names(config: Mapping[str, Any], source: object, *, typed: Sequence[Path] = ()) -> None:
+def check_names(
+    config: Mapping[str, object], source: object, *, typed: Sequence[Path] = ()
+) -> None:
     """Raise ``UntrustedError`` if a stored config names a part that can run code of its author.
 
     ``source`` is the file. The user has typed the values at and below the keys ``typed``.
@@ -41,14 +42,14 @@ def check_names(config: Mapping[str, Any], source: object, *, typed: Sequence[Pa
             _check_name(path, name, source)
 
 
-def check_algorithm(config: Mapping[str, Any], source: object) -> None:
+def check_algorithm(config: Mapping[str, object], source: object) -> None:
     """Only check agent.algorithm, the one name that reading a config imports."""
     for path, name in _names(config, ()):
         if path == ("agent", "algorithm"):
             _check_name(path, name, source)
 
 
-def _names(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+def _names(value: object, path: Path) -> Iterator[tuple[Path, str]]:
     """The keys that name something to import, and their values."""
     if isinstance(value, Mapping):
         for key, part in value.items():

@@ -5,38 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ml_pipeline.assembly.agent import act_greedily
-from ml_pipeline.assembly.compose import ConfigError
-from ml_pipeline.config.train import TrainConfig
+from ml_pipeline.assembly.build import act_greedily, make_tensor_env
+from ml_pipeline.assembly.plan import RunPlan
 from ml_pipeline.envs.choice import choose_mode
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.envs.workers.cores import available_cores
+from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.self_play import SelfPlayEnv
-from ml_pipeline.games.tensor_opponents import TensorOpponentPool
-from ml_pipeline.games.tensor_self_play import TensorSelfPlay
-from ml_pipeline.targets import import_dotted
 
-if TYPE_CHECKING:
-    import torch
-    from gymnasium.vector import VectorEnv
-
-    from ml_pipeline.assembly.run_plan import RunPlan
-    from ml_pipeline.games.opponent_pool import OpponentPool
+ProcessEnv = ParallelEnv | SerialEnv | SelfPlayEnv
 
 
-def find_tensor_env(config: TrainConfig) -> type[TorchVectorEnv] | None:
-    """The class of tensor envs that env.target names, or None if it names another kind."""
-    if config.env.target is None:
-        return None
-    target = import_dotted(config.env.target, key="env.target")
-    is_tensor_env = isinstance(target, type) and issubclass(target, TorchVectorEnv)
-    return target if is_tensor_env else None
-
-
-def build_vec_envs(plan: RunPlan) -> tuple[Sequence[VectorEnv[Any, Any, Any]], str]:
+def build_vec_envs(plan: RunPlan) -> tuple[Sequence[ProcessEnv | TorchVectorEnv], str]:
     """The envs, in two halves with collector=double, and a text that says how they run."""
     if plan.tensor_env is not None:
         env = make_tensor_env(
@@ -49,29 +32,6 @@ def build_vec_envs(plan: RunPlan) -> tuple[Sequence[VectorEnv[Any, Any, Any]], s
         )
         return [env], _how_tensor_envs_run(plan)
     return _build_process_envs(plan)
-
-
-def make_tensor_env(
-    config: TrainConfig,
-    env_class: type[TorchVectorEnv],
-    device: torch.device,
-    *,
-    n_envs: int,
-    seed: int,
-    pool: OpponentPool | None = None,
-) -> TorchVectorEnv:
-    """The tensor env of a config; for self-play its two-player version, against ``pool``."""
-    kwargs = dict(config.env.kwargs)
-    if config.opponent is not None:
-        kwargs["opponent"] = None
-    try:
-        env = env_class(n_envs, device=device, seed=seed, **kwargs)
-        if not isinstance(pool, TensorOpponentPool):
-            return env
-        pool.env = TensorSelfPlay(env, pool)
-        return pool.env
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"env.target={config.env.target}: {error}") from error
 
 
 def _how_tensor_envs_run(plan: RunPlan) -> str:
@@ -87,7 +47,7 @@ def _counted(n_envs: int) -> str:
     return "1 env" if n_envs == 1 else f"{n_envs} envs"
 
 
-def _build_process_envs(plan: RunPlan) -> tuple[Sequence[VectorEnv[Any, Any, Any]], str]:
+def _build_process_envs(plan: RunPlan) -> tuple[Sequence[ProcessEnv], str]:
     config, mode, reason = plan.config, plan.config.vec_env.mode, plan.remark
     n_slices = min(config.vec_env.n_workers or available_cores(), config.n_envs)
     halves = [config.n_envs] if config.collector == "sync" else [config.n_envs // 2] * 2
@@ -115,8 +75,8 @@ def _build_process_envs(plan: RunPlan) -> tuple[Sequence[VectorEnv[Any, Any, Any
 
 
 def _with_opponents(
-    plan: RunPlan, envs: Sequence[VectorEnv[Any, Any, Any]], pool: OpponentPool
-) -> list[VectorEnv[Any, Any, Any]]:
+    plan: RunPlan, envs: Sequence[ParallelEnv | SerialEnv], pool: OpponentPool
+) -> list[SelfPlayEnv]:
     moves = plan.self_play.moves if plan.self_play is not None else None
     first_envs = accumulate((env.num_envs for env in envs[:-1]), initial=0)
     return [
@@ -125,7 +85,7 @@ def _with_opponents(
     ]
 
 
-def _make_timed_env(plan: RunPlan, mode: str) -> VectorEnv[Any, Any, Any]:
+def _make_timed_env(plan: RunPlan, mode: str) -> ProcessEnv:
     """All envs, and opponents of their own: the pool of the run must not draw yet."""
     env = _make_vec_env(plan, mode)
     if plan.self_play is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 from ml_pipeline.config.checks import check
 
@@ -14,7 +13,7 @@ class AgentConfig:
     """Override the first two methods if an iteration is more than one step of each env."""
 
     algorithm: str = ""  # dotted path of an Algorithm; it chooses the class of these settings
-    action_mask: str = "none"  # or info, or the key of a Dict observation
+    action_mask: str = "none"  # auto | none | info (key action_mask) | a key of a Dict observation
 
     @property
     def allows_nonfinite(self) -> bool:
@@ -55,5 +54,5 @@ class AgentConfig:
     def _check(self, fact: bool, name: str, rule: str) -> None:
         check(fact, f"agent.{name}", rule, getattr(self, name))
 
-    def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
-        self._check(getattr(self, name) in choices, name, " | ".join(map(str, choices)))
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        self._check(getattr(self, name) in choices, name, " | ".join(choices))

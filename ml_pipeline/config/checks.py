@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 
-def check(fact: bool, key: str, rule: str, value: Any) -> None:
+def check(fact: bool, key: str, rule: str, value: object) -> None:
     """Raise unless ``fact`` holds; ``key`` is the full config key."""
     if not fact:
         raise ValueError(f"{key}={value}: must be {rule}")

@@ -28,9 +28,11 @@ class UntilConfig:
 class PhaseConfig:
     """One phase; what it does not name stays as it was."""
 
-    env: dict[str, Any] = field(default_factory=dict)  # attributes of all envs
-    opponents: dict[str, float] = field(default_factory=dict)  # share of the games, by name
-    replay: str = "keep"  # or clear: forget the transitions of the phases before
+    # Attributes of all envs, used from their next episode on
+    env: dict[str, Any] = field(default_factory=dict)
+    # With self-play: share of the games by name, as in {weak: 0.2}; past selves play the rest
+    opponents: dict[str, float] = field(default_factory=dict)
+    replay: str = "keep"  # keep | clear: forget the transitions of the phases before
     until: UntilConfig = field(default_factory=UntilConfig)
 
 

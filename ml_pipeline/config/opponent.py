@@ -16,11 +16,14 @@ class OpponentConfig:
     """A pool of the agent's past selves and scripted players; see docs/self_play.md."""
 
     add_every_steps: float = 50_000  # env steps after which a copy of the agent joins the pool
-    add_at_score: Optional[float] = None  # it joins only if it has this share of the points
+    # Such as 0.6: it joins only with this share of the points against the pool
+    add_at_score: Optional[float] = None
     capacity: int = 20  # past selves; the oldest leaves
-    sampling: str = "uniform"  # of past selves: latest | uniform | hard | even
-    power: float = 2.0  # of hard: members are drawn by (1 - score) ** power
-    scripted: dict[str, float] = field(default_factory=dict)  # name -> share of the games
+    # latest | uniform | hard: those who win, by (1 - score) ** power | even: score * (1 - score)
+    sampling: str = "uniform"
+    power: float = 2.0
+    # Share of the games against the env's own players: +opponent.scripted.weak=0.2
+    scripted: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         every = integer_steps("opponent.add_every_steps", self.add_every_steps)

@@ -9,12 +9,18 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from ml_pipeline.config.checks import check, integer_steps
 from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.errors import shorten
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
+
+if TYPE_CHECKING:
+    from ml_pipeline.config.agent import AgentConfig
+    from ml_pipeline.config.curriculum import CurriculumConfig
+else:  # OmegaConf reads types; checked_config checks these two against classes of their own
+    AgentConfig = CurriculumConfig = Any
 
 VEC_ENV_MODES = ("auto", "serial", "parallel", "shared")
 START_METHODS = ("spawn", "fork", "forkserver")
@@ -31,10 +37,10 @@ _LONGEST_TAG = 64  # W&B accepts no longer one
 class EnvConfig:
     """One environment: a registered id, or a class by dotted path, which takes precedence."""
 
-    id: Optional[str] = "CartPole-v1"
-    target: Optional[str] = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    wrappers: dict[str, Any] = field(default_factory=dict)  # name -> _target_ entry, in order
+    id: Optional[str] = "CartPole-v1"  # of any env registered with Gymnasium
+    target: Optional[str] = None  # dotted path of a class, which takes precedence
+    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the env
+    wrappers: dict[str, Any] = field(default_factory=dict)  # name -> `_target_` entry, in order
 
     def __post_init__(self) -> None:
         if not self.id and not self.target:
@@ -52,8 +58,10 @@ class EvalEnvConfig:
 
     id: Optional[str] = None  # with id or target, env.kwargs are not used
     target: Optional[str] = None
-    kwargs: dict[str, Any] = field(default_factory=dict)  # replace those of env, key by key
-    wrappers: dict[str, Any] = field(default_factory=dict)  # as kwargs; null removes a wrapper
+    # Replace those of env, key by key: +eval_env.kwargs.split=test
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    # As kwargs; null removes a wrapper of env: +eval_env.wrappers.shaping=null
+    wrappers: dict[str, Any] = field(default_factory=dict)
 
     def applied_to(self, env: EnvConfig) -> EnvConfig:
         """The env of evaluations, if ``env`` is that of training."""
@@ -68,14 +76,19 @@ class EvalEnvConfig:
 class VecEnvConfig:
     """Envs run in this process, in workers, or in both; see ``ParallelEnv`` for the keys."""
 
-    mode: str = "auto"
-    n_workers: Optional[int] = None  # None: one per core that this process may use
-    start_method: Optional[str] = None  # None: spawn, which is safe with torch's threads
-    step_timeout_seconds: Optional[float] = 300.0  # None: no deadline; a dead worker still raises
-    infos: str = "final"  # the infos of ended episodes; all of them where masks are in infos
-    check_finite: bool = False
+    mode: str = "auto"  # auto: time the others and pick one | serial | parallel | shared
+    # Processes that step envs; null: one per core that this process may use
+    n_workers: Optional[int] = None
+    # spawn | fork | forkserver; null: spawn, which is safe with torch's threads
+    start_method: Optional[str] = None
+    # Raise an error if a worker takes longer; null: wait forever, but not for a dead worker
+    step_timeout_seconds: Optional[float] = 300.0
+    # all | final: only infos of ended episodes; faster, and enough unless masks are in infos
+    infos: str = "final"
+    check_finite: bool = False  # raise an error on NaN or infinity in obs, rewards or actions
+    # raise | restart: replace a dead or stuck worker and truncate its envs
     on_worker_death: str = "raise"
-    max_restarts: int = 10
+    max_restarts: int = 10  # for all workers together
 
     def __post_init__(self) -> None:
         modes, methods = " | ".join(VEC_ENV_MODES), " | ".join(START_METHODS)
@@ -96,36 +109,42 @@ class VecEnvConfig:
 
 @dataclass
 class TrainConfig:
-    """A whole run; conf/train.yaml composes it."""
+    """A whole run; conf/train.yaml chooses the option of each group."""
 
-    n_envs: Any = 8  # or auto: make_plan chooses a number
+    n_envs: Any = 8  # or auto: measure and pick a number
     seed: int = 1
-    total_steps: float = 100_000  # env steps over all envs: a budget, see wanted_steps
-    num_episodes: Optional[int] = None  # calls of train_episode_vectorized, instead of total_steps
-    device: str = "auto"
-    cpu_threads: Any = "auto"  # of torch: make_plan chooses a number, on which results depend
-    compile: str = "auto"  # or off, or graph: compile and capture the work on a GPU
-    precision: str = "float32"  # of matrix products on a GPU; tf32 and bf16 are faster
-    rank_timeout_seconds: float = 300.0  # how long the ranks of torchrun wait for each other
-    init_from: Optional[str] = None  # a run folder: a new run starts with its weights
-    resume: Optional[str] = None  # a run folder
-    trust: bool = False  # resume a folder of another user, which can run any code
-    objective: str = MEAN_RETURN  # the metric that sweeps maximise
-    best_metric: str = EVAL_RETURN  # the metric that decides which checkpoint is best
-    name: Optional[str] = None  # ends the name of the run folder; W&B's name of the run
+    total_steps: float = 100_000  # env steps over all envs, rounded down to whole rollouts
+    # Number of iterations (calls of train_episode_vectorized), instead of total_steps
+    num_episodes: Optional[int] = None
+    device: str = "auto"  # auto | cpu | cuda | cuda:N | mps
+    # Of torch on the CPU; auto: one, or one per core for convolutions unless workers are forked
+    cpu_threads: Any = "auto"
+    compile: str = "auto"  # auto | off | graph: on a GPU, compile and capture repeated work
+    # float32 | tf32 | bf16 for matrix products on a GPU, from exact to fast
+    precision: str = "float32"
+    # With torchrun: how long ranks wait for each other; also for an evaluation
+    rank_timeout_seconds: float = 300.0
+    init_from: Optional[str] = None  # run folder, or latest: start a new run with its weights
+    resume: Optional[str] = None  # run folder to continue
+    trust: bool = False  # with resume: accept a folder of another user that can run any code
+    objective: str = MEAN_RETURN  # the metric that a sweep reports
+    best_metric: str = EVAL_RETURN  # the metric that selects the best checkpoint
+    name: Optional[str] = None  # of the run: part of its folder's name, and its name at W&B
     notes: Optional[str] = None  # any text about the run
     tags: list[str] = field(default_factory=list)  # words to find the run by
-    run_root: str = RUN_ROOT  # the run folder is <run_root>/<env>/<date>_<time>_<hex>[_<name>]
+    run_root: str = RUN_ROOT  # folder of the run folders
     env: EnvConfig = field(default_factory=EnvConfig)
     eval_env: EvalEnvConfig = field(default_factory=EvalEnvConfig)
     opponent: Optional[OpponentConfig] = None  # self-play in a two-player env
-    agent: Any = field(default_factory=dict)  # an AgentConfig, of the class of its algorithm
-    network: dict[str, Any] = field(default_factory=dict)  # a _target_ entry
+    # Of the class of its algorithm
+    agent: AgentConfig = field(default_factory=dict)  # type: ignore[assignment]
+    network: dict[str, Any] = field(default_factory=dict)  # a `_target_` entry
     vec_env: VecEnvConfig = field(default_factory=VecEnvConfig)
-    collector: str = "sync"  # or double: act in one half of the envs while the other half steps
-    logger: dict[str, Any] = field(default_factory=dict)  # name -> _target_ entry
-    callbacks: dict[str, Any] = field(default_factory=dict)  # name -> _target_ entry
-    curriculum: Any = None  # a CurriculumConfig: phases of training
+    # sync | double: act in one half of the envs while the other half steps
+    collector: str = "sync"
+    logger: dict[str, Any] = field(default_factory=dict)  # name -> `_target_` entry
+    callbacks: dict[str, Any] = field(default_factory=dict)  # name -> `_target_` entry
+    curriculum: Optional[CurriculumConfig] = None  # phases of training
 
     def __post_init__(self) -> None:
         _check_count("n_envs", self.n_envs)
@@ -190,12 +209,12 @@ class TrainConfig:
 
     def wanted_steps_of(self, n_ranks: int) -> int:
         """``wanted_steps`` if each of ``n_ranks`` has ``n_envs``."""
-        iteration: int = n_ranks * self.agent.iteration_steps(int(self.n_envs))
+        iteration = n_ranks * self.agent.iteration_steps(int(self.n_envs))
         if self.num_episodes is not None:
             return self.num_episodes * iteration
         return max(int(self.total_steps) // iteration, 1) * iteration
 
 
-def _check_count(key: str, count: Any) -> None:
+def _check_count(key: str, count: object) -> None:
     fits = type(count) is int and 1 <= count < 2**31
     check(fits or count == "auto", key, "auto, or at least 1", count)

@@ -209,7 +209,7 @@ class _Workers:
     def _new_worker(self, index: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ml_pipeline.study", self._folder.name]
         command += [str(self._first), str(os.getpid())]
-        share = share_of_cores({"n_jobs": self._n_jobs}, available_cores())
+        share = share_of_cores(self._n_jobs, available_cores())
         log = self._folder.logs / f"{HOST}_{os.getpid()}_{index}.log"
         with log.open("ab") as file:
             return subprocess.Popen(

@@ -25,10 +25,11 @@ from conftest import (
     summary_of,
 )
 
-from ml_pipeline.assembly.agent import build_agent, cpu_context
+from ml_pipeline.assembly.build import build_agent, cpu_context
 from ml_pipeline.assembly.compose import checked_config, compose_config
 from ml_pipeline.assembly.run import train
 from ml_pipeline.errors import UserError
+from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.runs.checkpoint import load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.training.contracts import Callback
@@ -119,10 +120,11 @@ def test_metrics_depend_only_on_the_seed_for_every_vec_env(here: Path) -> None:
 def test_first_weights_do_not_depend_on_the_number_of_threads() -> None:
     config, before = checked_config(compose_config(small())), torch.get_num_threads()
     env, weights = gym.make("CartPole-v1"), []
+    env_spaces = Spaces(env.observation_space, env.action_space)
     try:
         for n_threads in (1, 2, 4):
             torch.set_num_threads(n_threads)
-            weights.append(build_agent(config, env, cpu_context(config)).adam.values)
+            weights.append(build_agent(config, env_spaces, cpu_context(config)).adam.values)
             assert torch.get_num_threads() == n_threads
     finally:
         torch.set_num_threads(before)

@@ -4,14 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
 from omegaconf import DictConfig, OmegaConf
 
+from ml_pipeline.algorithms.dqn.config import DQNConfig
 from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.sac.config import SACConfig
+from ml_pipeline.algorithms.td3.agent import TD3Config
 from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config
+from ml_pipeline.config.agent import AgentConfig
 from ml_pipeline.config.train import TrainConfig
+from ml_pipeline.targets import TargetError
+
+OWN_PPO = """
+from dataclasses import dataclass, field
+from ml_pipeline.algorithms.ppo.algorithm import PPO
+from ml_pipeline.algorithms.ppo.config import PPOConfig
+
+@dataclass
+class PatientConfig(PPOConfig):
+    patience: int = 1
+
+PATIENT = PPO._replace(config=PatientConfig)
+"""
+TWO_CLASSES = """
+from dataclasses import dataclass
+from ml_pipeline.algorithms.ppo.algorithm import PPO
+from ml_pipeline.algorithms.ppo.config import PPOConfig
+
+@dataclass
+class Early(PPOConfig):
+    algorithm: str = "pair.algorithm.PAIR"
+
+@dataclass
+class Later(Early):
+    patience: int = 1
+
+"""
 
 
 def config(*overrides: str) -> TrainConfig:
@@ -22,6 +56,11 @@ def config(*overrides: str) -> TrainConfig:
 def composed() -> DictConfig:
     """The default config; Hydra takes a while to compose one."""
     return compose_config([])
+
+
+def write(path: str, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
 
 
 def test_defaults_of_the_yaml_equal_the_defaults_of_the_dataclasses() -> None:
@@ -121,6 +160,86 @@ def test_several_loggers_or_none_can_be_chosen() -> None:
     assert list(config("logger=[wandb,none]").logger) == ["wandb"]
     assert config("logger=none").logger == {}
     assert config("logger=[]").logger == {}
+
+
+@pytest.mark.parametrize(
+    ("agent", "config_class"),
+    [("ppo", PPOConfig), ("dqn", DQNConfig), ("sac", SACConfig), ("td3", TD3Config)],
+)
+def test_composed_agent_has_every_key_and_default_of_its_class(
+    agent: str, config_class: type[AgentConfig]
+) -> None:
+    composed = compose_config([f"agent={agent}"]).agent
+
+    assert list(composed) == [each.name for each in dataclasses.fields(config_class)]
+    assert composed == dataclasses.asdict(config_class())
+
+
+def test_composing_does_not_import_torch() -> None:
+    code = (
+        "import sys; from ml_pipeline.assembly.compose import compose_config\n"
+        "for each in ('ppo', 'dqn', 'sac'): compose_config([f'agent={each}', 'agent.gamma=0.9'])\n"
+        "print('torch' in sys.modules)"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "False\n"
+
+
+def test_file_of_an_agent_keeps_the_values_of_the_file_that_it_extends(here: Path) -> None:
+    algorithm = f"algorithm: {PPOConfig.algorithm}\n"
+    write("conf/agent/base.yaml", f"{algorithm}learning_rate: 5e-4\n")
+    write("conf/agent/mine.yaml", f"defaults: [base]\n{algorithm}gamma: 0.9\n")
+
+    agent = config("agent=mine", "agent.n_steps=64").agent
+
+    assert agent == PPOConfig(learning_rate=5e-4, gamma=0.9, n_steps=64)
+
+
+def test_keys_of_an_algorithm_that_the_command_line_names_are_accepted(here: Path) -> None:
+    write("own_ppo.py", OWN_PPO)
+
+    agent = config("agent.algorithm=own_ppo.PATIENT", "agent.patience=3", "agent.gamma=0.9").agent
+
+    assert (type(agent).__name__, agent.patience, agent.gamma) == ("PatientConfig", 3, 0.9)
+    with pytest.raises(ConfigError, match=r"patients=3: unknown key; did you mean agent\.patience"):
+        config("agent.algorithm=own_ppo.PATIENT", "agent.patients=3")
+
+
+def test_field_without_a_default_is_asked_for_by_name(here: Path) -> None:
+    write("asking_ppo.py", OWN_PPO.replace("int = 1", "int = field(kw_only=True)"))
+    write("conf/agent/patient.yaml", "algorithm: asking_ppo.PATIENT\n")
+
+    assert config("agent=patient", "agent.patience=2").agent.patience == 2
+    with pytest.raises(ConfigError, match="missing mandatory value: patience"):
+        config("agent=patient")
+
+
+def test_algorithm_decides_between_two_classes_that_name_it(here: Path) -> None:
+    write("pair/__init__.py", "")
+    write("pair/config.py", TWO_CLASSES)
+    write("pair/algorithm.py", TWO_CLASSES + "PAIR = PPO._replace(config=Later)\n")
+    write("conf/agent/pair.yaml", "algorithm: pair.algorithm.PAIR\n")
+
+    assert config("agent=pair", "agent.patience=4").agent.patience == 4
+
+
+def test_config_py_of_the_current_folder_is_not_imported(here: Path) -> None:
+    write("config.py", "raise SystemExit('imported')")
+    write("lonely_ppo.py", OWN_PPO)
+    write("conf/agent/lonely.yaml", "algorithm: lonely_ppo.PATIENT\n")
+
+    assert config("agent=lonely").agent.patience == 1
+
+
+def test_unknown_class_that_a_file_extends_is_named(here: Path) -> None:
+    write("conf/data/mine.yaml", "defaults: ['/class/nope.Settings@_here_']\n")
+
+    with pytest.raises(TargetError, match=r"class=nope\.Settings: no module named 'nope'"):
+        config("data=mine")
 
 
 def test_command_line_overrides_an_experiment() -> None:

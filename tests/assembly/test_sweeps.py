@@ -189,10 +189,10 @@ def test_every_way_a_job_ends_is_recorded(tmp_path: Path) -> None:
 
 
 def test_parallel_jobs_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert share_of_cores({}, 8) == 8
-    assert share_of_cores({"n_jobs": 3}, 8) == 2
-    assert share_of_cores({"n_jobs": 100}, 8) == 1
-    assert share_of_cores({"n_jobs": -1}, 8) == 1
+    assert share_of_cores(1, 8) == 8
+    assert share_of_cores(3, 8) == 2
+    assert share_of_cores(100, 8) == 1
+    assert share_of_cores(-1, 8) == 1
 
     monkeypatch.setenv(CORES_VARIABLE, "1")
     assert available_cores() == 1

@@ -12,8 +12,7 @@ from conftest import REPOSITORY
 from rank_runs import CASES, of_two_ranks, trained
 
 from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config
-from ml_pipeline.assembly.plan import make_plan
-from ml_pipeline.assembly.ranks import check_ranks
+from ml_pipeline.assembly.plan import check_ranks, make_plan
 from ml_pipeline.ranks.world import World, launched_rank
 from ml_pipeline.training.loop import state_of_rank
 

@@ -10,19 +10,21 @@ from ml_pipeline.algorithms.replay.config import OffPolicyConfig
 
 @dataclass
 class DQNConfig(OffPolicyConfig):
-    """conf/agent/dqn.yaml spells out the same defaults."""
+    """Hyperparameters of DQN; conf/agent/dqn.yaml and experiments hold what differs."""
 
     algorithm: str = "ml_pipeline.algorithms.dqn.algorithm.DQN"
-    action_mask: str = "auto"  # or none, info, or the key of a Dict observation
+    action_mask: str = "auto"
     learning_rate: float = 1e-3
     max_grad_norm: Optional[float] = 10.0
     batch_size: int = 128
     updates_per_env_step: float = 0.5
+    # auto: NumPy for small MLPs, checked against plain torch | off: plain torch
+    fast: str = "auto"
     double: bool = True  # the online network picks the next action, the target network scores it
     duelling: bool = True  # separate heads for the value and the advantages
-    n_quantiles: int = 1  # above 1: QR-DQN, which learns the distribution of the return
+    n_quantiles: int = 1  # above 1: QR-DQN, for example 50
     target_every: int = 250  # gradient steps between two copies to the target network
-    epsilon_start: float = 1.0
+    epsilon_start: float = 1.0  # share of random actions
     epsilon_end: float = 0.05
     epsilon_share: float = 0.2  # share of the run in which epsilon falls to epsilon_end
     priority_exponent: float = 0.0  # 0: uniform replay; 0.6 is usual for prioritised replay

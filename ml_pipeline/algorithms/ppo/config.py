@@ -15,44 +15,53 @@ BOX_POLICIES = ("gaussian", "squashed", "gsde")
 
 @dataclass
 class PPOConfig(AgentConfig):
-    """conf/agent/ppo.yaml spells out the same defaults.
+    """Hyperparameters of PPO; conf/agent/ppo.yaml and experiments hold what differs.
 
     A ``_schedule`` keeps its value constant, or anneals it to zero along a line or half a cosine.
     An ``adaptive`` learning rate tracks ``target_kl``.
     """
 
     algorithm: str = "ml_pipeline.algorithms.ppo.algorithm.PPO"
-    action_mask: str = "auto"  # or none, info, or the key of a Dict observation
+    action_mask: str = "auto"
     learning_rate: float = 1e-3
+    # constant | linear | cosine (both to 0 at total_steps) | adaptive
     learning_rate_schedule: str = "linear"
-    target_kl: float = 0.01  # the KL that learning_rate_schedule=adaptive aims for
+    target_kl: float = 0.01  # target KL divergence per epoch of learning_rate_schedule=adaptive
     adam_eps: float = 1e-5
     gamma: float = 0.99
     gae_lambda: float = 0.95
-    n_steps: int = 128  # per env and rollout
-    n_epochs: int = 10
+    n_steps: int = 128  # steps per env and rollout; a rollout has n_steps x n_envs transitions
+    n_epochs: int = 10  # passes over each rollout
+    # Equal parts of a rollout; must divide n_steps x n_envs (recurrent: n_envs)
     n_minibatches: int = 8
     clip_range: float = 0.2
-    clip_range_schedule: str = "constant"
-    dual_clip: Optional[float] = None  # upper bound of the ratio where the advantage is negative
+    clip_range_schedule: str = "constant"  # constant | linear | cosine
+    # Upper bound of the ratio if the advantage is negative, for example 3.0
+    dual_clip: Optional[float] = None
     entropy_coef: float = 0.0
-    entropy_coef_schedule: str = "constant"
-    value_coef: float = 0.5
-    clip_value_loss: bool = False  # by clip_range, around the value at sampling time
+    entropy_coef_schedule: str = "constant"  # constant | linear | cosine
+    value_coef: float = 0.5  # weight of half the mean squared error
+    clip_value_loss: bool = False  # keep new values within clip_range of the rollout's values
     max_grad_norm: float = 0.5
-    max_kl: Optional[float] = None  # stop the iteration after an epoch with a larger approx_kl
+    # Stop the iteration after an epoch with a larger approx_kl, for example 0.02
+    max_kl: Optional[float] = None
     normalize_advantage: bool = True  # per minibatch
+    # Gain sqrt(2) in the network, 0.01 in the policy head, 1 in the value head
     orthogonal_init: bool = True
-    shared_trunk: bool = False  # one network for policy and value
-    normalize_obs: bool = False  # by running mean and standard deviation
-    clip_obs: float = 10.0  # standard deviations
-    scale_reward: bool = False  # by the running standard deviation of the discounted return
-    clip_reward: float = 10.0  # of the scaled reward
+    shared_trunk: bool = False  # true: policy and value share one network, as is usual for images
+    normalize_obs: bool = False  # with the running mean and standard deviation
+    clip_obs: float = 10.0  # clip normalised observations to this many standard deviations
+    # Divide rewards by the running standard deviation of the discounted return
+    scale_reward: bool = False
+    clip_reward: float = 10.0  # largest absolute value of a scaled reward
+    # gaussian | squashed (by tanh, into the bounds) | gsde (smooth in time)
     box_policy: str = "gaussian"
     log_std_init: float = 0.0
-    gsde_every_steps: int = 4  # steps between two draws of gSDE noise; 0: one draw per rollout
-    on_nonfinite: str = "stop"
-    fast: str = "auto"  # off: plain torch only
+    gsde_every_steps: int = 4  # steps between draws of gsde noise; 0: draw once per rollout
+    on_nonfinite: str = "stop"  # stop | skip a minibatch whose loss or gradient is not finite
+    # auto: NumPy or Triton for small MLPs, checked against plain torch | off: plain torch
+    fast: str = "auto"
+    # Your own function, or ml_pipeline.algorithms.ppo.loss.ppo_loss: docs/change_the_loss.md
     loss: dict[str, Any] = field(
         default_factory=lambda: {"_target_": "ml_pipeline.algorithms.ppo.loss.ppo_loss"}
     )

@@ -21,7 +21,8 @@ class OffPolicyConfig(AgentConfig):
     """
 
     learning_rate: float = 3e-4
-    learning_rate_schedule: str = "constant"  # constant | linear | cosine, to 0 at total_steps
+    # constant | linear | cosine (both to 0 at total_steps)
+    learning_rate_schedule: str = "constant"
     adam_eps: float = 1e-8
     max_grad_norm: Optional[float] = None  # null: gradients are not clipped
     gamma: float = 0.99
@@ -30,11 +31,11 @@ class OffPolicyConfig(AgentConfig):
     stacked_frames: int = 1  # above 1: observations are stacks, and replay stores each frame once
     batch_size: int = 256
     learning_starts: float = 1_000  # env steps with random actions before the first update
-    updates_per_env_step: float = 1.0
+    updates_per_env_step: float = 1.0  # does not depend on n_envs
     iteration_length: int = 32  # steps of each env between two log lines
     normalize_obs: bool = False  # by running mean and standard deviation, when sampled
     clip_obs: float = 10.0  # standard deviations
-    fast: str = "auto"  # off: plain torch only
+    fast: str = "auto"  # auto: fast code, checked against plain torch | off: plain torch
 
     def __post_init__(self) -> None:
         if self.fast == "False":  # YAML reads an unquoted off as false

@@ -10,18 +10,23 @@ from ml_pipeline.algorithms.replay.config import OffPolicyConfig
 
 @dataclass
 class SACConfig(OffPolicyConfig):
-    """conf/agent/sac.yaml spells out the same defaults."""
+    """Hyperparameters of SAC; conf/agent/sac.yaml and experiments hold what differs."""
 
     algorithm: str = "ml_pipeline.algorithms.sac.algorithm.SAC"
-    action_mask: str = "auto"  # or none, info, or the key of a Dict observation
+    action_mask: str = "auto"
     buffer_size: float = 1_000_000
+    # auto: gradients by hand for MLPs, checked against plain torch | off: plain torch
+    fast: str = "auto"
     tau: float = 0.005  # share of the critics that moves into their targets per update
-    temperature: Optional[float] = None  # null: learned, so that the entropy is target_entropy
+    # null: learned, so that the entropy is target_entropy; or a fixed weight
+    temperature: Optional[float] = None
     temperature_init: float = 1.0  # of a learned temperature
-    target_entropy: Optional[float] = None  # null: -dim(A), or 0.5 * log(n) if discrete
+    # null: -dim(A), or 0.5 * log(n) of n allowed discrete actions
+    target_entropy: Optional[float] = None
     policy_delay: int = 1  # critic updates per update of actor and temperature
     critic_layer_norm: bool = False  # after each linear layer of the critics
-    box_policy: str = "squashed"  # or gsde: noise that depends on the state and lasts several steps
+    # squashed | gsde: noise that depends on the state and lasts several steps
+    box_policy: str = "squashed"
     log_std_init: float = -3.0  # of gSDE
     gsde_every_steps: int = 4  # steps between two draws of gSDE noise; 0: one draw per iteration
 

@@ -1,4 +1,4 @@
-"""The settings of market data, as conf/data/ spells them; an error starts with the key."""
+"""The settings of market data, as conf/data/ chooses them; an error starts with the key."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ DEFAULT_FEATURES = (
 class DataConfig:
     """What files and synthetic markets share."""
 
+    # docs/market_data.md describes them
     features: list[str] = field(default_factory=lambda: list(DEFAULT_FEATURES))
     normalise: str = "standard"  # standard | robust | none; fitted on the train period
-    validation: Union[float, str] = 0.15  # share of the rows, or the first date of the period
-    test: Union[float, str] = 0.15
-    embargo: Optional[int] = None  # rows dropped before validation and before test
-    cache_dir: Optional[str] = None
+    # Share of the rows, or the first date of the period: 2024-01-31
+    validation: Union[float, str] = 0.15
+    test: Union[float, str] = 0.15  # as validation; the last rows
+    # Rows dropped before validation and before test; null: the longest warm-up of a feature
+    embargo: Optional[int] = None
+    cache_dir: Optional[str] = None  # null: ml_pipeline/markets in the user's cache folder
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.features, (list, tuple)) and len(self.features) > 0
@@ -54,14 +57,16 @@ class DataConfig:
 
 @dataclass
 class SyntheticConfig(DataConfig):
-    """A market without files; conf/data/synthetic.yaml spells out the same defaults."""
+    """A market without files: data=synthetic."""
 
     market: str = "edge"  # random_walk | edge | regimes | gaps
     n_symbols: float = 1
     n_bars: float = 20_000  # per symbol
-    bar: str = "1h"
+    bar: str = "1h"  # length of a bar: 30s, 15m, 4h, 1d
     seed: int = 1
-    parameters: dict[str, float] = field(default_factory=dict)  # of the market
+    # Of the market: +env.kwargs.data.parameters.correlation=0.1
+    parameters: dict[str, float] = field(default_factory=dict)
+    # docs/market_data.md describes them; column_signal predicts the next return in edge
     features: list[str] = field(default_factory=lambda: ["column_signal", *DEFAULT_FEATURES])
 
     def __post_init__(self) -> None:
@@ -75,11 +80,13 @@ class SyntheticConfig(DataConfig):
 
 @dataclass
 class FilesConfig(DataConfig):
-    """CSV and Parquet files; conf/data/files.yaml spells out the same defaults."""
+    """CSV and Parquet files: data=files."""
 
-    path: Optional[str] = None  # a file, a folder or a pattern such as prices/*.csv
-    timezone: Optional[str] = None  # of times without a zone; null: UTC, not accepted for MT5
-    label: str = "start"  # start | end: what the times of a plain table mean
+    path: Optional[str] = None  # required: a file, a folder or a pattern such as prices/*.csv
+    # Of times without a zone, such as Europe/Athens; null: UTC, and MT5 files are refused
+    timezone: Optional[str] = None
+    # start | end: the time of a bar in a plain table; other layouts have starts
+    label: str = "start"
     symbols: Optional[list[str]] = None  # null: all
     bar: Optional[str] = None  # resample to longer bars, such as 1h; null: as in the files
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from ml_pipeline.assembly.agent import build_env_factory
+from ml_pipeline.assembly.build import build_env_factory
 from ml_pipeline.assembly.compose import ConfigError, stored_config
 from ml_pipeline.assembly.load import restored_agent
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.device import torch_threads
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.errors import UserError
+from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.runs.checkpoint import best_or_latest, named_checkpoint
 from ml_pipeline.runs.console import user_command
 from ml_pipeline.runs.run_folder import RunFolder
@@ -85,7 +86,8 @@ def _walked(
     whole = {**env.kwargs, "period": period, "random_start": False}
     envs = [build_env_factory(replace(env, kwargs={**whole, "symbol": name}))() for name in names]
     checkpoint = checkpoint or named_checkpoint(path) or best_or_latest(run)
-    agent, _ = restored_agent(run, config, checkpoint, envs[0])
+    env_spaces = Spaces(envs[0].observation_space, envs[0].action_space)
+    agent, _ = restored_agent(run, config, checkpoint, env_spaces)
     try:
         with torch_threads(torch.device("cpu")):
             return walk(agent, envs)

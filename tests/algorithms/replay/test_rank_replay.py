@@ -20,8 +20,7 @@ from ml_pipeline.algorithms.replay.rank_replay import state_of_rank
 from ml_pipeline.algorithms.replay.rows import rows_of
 from ml_pipeline.algorithms.replay.update_noise import UpdateNoise
 from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config
-from ml_pipeline.assembly.plan import make_plan
-from ml_pipeline.assembly.ranks import check_ranks
+from ml_pipeline.assembly.plan import check_ranks, make_plan
 from ml_pipeline.errors import UserError
 from ml_pipeline.policy.distributions import Categorical
 from ml_pipeline.policy.observations import ObservationReader

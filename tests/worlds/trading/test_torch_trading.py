@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trading_markets import OPTIONS, changed_after, random_market
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.assembly.vec_envs import find_tensor_env
+from ml_pipeline.assembly.build import find_tensor_env
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.envs.tensor_env import Position
 from ml_pipeline.worlds.trading.account import Account

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from conftest import REPOSITORY, call
 from market_rows import HOUR, random_bars, write_table
 
-from ml_pipeline.assembly.compose import ConfigError, compose_config, preset_files
+from ml_pipeline.assembly.compose import ConfigError, compose_config
 from ml_pipeline.worlds.trading.config import MARKETS, FilesConfig, SyntheticConfig
 from ml_pipeline.worlds.trading.data.errors import DataError
 from ml_pipeline.worlds.trading.data.load import (
@@ -340,12 +339,12 @@ def test_missing_pyarrow_is_named_with_its_command_and_synthetic_works_without(
 
 
 @pytest.mark.parametrize(("name", "kind"), [("synthetic", SyntheticConfig), ("files", FilesConfig)])
-def test_group_file_spells_out_the_defaults(name: str, kind: type[Any]) -> None:
-    spelled = yaml.safe_load(preset_files("data")[name].read_text())
+def test_group_has_every_key_and_default_of_its_class(name: str, kind: type[Any]) -> None:
+    composed = compose_config([f"data={name}"]).env.kwargs.data
 
     defaults = dataclasses.asdict(kind(path="prices/") if kind is FilesConfig else kind())
 
-    assert spelled == {**defaults, **({"path": None} if kind is FilesConfig else {})}
+    assert composed == {**defaults, **({"path": None} if kind is FilesConfig else {})}
 
 
 def test_group_fills_the_arguments_of_the_env() -> None:
