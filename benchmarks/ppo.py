@@ -280,7 +280,7 @@ def update_and_act(name: str, size: int, *, fast: bool) -> tuple[float, float]:
 
     from ml_pipeline.algorithms.ppo.agent import PPOAgent
     from ml_pipeline.algorithms.ppo.config import PPOConfig
-    from ml_pipeline.algorithms.ppo.records import Minibatch, Rates
+    from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates
     from ml_pipeline.policy.contracts import PolicyInput, Spaces
     from ml_pipeline.policy.networks import MLP
     from ml_pipeline.training.contracts import RunContext

@@ -28,9 +28,9 @@ from ml_pipeline.algorithms.ppo import agent as ppo
 from ml_pipeline.algorithms.ppo import loss as ppo_loss
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.records import Minibatch, Rates
+from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates
 from ml_pipeline.algorithms.ppo.rollout import FinalStep, RolloutBuffer
-from ml_pipeline.algorithms.ppo.schedules import Schedules
+from ml_pipeline.algorithms.ppo.trainer import Schedules
 from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.training.contracts import RunContext

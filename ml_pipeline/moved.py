@@ -173,7 +173,7 @@ _MODULES = {
     "training.tensor.opponents": "games.tensor_opponents",
     "training.tensor.replay_steps": "algorithms.replay.collect",
     "training.tensor.returns": "training.returns",
-    "training.undo": "algorithms.ppo.undo",
+    "training.undo": "algorithms.ppo.trainer",
 }
 _NAMES = {
     "agents.sac_networks.Actor": "algorithms.replay.networks.Actor",
@@ -204,18 +204,18 @@ _NAMES = {
     "protocols.BatchPart": "ranks.batches.BatchPart",
     "protocols.Episode": "envs.episode_stats.Episode",
     "protocols.Metrics": "records.Metrics",
-    "protocols.Minibatch": "algorithms.ppo.records.Minibatch",
+    "protocols.Minibatch": "algorithms.ppo.loss.Minibatch",
     "protocols.NetworkBuilder": "policy.contracts.NetworkBuilder",
     "protocols.Obs": "policy.contracts.Obs",
     "protocols.Policy": "policy.contracts.Policy",
     "protocols.PolicyInput": "policy.contracts.PolicyInput",
     "protocols.PolicySample": "policy.contracts.PolicySample",
-    "protocols.Rates": "algorithms.ppo.records.Rates",
+    "protocols.Rates": "algorithms.ppo.loss.Rates",
     "protocols.ReplayBatch": "algorithms.replay.contracts.ReplayBatch",
     "protocols.Scripted": "games.two_players.Scripted",
     "protocols.Spaces": "policy.contracts.Spaces",
     "protocols.StateDict": "records.StateDict",
-    "protocols.UpdateResult": "algorithms.ppo.records.UpdateResult",
+    "protocols.UpdateResult": "algorithms.ppo.loss.UpdateResult",
 }
 # Packages that are gone; import must find them before it finds a module inside.
 _PACKAGES = {

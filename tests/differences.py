@@ -19,7 +19,7 @@ from small_agents import agent_for
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
-from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.training.returns import RolloutOutcome

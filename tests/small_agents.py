@@ -10,7 +10,7 @@ from torch import Tensor
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.collect import Collector
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.records import Minibatch
+from ml_pipeline.algorithms.ppo.loss import Minibatch
 from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.observations import batched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from ml_pipeline.policy.observation_input import array_input
 from ml_pipeline.policy.observations import ObservationError
 from ml_pipeline.records import StateDict
 from ml_pipeline.training.acting import GpuActing
-from ml_pipeline.training.checks import BadValueError, FiniteCheck
+from ml_pipeline.training.checks import BadValueError
 from ml_pipeline.training.contracts import Observer
 from ml_pipeline.training.env_batch import Choose, EnvStep, FinalObservation, Row, Seen
 from ml_pipeline.training.graphs import Programs
@@ -243,3 +244,41 @@ class HostEnvs:
         self.memory = None if memory is None else memory.to(agent.device)
         self.episode_start = state["episode_start"].numpy()
         self._stats.load_state_dict(state["stats"])
+
+
+class FiniteCheck:
+    """Finds NaN and infinity in the observations and rewards of a rollout."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.n_steps = 0  # of each env, in complete rollouts
+
+    def reward(self, reward: NDArray[Any], *, first_env: int, t: int) -> None:
+        # One dot product is the cheapest test. If it overflows, the rewards may still be finite.
+        if not self.enabled or math.isfinite(reward.dot(reward)):
+            return
+        for row in np.flatnonzero(~np.isfinite(reward)).tolist():
+            raise BadValueError(
+                f"env {first_env + row} returned the reward {reward[row]} at {self.when(t + 1)}; "
+                "nothing was learned from it"
+            )
+
+    def obs(self, leaves: Mapping[str, NDArray[Any]], *, first_env: int, t: int) -> None:
+        if not self.enabled:
+            return
+        for name, leaf in leaves.items():
+            if leaf.dtype != np.float32:
+                continue
+            flat = leaf.reshape(-1)
+            if math.isfinite(flat.dot(flat)):
+                continue
+            for row, *index in np.argwhere(~np.isfinite(leaf)).tolist():
+                which = f" {name!r}" if name else ""
+                raise BadValueError(
+                    f"env {first_env + row} returned an observation{which} that is not finite at "
+                    f"{self.when(t)}: entry {index} is {leaf[row][tuple(index)]}; nothing was "
+                    "learned from it"
+                )
+
+    def when(self, t: int) -> str:
+        return f"its step {self.n_steps + t:,} (step {t} of this rollout)"

@@ -25,7 +25,7 @@ from small_agents import CPU, agent_for, minibatch, seen
 from torch import Tensor, nn
 
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
-from ml_pipeline.algorithms.ppo.records import Minibatch, Rates
+from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates
 from ml_pipeline.policy.networks import MLP
 
 OBS = spaces.Box(-1, 1, (3,), np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ml_pipeline.algorithms.ppo.records import Minibatch
+from ml_pipeline.algorithms.ppo.loss import Minibatch
 from ml_pipeline.policy.contracts import PolicyInput
 
 INDEX = torch.tensor([3, 1])

@@ -10,12 +10,14 @@ import pytest
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
-from small_agents import Played, agent_in, seen
+from small_agents import CPU, Played, agent_in, seen
 from tiny_envs import CountingEnv
 from tiny_torch_envs import Places
 from torch import Tensor
 
+from ml_pipeline.algorithms.ppo.epochs import orders_of
 from ml_pipeline.envs.vec_env import SerialEnv
+from ml_pipeline.training.graphs import Programs
 
 
 class PlaceEnv(CountingEnv):
@@ -197,8 +199,9 @@ def test_each_order_has_every_transition_once_and_the_generator_determines_it(ki
     buffer = Rollouts(kind, 3, 4).buffer
     orders = []
     for seed in (1, 1, 2):
-        buffer.shuffle(torch.Generator().manual_seed(seed), n_orders=2)
-        orders.append([buffer.order(number).tolist() for number in (0, 1)])
+        drawn = orders_of(buffer, Programs(CPU))
+        drawn.draw(torch.Generator().manual_seed(seed), n_orders=2, n_items=buffer.n_items)
+        orders.append([drawn[number].tolist() for number in (0, 1)])
 
     assert orders[0] == orders[1] != orders[2]
     assert orders[0][0] != orders[0][1]

@@ -21,8 +21,7 @@ from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.contracts import FastPPO, PPOBackend
 from ml_pipeline.algorithms.ppo.fast.choice import fastest
 from ml_pipeline.algorithms.ppo.fast.mirrored import MIRRORED
-from ml_pipeline.algorithms.ppo.loss import policy_change, ppo_loss
-from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult, policy_change, ppo_loss
 from ml_pipeline.mirrors import why_not
 from ml_pipeline.policy.acting_noise import ActingNoise
 from ml_pipeline.policy.actor_critic import ActorCritic, GreedyPolicy, one_step
@@ -298,18 +297,20 @@ class PPOAgent:
             self.model.preprocess.learn_moments(flat, self.adam.world)
             self.backend.refresh()
 
-    def state_dict(self) -> StateDict:
-        spaces = {name: space_to_data(space) for name, space in self.spaces.items()}
-        return {
-            "spaces": spaces,
-            "model": self.model.state_dict(),
-            "adam": self.adam.state_dict(),
-            **self._noise.state_dict(),
-        }
+    def learnt(self) -> StateDict:
+        """What updates change; a part of ``state_dict``."""
+        return {"model": self.model.state_dict(), "adam": self.adam.state_dict()}
 
-    def load_state_dict(self, state: StateDict) -> None:
-        check_spaces(self.spaces, state["spaces"])
+    def load_learnt(self, state: StateDict) -> None:
         self.model.load_state_dict(state["model"])
         self.adam.load_state_dict(state["adam"])
         self.backend.refresh()
+
+    def state_dict(self) -> StateDict:
+        spaces = {name: space_to_data(space) for name, space in self.spaces.items()}
+        return {"spaces": spaces, **self.learnt(), **self._noise.state_dict()}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        check_spaces(self.spaces, state["spaces"])
+        self.load_learnt(state)
         self._noise.load_state_dict(state)

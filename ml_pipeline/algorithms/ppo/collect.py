@@ -23,12 +23,11 @@ from ml_pipeline.envs.episode_stats import Episode
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.records import StateDict
-from ml_pipeline.training.checks import FiniteCheck
 from ml_pipeline.training.contracts import Actor
 from ml_pipeline.training.device_envs import DeviceEnvs
 from ml_pipeline.training.env_batch import EnvBatch, restore_positions, saved_positions
 from ml_pipeline.training.graphs import Programs, send
-from ml_pipeline.training.host_envs import HostEnvs
+from ml_pipeline.training.host_envs import FiniteCheck, HostEnvs
 from ml_pipeline.training.reward_scaler import RewardScaler
 
 

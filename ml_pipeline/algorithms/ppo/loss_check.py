@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
-from ml_pipeline.algorithms.ppo.loss import LossTerms
-from ml_pipeline.algorithms.ppo.records import Minibatch, Rates
+from ml_pipeline.algorithms.ppo.loss import LossTerms, Minibatch, Rates
 from ml_pipeline.errors import UserError, place_of, type_and_line
 from ml_pipeline.policy.actor_critic import one_step
 from ml_pipeline.policy.observations import batched

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ml_pipeline.algorithms.ppo.orders import DeviceOrders, HostOrders
-from ml_pipeline.algorithms.ppo.records import Minibatch
+from ml_pipeline.algorithms.ppo.loss import Minibatch
 from ml_pipeline.moments import merge_moments
 from ml_pipeline.policy.contracts import Obs, PolicyInput
 from ml_pipeline.ranks.world import ALONE, World
@@ -67,13 +66,14 @@ class RolloutBuffer:
         """
         self.n_steps = n_steps
         self.n_envs = n_envs
-        self._agent = agent
+        self.agent = agent
+        self.on_host = programs is None
         self._programs = programs
         self._world = world
         reader, distribution = agent.reader, agent.distribution
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> ArrayOrTensor:
-            return _zeros((shape[0], n_envs, *shape[1:]), dtype, agent.device, programs is None)
+            return _zeros((shape[0], n_envs, *shape[1:]), dtype, agent.device, self.on_host)
 
         # What the policy sees has one more row: the input after the last step.
         self.obs = {
@@ -99,11 +99,9 @@ class RolloutBuffer:
         self.value = self.advantage = self.value_target = zeros(n_steps)
         self._finished: Minibatch | None = None  # [T, n_envs, ...] on the device
         self._flat: Minibatch | None = None  # views of it, as ``finished`` returns them
-        self._orders: HostOrders | DeviceOrders = HostOrders(agent.device)
         self._finish: Callable[[], None] | None = None
         self._quality = torch.zeros(len(RolloutQuality._fields), device=agent.device)
         if programs is not None:
-            self._orders = DeviceOrders(agent.device, programs)
             self._measure = programs.compiled(_quality_of, "the quality of the rollout")
 
     @property
@@ -154,7 +152,7 @@ class RolloutBuffer:
         self._finish()
 
     def _score(self, gamma: float, lam: float, scaler: RewardScaler[ArrayOrTensor] | None) -> None:
-        agent, device = self._agent, self._agent.device
+        agent, device = self.agent, self.agent.device
         inputs = self._inputs(slice(self.n_steps), self.memory)
         action = torch.as_tensor(self.action).to(device)
         log_prob, value = self._scores(inputs, action)
@@ -171,29 +169,30 @@ class RolloutBuffer:
             self.terminated,
             self.truncated,
         )
-        self.advantage = advantages_of(outcome, gamma=gamma, lam=lam)
+        estimate = RolloutOutcome.advantage if self.on_host else advantages_of
+        self.advantage = estimate(outcome, gamma=gamma, lam=lam)
         self.value_target = self.advantage + self.value
         targets = (torch.as_tensor(each).to(device) for each in (self.advantage, self.value_target))
         self._keep(Minibatch(inputs, action, log_prob, value, *targets))
-        if self._programs is not None:
+        if not self.on_host:
             measured = self._measure(value, self.value_target, self.reward, self.obs[""])
             self._quality.copy_(measured)
 
     def _inputs(self, rows: slice | int, memory: Tensor | None) -> PolicyInput:
         """The policy's inputs in some rows, on the agent's device."""
-        if self._programs is not None:
+        if not self.on_host:
             return PolicyInput(self.obs[""][rows], None, None, None)
         leaves = {name: leaf[rows] for name, leaf in self.obs.items()}
         mask = None if self.action_mask is None else self.action_mask[rows]
         start = None
         if self.episode_start is not None:
-            start = torch.from_numpy(self.episode_start[rows]).to(self._agent.device)
-        return self._agent.inputs(leaves, mask, memory, start)
+            start = torch.from_numpy(self.episode_start[rows]).to(self.agent.device)
+        return self.agent.inputs(leaves, mask, memory, start)
 
     def _scores(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
         """log_prob and value of every step, [T, n_envs]."""
         if inputs.memory is not None:
-            return self._agent.score_batch(inputs, action)
+            return self.agent.score_batch(inputs, action)
         flat = inputs.mapped(lambda field: field.flatten(0, 1), None)
         flat_action = action.flatten(0, 1)
         numbers = sum(math.prod(leaf.shape[2:]) for leaf in self.obs.values())
@@ -202,13 +201,13 @@ class RolloutBuffer:
         for begin in range(0, len(flat_action), size):
             part = slice(begin, begin + size)
             some = flat.mapped(lambda field: field[part], None)  # noqa: B023
-            scores.append(self._agent.score_batch(some, flat_action[part]))
+            scores.append(self.agent.score_batch(some, flat_action[part]))
         log_prob, value = (torch.cat(each) for each in zip(*scores, strict=True))
         return log_prob.view(self.n_steps, -1), value.view(self.n_steps, -1)
 
     def _final_values(self) -> ArrayOrTensor:
         """Values of the final observations, [T, n_envs]; any number where nothing was truncated."""
-        agent, steps = self._agent, self.final_steps
+        agent, steps = self.agent, self.final_steps
         if self.final_obs is not None:
             final = PolicyInput(self.final_obs.flatten(0, 1), None, None, None)
             cut = self.truncated.flatten()
@@ -228,11 +227,11 @@ class RolloutBuffer:
 
     def _home(self, tensor: Tensor) -> ArrayOrTensor:
         """A result of the agent, where the rollout was collected."""
-        return tensor.cpu().numpy() if self._programs is None else tensor
+        return tensor.cpu().numpy() if self.on_host else tensor
 
     def _keep(self, rollout: Minibatch) -> None:
         """Keep ``rollout``; on a GPU at a fixed address, where a captured update reads it."""
-        if self._finished is None or self._agent.device.type == "cpu":
+        if self._finished is None or self.agent.device.type == "cpu":
             self._finished = self._flat = rollout
             if self.memory is None:
                 self._flat = rollout.mapped(lambda field: field.flatten(0, 1), None)
@@ -247,19 +246,9 @@ class RolloutBuffer:
             raise RuntimeError("the rollout is not finished; call finish first")
         return self._flat
 
-    def shuffle(
-        self, generator: torch.Generator, n_orders: int, n_items: int | None = None
-    ) -> None:
-        """Draw one order per epoch: of the items of this rollout, or of all ranks."""
-        self._orders.draw(generator, n_orders, self.n_items if n_items is None else n_items)
-
-    def order(self, epoch: int) -> Tensor:
-        """The shuffled transitions, or envs of a recurrent policy, for one epoch."""
-        return self._orders[epoch]
-
     def quality(self) -> RolloutQuality:
         """That of the rollouts of all ranks; waits for the device."""
-        if self._programs is None:
+        if self.on_host:
             # Every step was checked, so the values are finite.
             explained = float(np.float32(explained_variance(self.value, self.value_target)))
             own = RolloutQuality(explained, is_finite=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,17 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
-from ml_pipeline.algorithms.ppo.checks import check_rollout, check_updates
 from ml_pipeline.algorithms.ppo.collect import Collector
-from ml_pipeline.algorithms.ppo.epochs import Epochs, update_means
-from ml_pipeline.algorithms.ppo.records import Rates
-from ml_pipeline.algorithms.ppo.schedules import Schedules
-from ml_pipeline.algorithms.ppo.undo import undone_if_stopped
+from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.ppo.epochs import Epochs, check_rollout, check_updates, update_means
+from ml_pipeline.algorithms.ppo.loss import Rates
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.training.episode_window import EpisodeWindow
+from ml_pipeline.training.schedules import annealed
 
+_SLOWEST, _FASTEST = 1e-6, 1e-2  # bounds of an adaptive learning rate
 _LONG_UPDATE = 100  # epochs; more of them run one by one also on a GPU
 
 
@@ -161,22 +163,26 @@ class PPOTrainer:
     def _learnt(self) -> StateDict:
         """The state that an update changes."""
         return {
-            "agent": self.agent.state_dict(),
+            "agent": self.agent.learnt(),
             "generator": self._generator.get_state(),
             "learning_rate": self.schedules.adaptive_learning_rate,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
 
     def _load_learnt(self, state: StateDict) -> None:
-        self.agent.load_state_dict(state["agent"])
+        self.agent.load_learnt(state["agent"])
         self._generator.set_state(state["generator"])
         self.schedules.adaptive_learning_rate = state["learning_rate"]
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
 
     def state_dict(self) -> StateDict:
-        collector = self.collector.state_dict()
-        return {**self._learnt(), "collector": collector, **self.episodes.state_dict()}
+        return {
+            **self._learnt(),
+            "agent": self.agent.state_dict(),
+            "collector": self.collector.state_dict(),
+            **self.episodes.state_dict(),
+        }
 
     def own_state(self) -> StateDict:
         """The envs of a rank, and the returns of their current episodes, are its own."""
@@ -186,7 +192,72 @@ class PPOTrainer:
     def load_state_dict(self, state: StateDict) -> None:
         """Everything except the current episodes: see ``resume_episodes``."""
         self._load_learnt(state)
+        self.agent.load_state_dict(state["agent"])
         self.collector.load_state_dict(state["collector"])
         if self._scaler is not None:
             self._scaler.begin_episodes()
         self.episodes.load_state_dict(state)
+
+
+class Schedules:
+    """``adaptive_learning_rate`` is its only state."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self._config = config
+        self.uses_kl = config.max_kl is not None or config.learning_rate_schedule == "adaptive"
+        self.adaptive_learning_rate = config.learning_rate
+
+    def rates(self, progress: float) -> Rates:
+        """The settings at ``progress`` (0 to 1) through the run."""
+        config, learning_rate = self._config, self.adaptive_learning_rate
+        if config.learning_rate_schedule != "adaptive":
+            schedule = config.learning_rate_schedule
+            learning_rate = annealed(config.learning_rate, schedule, progress)
+        return Rates(
+            learning_rate,
+            annealed(config.clip_range, config.clip_range_schedule, progress),
+            annealed(config.entropy_coef, config.entropy_coef_schedule, progress),
+        )
+
+    def adapted(self, rates: Rates, kl: float) -> Rates:
+        """A higher learning rate while the KL is below ``target_kl``, a lower one above it."""
+        config, learning_rate = self._config, rates.learning_rate
+        if config.learning_rate_schedule != "adaptive":
+            return rates
+        if kl > 2.0 * config.target_kl:
+            learning_rate = max(learning_rate / 1.5, min(_SLOWEST, config.learning_rate))
+        elif kl < 0.5 * config.target_kl:
+            learning_rate = min(learning_rate * 1.5, max(_FASTEST, config.learning_rate))
+        self.adaptive_learning_rate = learning_rate
+        return rates._replace(learning_rate=learning_rate)
+
+    def is_kl_too_large(self, kl: float) -> bool:
+        return self._config.max_kl is not None and kl > self._config.max_kl
+
+
+@contextmanager
+def undone_if_stopped(
+    state_dict: Callable[[], StateDict],
+    load_state_dict: Callable[[StateDict], None],
+    *,
+    enabled: bool,
+) -> Iterator[None]:
+    """If a stop signal interrupts the block, restore the state from before it."""
+    if not enabled:
+        yield
+        return
+    before = _copied(state_dict())
+    try:
+        yield
+    except KeyboardInterrupt:
+        load_state_dict(before)
+        raise
+
+
+def _copied(state: Any) -> Any:
+    """Like ``copy.deepcopy``, which takes several times as long; this runs in every iteration."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {name: _copied(part) for name, part in state.items()}
+    return state if isinstance(state, (int, float, str)) else copy.deepcopy(state)

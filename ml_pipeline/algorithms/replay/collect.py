@@ -20,7 +20,6 @@ from ml_pipeline.envs.episode_stats import Episode
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.records import StateDict
-from ml_pipeline.training.checks import FiniteCheck
 from ml_pipeline.training.contracts import Envs
 from ml_pipeline.training.device_envs import DeviceEnvs
 from ml_pipeline.training.env_batch import (
@@ -31,7 +30,7 @@ from ml_pipeline.training.env_batch import (
     saved_positions,
 )
 from ml_pipeline.training.graphs import Programs
-from ml_pipeline.training.host_envs import HostEnvs
+from ml_pipeline.training.host_envs import FiniteCheck, HostEnvs
 
 
 class ReplaySteps:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from ml_pipeline.algorithms.ppo import loss as losses
 from ml_pipeline.algorithms.ppo.agent import PPOAgent, TorchPPO
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.loss import LossTerms, ppo_loss
-from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.algorithms.ppo.loss import LossTerms, Minibatch, Rates, UpdateResult, ppo_loss
 from ml_pipeline.mirrors import fingerprint
 from ml_pipeline.policy import distributions, networks, optimiser
 from ml_pipeline.policy.actor_critic import ActorCritic

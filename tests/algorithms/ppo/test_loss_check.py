@@ -12,9 +12,8 @@ from conftest import small
 from gymnasium import spaces
 from small_agents import agent_for
 
-from ml_pipeline.algorithms.ppo.loss import LossTerms, ppo_loss
+from ml_pipeline.algorithms.ppo.loss import LossTerms, Minibatch, ppo_loss
 from ml_pipeline.algorithms.ppo.loss_check import LossError, check_loss
-from ml_pipeline.algorithms.ppo.records import Minibatch
 from ml_pipeline.assembly.run import train
 from ml_pipeline.policy.image_networks import DictNetwork
 from ml_pipeline.policy.networks import MLP

@@ -16,7 +16,7 @@ from small_agents import agent_for, minibatch
 from torch import nn
 
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
-from ml_pipeline.algorithms.ppo.records import Rates
+from ml_pipeline.algorithms.ppo.loss import Rates
 from ml_pipeline.errors import UserError
 from ml_pipeline.policy.image_networks import DictNetwork
 from ml_pipeline.policy.networks import MLP

@@ -12,7 +12,7 @@ from small_agents import Played, agent_in
 from tiny_envs import BreakingEnv, CountingEnv
 from tiny_torch_envs import Breaking, Places
 
-from ml_pipeline.algorithms.ppo.records import Rates
+from ml_pipeline.algorithms.ppo.loss import Rates
 from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
 from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.policy.networks import MLP

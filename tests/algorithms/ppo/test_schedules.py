@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.records import Rates
-from ml_pipeline.algorithms.ppo.schedules import Schedules
+from ml_pipeline.algorithms.ppo.loss import Rates
+from ml_pipeline.algorithms.ppo.trainer import Schedules
 
 
 @pytest.mark.parametrize(

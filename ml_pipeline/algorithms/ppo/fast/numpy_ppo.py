@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult
 from ml_pipeline.policy.actor_critic import ActorCritic
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.policy.distributions import (

@@ -25,7 +25,7 @@ from ml_pipeline.algorithms.ppo.fast.triton_kernels import (
     sample_kernel,
     score_kernel,
 )
-from ml_pipeline.algorithms.ppo.records import Minibatch, Rates, UpdateResult
+from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult
 from ml_pipeline.errors import type_and_line
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.policy.distributions import LOG_SQRT_2PI, Categorical
