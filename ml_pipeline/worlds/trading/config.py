@@ -11,6 +11,7 @@ from ml_pipeline.config.checks import integer_steps
 MARKETS = ("random_walk", "edge", "regimes", "gaps")
 NORMALISERS = ("standard", "robust", "none")
 LABELS = ("start", "end")
+COLUMNS = ("time", "open", "high", "low", "close", "volume", "spread", "symbol")
 DEFAULT_FEATURES = (
     *("return_1", "return_6", "return_24", "rsi_14", "ema_50", "atr_14", "bollinger_20_2"),
     *("volatility_24", "volume_24", "time_of_day", "time_of_week"),
@@ -80,6 +81,7 @@ class FilesConfig(DataConfig):
     path: Optional[str] = None  # a file, a folder or a pattern such as prices/*.csv
     timezone: Optional[str] = None  # of times without a zone; null: UTC, not accepted for MT5
     label: str = "start"  # start | end: what the times of a plain table mean
+    columns: Optional[dict[str, str]] = None  # names in a table, if they are other ones
     symbols: Optional[list[str]] = None  # null: all
     bar: Optional[str] = None  # resample to longer bars, such as 1h; null: as in the files
 
@@ -88,5 +90,9 @@ class FilesConfig(DataConfig):
         is_path = isinstance(self.path, str) and bool(self.path)
         self._check(is_path, "path", "a file, a folder or a pattern such as prices/*.csv")
         self._check_choice("label", LABELS)
+        named = self.columns or {}
+        is_map = isinstance(named, dict) and all(isinstance(each, str) for each in named.values())
+        rule = f"NAME of the file for any of {', '.join(COLUMNS)}, as {{time: NAME}}"
+        self._check(is_map and set(named) <= set(COLUMNS), "columns", rule)
         is_list = isinstance(self.symbols, (list, tuple)) and len(self.symbols) > 0
         self._check(self.symbols is None or is_list, "symbols", "null, or a list")

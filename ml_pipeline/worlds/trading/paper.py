@@ -21,6 +21,7 @@ from ml_pipeline.errors import first_line, type_and_line
 from ml_pipeline.worlds.trading.account import NO_FILL, Account, Bar, Fill, fill, mark
 from ml_pipeline.worlds.trading.data.bars import Bars, text_of
 from ml_pipeline.worlds.trading.data.files import market_files
+from ml_pipeline.worlds.trading.data.layouts import FileFormat
 from ml_pipeline.worlds.trading.data.load import Recipe, new_market, read_new_bars
 from ml_pipeline.worlds.trading.data.market import Market
 from ml_pipeline.worlds.trading.paper_log import PaperError, PaperLog, Record
@@ -76,7 +77,7 @@ class PaperPolicy:
             raise PaperError(f"{path}: its market is damaged: {type_and_line(error)}") from error
         self.settings = {k: v for k, v in env["kwargs"].items() if k not in _NOT_LIVE}
         data = env["kwargs"].get("data") or {}
-        self.files = {key: data[key] for key in ("timezone", "label") if data.get(key) is not None}
+        self.files = {key: data[key] for key in FileFormat._fields if data.get(key) is not None}
 
     def task(self, market: Market) -> TradingTask:
         try:

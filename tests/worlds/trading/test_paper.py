@@ -276,7 +276,7 @@ def test_mistakes_in_the_data_are_one_line(case: Trained, capsys: Capture) -> No
     content = path.read_text()
 
     path.write_text(content.replace("close", "last"))
-    assert "SYN0.csv:1: column close is missing" in fails(capsys, case)
+    assert "SYN0.csv:1: not a known layout: it lacks close; found time open" in fails(capsys, case)
     path.write_text(content.replace("signal", "noise"))
     assert "column signal is missing" in fails(capsys, case)
     bars = market_bars()["SYN0"]

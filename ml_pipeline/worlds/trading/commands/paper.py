@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ml_pipeline.commands._arguments import add_trust
-from ml_pipeline.worlds.trading.config import LABELS
+from ml_pipeline.worlds.trading.commands._files import add_format, given_format
 
 if TYPE_CHECKING:
     from ml_pipeline.worlds.trading.paper import Walked
@@ -34,8 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="DATE",
         help="walk bars that end after it, in UTC; default: bars newer than the training data",
     )
-    parser.add_argument("--timezone", help="of times without a zone; default: as in training")
-    parser.add_argument("--label", choices=LABELS, help="times of a table; default: as in training")
+    add_format(parser, zone="as in training", label="as in training")
     add_trust(parser)
 
 
@@ -64,11 +63,9 @@ def run(options: Namespace) -> None:
     }
     # A deployed policy is in a hidden folder, to which a link leads.
     folder = options.log or Path("paper") / Path(exported.metadata["run"]).name.lstrip(".")
-    given = {"timezone": options.timezone, "label": options.label}
-    files = {key: value for key, value in given.items() if value is not None}
     market_files(options.data)  # a wrong path must not leave a log behind
     with PaperLog.opened(folder, header) as log, torch_threads(torch.device("cpu")):
-        walk = PaperWalk(policy, options.data, log, start=options.start, **files)
+        walk = PaperWalk(policy, options.data, log, start=options.start, **given_format(options))
         say(f"{exported.env_name}, {', '.join(policy.recipe.symbols[:5])}: {log.path}")
         if options.start is not None and options.start < policy.until:
             until = text_of(policy.until)

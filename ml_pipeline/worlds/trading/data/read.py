@@ -14,7 +14,14 @@ from ml_pipeline.errors import first_line
 from ml_pipeline.extras import import_extra
 from ml_pipeline.worlds.trading.data.bars import Bars, check_bars
 from ml_pipeline.worlds.trading.data.errors import DataError
-from ml_pipeline.worlds.trading.data.layouts import OHLC, OHLCV, Layout, our_names, recognised
+from ml_pipeline.worlds.trading.data.layouts import (
+    OHLC,
+    OHLCV,
+    FileFormat,
+    Layout,
+    our_names,
+    recognised,
+)
 from ml_pipeline.worlds.trading.data.mistakes import first_mistake, line_of
 from ml_pipeline.worlds.trading.data.zones import to_utc
 
@@ -33,17 +40,17 @@ class Read(NamedTuple):
 
 
 def read_file(
-    path: Path, *, timezone: str | None, columns: Sequence[str] = (), is_growing: bool = False
+    path: Path, form: FileFormat, *, further: Sequence[str] = (), is_growing: bool = False
 ) -> Read:
-    """``columns`` are further columns to read; ``timezone`` is that of times without a zone.
+    """``further`` are the names of further columns to read.
 
     In a text file that is still growing, a last line without its end is not read.
     """
     if path.suffix.lower() == ".parquet":
-        layout, table = _read_parquet(path, columns)
+        layout, table = _read_parquet(path, form, further)
     else:
-        layout = recognised(path)
-        table = _read_text(path, layout, columns, is_growing)
+        layout = recognised(path, form.columns)
+        table = _read_text(path, layout, further, is_growing)
     if table.num_rows == 0:
         raise DataError(f"{path}: too short: it has no bars")
 
@@ -52,10 +59,10 @@ def read_file(
             return f"{path}: row {row + 1}"
         return f"{path}:{line_of(path, row, layout.n_header)}"
 
-    time = _utc(path, layout, table, timezone, place)
+    time = _utc(path, layout, table, form.timezone, place)
     bars: dict[str | None, Bars] = {}
-    for part in _symbols(table, columns):
-        bars[part.symbol] = _bars(table, time, part, columns, layout.point)
+    for part in _symbols(table, further):
+        bars[part.symbol] = _bars(table, time, part, further, layout.point)
         check_bars(bars[part.symbol], partial(_place_in, part.rows, place))
     return Read(layout.name, bars)
 
@@ -76,9 +83,9 @@ def _arrow(module: str) -> Any:
     return import_extra(module, needed_by="market data")
 
 
-def _read_text(path: Path, layout: Layout, columns: Sequence[str], is_growing: bool) -> Any:
+def _read_text(path: Path, layout: Layout, further: Sequence[str], is_growing: bool) -> Any:
     arrow, csv = _arrow("pyarrow"), _arrow("pyarrow.csv")
-    wanted = _wanted(path, layout.columns, columns)
+    wanted = _wanted(path, layout.columns, further)
     numbers = {name: arrow.float64() for name in wanted}
     times = {
         "epoch": arrow.int64(),
@@ -107,12 +114,12 @@ def _whole_lines(path: Path) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
-def _read_parquet(path: Path, columns: Sequence[str]) -> tuple[Layout, Any]:
+def _read_parquet(path: Path, form: FileFormat, further: Sequence[str]) -> tuple[Layout, Any]:
     arrow, parquet = _arrow("pyarrow"), _arrow("pyarrow.parquet")
     try:
         theirs = parquet.read_schema(path).names
-        ours = our_names(path, theirs)
-        wanted = _wanted(path, ours, columns)
+        ours = our_names(path, theirs, form.columns)
+        wanted = _wanted(path, ours, further)
         table = parquet.read_table(path, columns=[theirs[ours.index(name)] for name in wanted])
         table = table.rename_columns(wanted)
         for index, name in enumerate(wanted):
@@ -135,15 +142,15 @@ def _nanoseconds(column: Any, clock: str) -> Any:
     return column.cast(arrow.timestamp("ns", None if clock == "local" else "UTC"))
 
 
-def _wanted(path: Path, found: Sequence[str], columns: Sequence[str]) -> list[str]:
+def _wanted(path: Path, found: Sequence[str], further: Sequence[str]) -> list[str]:
     """The names of the columns to read, in the order of the file."""
     per_symbol = [name for name in found if name.partition(" ")[0] in OHLCV and " " in name]
     if per_symbol:
         return ["time", *per_symbol]
-    for name in columns:
+    for name in further:
         if name not in found:
             raise DataError(f"{path}:1: column {name} is missing, which features names")
-    ours = ("time", *OHLC, *_OPTIONAL, *columns)
+    ours = ("time", *OHLC, *_OPTIONAL, *further)
     return [name for name in found if name in ours]
 
 
@@ -192,8 +199,8 @@ def _since_1970(value: NDArray[np.int64]) -> NDArray[np.int64]:
     return value * scale
 
 
-def _symbols(table: Any, columns: Sequence[str]) -> list[_Part]:
-    plain = {name: name for name in (*OHLCV, "spread", *columns) if name in table.column_names}
+def _symbols(table: Any, further: Sequence[str]) -> list[_Part]:
+    plain = {name: name for name in (*OHLCV, "spread", *further) if name in table.column_names}
     if "symbol" in table.column_names:
         texts = table["symbol"].combine_chunks().dictionary_encode()
         codes = np.asarray(texts.indices)
@@ -219,7 +226,7 @@ def _own_columns(table: Any, symbol: str) -> _Part:
 
 
 def _bars(
-    table: Any, time: NDArray[np.int64], part: _Part, columns: Sequence[str], point: float
+    table: Any, time: NDArray[np.int64], part: _Part, further: Sequence[str], point: float
 ) -> Bars:
     own = time[part.rows]
 
@@ -229,5 +236,5 @@ def _bars(
         return np.asarray(table[part.names[name]].to_numpy()[part.rows], dtype=np.float64)
 
     prices = {name: values(name) for name in OHLCV}
-    further = {name: values(name) for name in columns}
-    return Bars(time=own, **prices, spread=values("spread") * point, columns=further)
+    columns = {name: values(name) for name in further}
+    return Bars(time=own, **prices, spread=values("spread") * point, columns=columns)

@@ -232,6 +232,21 @@ def test_recipe_gives_new_bars_the_features_of_the_market(files: dict[str, Any])
     assert equal(market, again)
 
 
+def test_named_columns_give_the_same_market(tmp_path: Path, files: dict[str, Any]) -> None:
+    renamed = tmp_path / "renamed"
+    renamed.mkdir()
+    for path in Path(files["path"]).glob("*.csv"):
+        text = path.read_text().replace("time", "when", 1).replace("close", "last", 1)
+        (renamed / path.name).write_text(text)
+    named = {**files, "path": str(renamed), "columns": {"time": "When", "close": "last"}}
+
+    assert equal(load_market(period="all", **files), load_market(period="all", **named))
+    with pytest.raises(DataError, match=r"lacks time, close; .*columns={time: NAME, close: NAME}"):
+        load_market(period="all", **{**named, "columns": None})
+    with pytest.raises(DataError, match=r"env\.kwargs\.data\.columns=.*must be NAME of the file"):
+        load_market(period="all", **{**named, "columns": {"when": "time"}})
+
+
 def test_tail_of_the_bars_suffices_for_the_newest_row(files: dict[str, Any]) -> None:
     files = {**files, "features": ["rsi_14", "ema_10", "atr_14", "bollinger_20_2", "time_of_day"]}
     market = load_market(period="all", **files)
