@@ -187,7 +187,7 @@ def _read_value(memory: Any, address: Address) -> int:
     return int(low) if value < low else int(high) if value > high else value
 
 
-def _check(fact: bool, key: str, value: Any, rule: str) -> None:
+def _check(fact: bool, key: str, value: object, rule: str) -> None:
     if not fact:
         raise GameBoyError(f"env.kwargs.{key}={value}: must be {rule}")
 

@@ -7,6 +7,7 @@ two-player env; the name of a scripted opponent makes it an ordinary env for one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -24,7 +25,7 @@ from ml_pipeline.worlds.hockey.opponents import (
     drawn_opponent,
     scripted_action,
 )
-from ml_pipeline.worlds.hockey.physics import FLOATS
+from ml_pipeline.worlds.hockey.physics import FLOATS, Maths, Number, Numbers
 
 GOAL_REWARD = 10.0
 MAX_STEPS = {"normal": 250, "shooting": 80, "defence": 80}
@@ -44,7 +45,7 @@ OBSERVATIONS = spaces.Box(-np.inf, np.inf, (18,), np.float32)
 ACTIONS = spaces.Box(-1.0, 1.0, (4,), np.float32)
 
 
-class Hockey(gym.Env[Any, Any]):
+class Hockey(gym.Env[NDArray[np.float32], Any]):
     """A game ends with a goal, +10 for player 0 or -10, or is truncated as a draw.
 
     ``opponent`` and ``mode`` can be set between episodes; the next reset applies them. The
@@ -113,7 +114,7 @@ class Hockey(gym.Env[Any, Any]):
         both = view + physics.view_1(self.state)
         return np.array(both, dtype=np.float32).reshape(2, 18)
 
-    def _forces(self, action: Any) -> Any:
+    def _forces(self, action: Any) -> Sequence[float]:
         if self.discrete:
             return DISCRETE[action]
         return [FLOATS.clip(value, -1.0, 1.0) for value in action]
@@ -150,7 +151,7 @@ def strength_of(opponent: str | None, *more_choices: str) -> float | None:
     return STRENGTH[opponent]
 
 
-def begin(m: Any, mode: str, draws: Any) -> tuple[Any, ...]:
+def begin(m: Maths, mode: str, draws: Sequence[Number]) -> Numbers:
     """The first state of an episode from ``N_DRAWS`` numbers in [0, 1), floats or tensors."""
     zero = 0.0 * draws[0]
     racket = (zero - 3.0, zero, zero, zero, zero, zero)

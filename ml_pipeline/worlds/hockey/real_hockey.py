@@ -80,13 +80,13 @@ class _Game:
         view: NDArray[np.float64] = _SIGN * self.view[_OTHER]
         return view
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., _Game], tuple[object, ...]]:
         if self._start is None:
             return _Game, ()
         return _repeat, (self._start, self._actions, self.view)
 
 
-def _repeat(start: _Start, actions: list[NDArray[np.float32]], view: NDArray[Any]) -> _Game:
+def _repeat(start: _Start, actions: list[NDArray[np.float32]], view: NDArray[np.float64]) -> _Game:
     """Play an episode again up to ``view``; Box2D cannot copy a world with its contacts."""
     game = _Game()
     game.start(start)
@@ -100,7 +100,7 @@ def _repeat(start: _Start, actions: list[NDArray[np.float32]], view: NDArray[Any
 class _NumPy:
     """NumPy with another ``random``."""
 
-    def __init__(self, random: Any) -> None:
+    def __init__(self, random: np.random.Generator) -> None:
         self.random = random
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +112,7 @@ class _Opponent:
 
     keep_mode = True
 
-    def __init__(self, random: Any, *, weak: bool) -> None:
+    def __init__(self, random: np.random.Generator, *, weak: bool) -> None:
         self.weak = weak
         self.phase = random.uniform(0.0, np.pi)
         self._random = random
@@ -144,7 +144,9 @@ class PackagePlayer:
         self._weak = weak
         self._players: list[_Opponent] = []
 
-    def act_batch(self, obs: NDArray[Any], deterministic: bool = True) -> NDArray[np.float32]:
+    def act_batch(
+        self, obs: NDArray[np.float32], deterministic: bool = True
+    ) -> NDArray[np.float32]:
         """Actions [n, 4] for observations [n, 18]; they are random even if ``deterministic``."""
         for i in range(len(self._players), len(obs)):
             self._players.append(_Opponent(np.random.default_rng(i), weak=self._weak))
@@ -152,7 +154,7 @@ class PackagePlayer:
         return np.array([player.act(row) for player, row in rows], dtype=np.float32)
 
 
-class RealHockey(gym.Env[Any, Any]):
+class RealHockey(gym.Env[NDArray[np.float32], Any]):
     """Two players if ``opponent`` is None; else one against ``weak``, ``strong`` or ``either``.
 
     ``opponent`` and ``mode`` can be set at any time, and take effect at the next reset.
@@ -244,7 +246,7 @@ class RealHockey(gym.Env[Any, Any]):
             del info["winner"]
         return self._shown_obs(), reward, has_goal, env.done and not has_goal, info
 
-    def render(self) -> Any:
+    def render(self) -> NDArray[np.uint8] | None:
         if self.render_mode is None:
             return None
         env = self._game.env
@@ -253,7 +255,8 @@ class RealHockey(gym.Env[Any, Any]):
             display = import_extra("pygame", needed_by="render_mode=human").display
             display.init()
             env.screen = display.set_mode((_package().VIEWPORT_W, _package().VIEWPORT_H))
-        return env.render(mode=self.render_mode)
+        frame: NDArray[np.uint8] | None = env.render(mode=self.render_mode)
+        return frame
 
     def close(self) -> None:
         self._game.env.close()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-import gymnasium as gym
 import torch
 from torch import Tensor
 
@@ -85,5 +84,5 @@ class TorchHockey(TorchVectorEnv):
         return {"winner": physics.winner(torch, state).to(torch.int64)}
 
     @classmethod
-    def single_env(cls, **kwargs: Any) -> gym.Env[Any, Any]:
+    def single_env(cls, **kwargs: Any) -> Hockey:
         return Hockey(**kwargs)

@@ -25,13 +25,13 @@ from ml_pipeline.worlds.trading.account import (
 )
 from ml_pipeline.worlds.trading.data.load import load_market, load_recipe
 from ml_pipeline.worlds.trading.judged import JudgedOnBars
-from ml_pipeline.worlds.trading.rewards import reward
+from ml_pipeline.worlds.trading.rewards import Moments, reward
 from ml_pipeline.worlds.trading.task import N_DRAWS, TradingTask, bar_of
 
 BLOCK = 256  # rows that are read from the market at once
 
 
-class Trading(JudgedOnBars, gym.Env[Any, Any]):
+class Trading(JudgedOnBars, gym.Env[NDArray[np.float32], Any]):
     """Arguments are those of ``TradingSettings``; the account is closed at most once per episode.
 
     For equity curves and lists of trades, ``row``, ``account``, ``fill`` (the order at the open)
@@ -54,7 +54,7 @@ class Trading(JudgedOnBars, gym.Env[Any, Any]):
         self.column: int | slice = slice(None) if task.portfolio else 0  # of the symbols
         self.account = task.new_account()
         self.fill = self.forced = NO_FILL  # of the last step, at its open and at its close
-        self._moments: tuple[Any, Any] = (0.0, 0.0)
+        self._moments: Moments = (0.0, 0.0)
         self._n_steps = 0
         # Rows of the market from _first_row: bars, and observations that lack the account.
         self._first_row = 0

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ def judge_run(run_folder: Path | str, *, period: str, n_trials: int) -> Judgemen
     return judge_runs([run_folder], period=period, n_trials=n_trials)
 
 
-def facts_for_deployment(run: Path, n_trials: int) -> dict[str, Any]:
+def facts_for_deployment(run: Path, n_trials: int) -> dict[str, object]:
     """What the judge says about a run that shall be deployed; refuses one without an edge.
 
     ``n_trials`` counts the trials that the run was selected from.

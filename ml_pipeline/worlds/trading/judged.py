@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 VALIDATION = "validation"
 
@@ -15,7 +15,7 @@ class JudgedOnBars:
     judge: ClassVar[str] = "ml_pipeline.worlds.trading.judge.facts_for_deployment"
 
     @classmethod
-    def why_not_select(cls, kwargs: Mapping[str, Any]) -> str | None:
+    def why_not_select(cls, kwargs: Mapping[str, object]) -> str | None:
         """Why a study must not select trials by these bars: those of train and test."""
         period = kwargs.get("period", "train")
         if period == VALIDATION:

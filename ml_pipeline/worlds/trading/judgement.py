@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -268,7 +268,7 @@ def _remarks(
     return lines
 
 
-def as_json(judgement: Judgement) -> dict[str, Any]:
+def as_json(judgement: Judgement) -> dict[str, object]:
     """Everything but the curves; infinite ratios are null."""
     return {
         "verdict": judgement.verdict,
@@ -293,7 +293,7 @@ def as_json(judgement: Judgement) -> dict[str, Any]:
     }
 
 
-def _part_json(part: Part) -> dict[str, Any]:
+def _part_json(part: Part) -> dict[str, object]:
     figures = _finite({**part.figures._asdict(), **part.activity._asdict()})
     interval = _numbers(part.sharpe)
     return {"name": part.name, **figures, "sharpe_interval": interval, "deflated": part.deflated}

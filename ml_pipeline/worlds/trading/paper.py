@@ -18,7 +18,7 @@ import torch
 
 from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.errors import first_line, type_and_line
-from ml_pipeline.worlds.trading.account import NO_FILL, Account, Bar, Fill, fill, mark
+from ml_pipeline.worlds.trading.account import NO_FILL, Account, Bar, Fill, Number, fill, mark
 from ml_pipeline.worlds.trading.data.bars import Bars, text_of
 from ml_pipeline.worlds.trading.data.files import market_files
 from ml_pipeline.worlds.trading.data.layouts import FileFormat
@@ -43,7 +43,7 @@ class Book:
     name: str
     column: int | slice  # of the symbols of the market
     account: Account
-    order: Any  # exposure in multiples of the equity, filled at the next open; None: closed
+    order: Number  # exposure in multiples of the equity, filled at the next open; None: closed
     memory: torch.Tensor | None  # of a recurrent policy
 
 
@@ -290,6 +290,6 @@ def _restored(books: list[Book], task: TradingTask, record: Record) -> list[Book
     return books
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Number) -> Number:
     """A value of NumPy as one of Python, for JSON and for fast arithmetic."""
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value

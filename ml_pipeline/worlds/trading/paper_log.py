@@ -40,7 +40,7 @@ class PaperLog:
 
     @classmethod
     @contextmanager
-    def opened(cls, folder: Path, header: Mapping[str, Any]) -> Iterator[PaperLog]:
+    def opened(cls, folder: Path, header: Mapping[str, object]) -> Iterator[PaperLog]:
         """Create the log, or continue one with the same header; no other process may have it."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ class PaperLog:
         """Wait until the disk has every line."""
         os.fsync(self._file.fileno())
 
-    def _begin(self, header: Mapping[str, Any]) -> None:
+    def _begin(self, header: Mapping[str, object]) -> None:
         """Remove a last line without its end, check the first line, and read the last one.
 
         A log without bars is begun again.
@@ -118,7 +118,7 @@ class PaperLog:
             raise PaperError(f"{self.path}: not a log of this command; use another --log")
         return record
 
-    def _check(self, known: Record, header: Mapping[str, Any]) -> None:
+    def _check(self, known: Record, header: Mapping[str, object]) -> None:
         for key, value in header.items():
             if known.get(key) != value:
                 raise PaperError(

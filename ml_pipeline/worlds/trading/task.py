@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from ml_pipeline.worlds.trading.account import (
     Account,
     AccountRules,
     Bar,
+    Maths,
+    Number,
     open_account,
     settings_of,
     view,
@@ -67,7 +69,7 @@ class TradingTask:
         self.reward_rules = settings_of(RewardRules, settings.reward, key="reward.")
         self.window = settings.window
         self.portfolio = settings.portfolio
-        self.m: Any = ARRAYS if self.portfolio else FLOATS  # of the functions of trading_account
+        self.m: Maths = ARRAYS if self.portfolio else FLOATS  # of the functions of trading_account
         self.symbol = settings.symbol
         self.market = market = _market_of(settings)
         _check_spread(market, self.rules)
@@ -117,7 +119,7 @@ class TradingTask:
     def new_account(self) -> Account:
         return open_account(self.rules, np.zeros(self.n_assets) if self.portfolio else 0.0, 0.0)
 
-    def target(self, action: Any) -> Any:
+    def target(self, action: Any) -> Number:
         """The exposure that an action asks for, per asset, in multiples of the equity."""
         positions, leverage = self.positions, self.rules.leverage
         if not self.portfolio:
@@ -136,7 +138,7 @@ class TradingTask:
         seen = np.hstack(view(self.m, self.rules, account))
         return np.concatenate((rows, seen), axis=None, dtype=np.float32)
 
-    def outcome(self, account: Account) -> dict[str, Any]:
+    def outcome(self, account: Account) -> dict[str, Number]:
         """What a run logs of an ended episode."""
         return {
             "equity": account.equity,
@@ -167,7 +169,7 @@ class TradingTask:
         return spaces.Discrete(len(self.positions))
 
 
-def bar_of(columns: Any) -> Bar:
+def bar_of(columns: Iterable[Number]) -> Bar:
     """A Bar from six numbers or six arrays."""
     opens, high, low, close, spread, tradable = columns
     return Bar(opens, high, low, close, spread, tradable > 0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,10 @@ SUFFIXES = (*TEXT, ".parquet")
 
 _OPTIONAL = ("symbol", "volume", "spread", "date", "clock")
 _FORMATS = {"histdata": "%Y%m%d %H%M%S", "mt5": "%Y.%m.%d"}
+
+
+Rows = slice | NDArray[np.int64]  # of a table
+Table = Any  # of pyarrow, which has no types
 
 
 class Read(NamedTuple):
@@ -71,19 +76,19 @@ class _Part(NamedTuple):
     """One symbol of a table."""
 
     symbol: str | None
-    rows: Any  # a slice or an array of integers
+    rows: Rows
     names: dict[str, str]  # our names -> columns of the table
 
 
-def _place_in(rows: Any, place: Callable[[int], str], row: int) -> str:
+def _place_in(rows: Rows, place: Callable[[int], str], row: int) -> str:
     return place(row if isinstance(rows, slice) else int(rows[row]))
 
 
-def _arrow(module: str) -> Any:
+def _arrow(module: str) -> ModuleType:
     return import_extra(module, needed_by="market data")
 
 
-def _read_text(path: Path, layout: Layout, further: Sequence[str], is_growing: bool) -> Any:
+def _read_text(path: Path, layout: Layout, further: Sequence[str], is_growing: bool) -> Table:
     arrow, csv = _arrow("pyarrow"), _arrow("pyarrow.csv")
     wanted = _wanted(path, layout.columns, further)
     numbers = {name: arrow.float64() for name in wanted}
@@ -114,7 +119,7 @@ def _whole_lines(path: Path) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
-def _read_parquet(path: Path, form: FileFormat, further: Sequence[str]) -> tuple[Layout, Any]:
+def _read_parquet(path: Path, form: FileFormat, further: Sequence[str]) -> tuple[Layout, Table]:
     arrow, parquet = _arrow("pyarrow"), _arrow("pyarrow.parquet")
     try:
         theirs = parquet.read_schema(path).names
@@ -155,7 +160,7 @@ def _wanted(path: Path, found: Sequence[str], further: Sequence[str]) -> list[st
 
 
 def _utc(
-    path: Path, layout: Layout, table: Any, timezone: str | None, place: Callable[[int], str]
+    path: Path, layout: Layout, table: Table, timezone: str | None, place: Callable[[int], str]
 ) -> NDArray[np.int64]:
     """The times as UTC nanoseconds."""
     for name in ("time", "date", "clock", "symbol"):
@@ -199,7 +204,7 @@ def _since_1970(value: NDArray[np.int64]) -> NDArray[np.int64]:
     return value * scale
 
 
-def _symbols(table: Any, further: Sequence[str]) -> list[_Part]:
+def _symbols(table: Table, further: Sequence[str]) -> list[_Part]:
     plain = {name: name for name in (*OHLCV, "spread", *further) if name in table.column_names}
     if "symbol" in table.column_names:
         texts = table["symbol"].combine_chunks().dictionary_encode()
@@ -216,7 +221,7 @@ def _symbols(table: Any, further: Sequence[str]) -> list[_Part]:
     return [_own_columns(table, symbol) for symbol in names]
 
 
-def _own_columns(table: Any, symbol: str) -> _Part:
+def _own_columns(table: Table, symbol: str) -> _Part:
     """A symbol with columns of its own; rows that are empty in all of them are not its bars."""
     own = {name: f"{name} {symbol}" for name in OHLCV if f"{name} {symbol}" in table.column_names}
     is_bar = np.zeros(table.num_rows, dtype=np.bool_)
@@ -226,7 +231,7 @@ def _own_columns(table: Any, symbol: str) -> _Part:
 
 
 def _bars(
-    table: Any, time: NDArray[np.int64], part: _Part, further: Sequence[str], point: float
+    table: Table, time: NDArray[np.int64], part: _Part, further: Sequence[str], point: float
 ) -> Bars:
     own = time[part.rows]
 
