@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from ml_pipeline.runs.console import plain_table
+
 # The seed, over which a group averages, and keys that have no effect on learning.
 _NOT_COMPARED = (
     *("seed", "device", "cpu_threads", "resume", "trust"),
@@ -103,7 +105,7 @@ def fitted(needed: Columns, extra: Columns, width: int) -> tuple[Table, list[str
         if taken + wide <= width:
             fitting[title] = cells
             taken += wide
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = plain_table()
     for title, cells in (*needed.items(), *fitting.items()):
         is_number = all(re.fullmatch(r"[\d.,e+-]+", cell) for cell in cells)
         table.add_column(title, overflow="fold", justify="right" if is_number else "left")

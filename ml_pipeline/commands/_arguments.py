@@ -16,6 +16,8 @@ from ml_pipeline.config.train import RUN_ROOT
 from ml_pipeline.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ml_pipeline.assembly.players import Player
 
 LATEST_RUN = "latest"
@@ -54,6 +56,33 @@ def add_root(parser: ArgumentParser) -> None:
         metavar="DIR",
         help=f"find runs in this folder, the run_root of a config; default: {RUN_ROOT}",
     )
+
+
+def add_checkpoint(parser: ArgumentParser) -> None:
+    """For commands that load one run."""
+    parser.add_argument(
+        "--checkpoint",
+        metavar="NAME",
+        help="best, latest or step_N; default: best if saved, else latest",
+    )
+
+
+def add_deterministic(parser: ArgumentParser) -> None:
+    """For commands that act with a policy that can sample."""
+    parser.add_argument(
+        "--deterministic", action="store_true", help="take the most likely action; default: sample"
+    )
+
+
+def add_results(parser: ArgumentParser, default: str) -> None:
+    """For commands that write files and a page, for ``show_results``."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"folder of the results; default: runs/{default}_<date>_<time>",
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
 
 def add_render(parser: ArgumentParser) -> None:
@@ -96,6 +125,23 @@ def dated_folder(kind: str, name: str) -> Path:
     """The default folder of a result: runs/<kind>/<name>_<date>_<time>."""
     safe = re.sub(r"[^\w.-]+", "-", name)
     return Path("runs") / kind / f"{safe}_{datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+
+def print_fitted(make_table: Callable[[int], tuple[Table, list[str]]]) -> None:
+    """Print a table that fits the width of the console, and name the columns that did not fit."""
+    from ml_pipeline.runs.console import wide_console
+
+    console = wide_console()
+    table, hidden = make_table(console.width)
+    console.print(table)
+    if hidden:
+        print(f"not shown, for lack of width: {', '.join(hidden)}")
+
+
+def show_results(folder: Path, write: Callable[[Path], Path], *, opens: bool) -> None:
+    """Write the report of results that are already in ``folder``, if its packages are there."""
+    if not show_report(lambda: write(folder), is_asked_for=False, opens=opens):
+        print(f"results: {folder}")
 
 
 def show_report(write: Callable[[], Path], *, is_asked_for: bool, opens: bool) -> bool:

@@ -11,6 +11,8 @@ from ml_pipeline.commands._arguments import (
     ENV_HELP,
     MOST_GAMES,
     RUN_HELP,
+    add_checkpoint,
+    add_deterministic,
     add_render,
     add_root,
     add_trust,
@@ -52,14 +54,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"with --opponent; default: {_N_GAMES}, or {_N_SHOWN_GAMES} with --video or --render",
     )
     parser.add_argument("--env", metavar="NAME_OR_RUN", help=f"{ENV_HELP}; default: that of RUN")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="take the most likely action; default: sample"
-    )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="NAME",
-        help="best, latest or step_N; default: best if saved, else latest",
-    )
+    add_deterministic(parser)
+    add_checkpoint(parser)
     parser.add_argument(
         "--seed",
         type=integer(0),

@@ -16,10 +16,9 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.analysis.statistics import Array, Estimate
+from ml_pipeline.analysis.statistics import Array
 
 N_DRAWS = 2_000  # of a bootstrap
-_CONFIDENCE = 0.95
 _NORMAL = NormalDist()
 _EULER = 0.5772156649015329  # the Euler-Mascheroni constant
 _TINY = 1e-12  # a smaller deviation, relative to the size of the returns, is rounding
@@ -178,13 +177,6 @@ def sharpe_draws(returns: Array, block: int, *, seed: int = 0) -> Array:
         scale = np.sqrt(np.where(varies, variance, 1.0))
         draws[:, column] = np.where(varies, (mean + centre) / scale, 0.0)
     return draws
-
-
-def interval(value: float, draws: Array) -> Estimate:
-    """A value with the 95 % percentile interval of its draws."""
-    tail = 0.5 * (1.0 - _CONFIDENCE)
-    low, high = np.quantile(draws, [tail, 1.0 - tail])
-    return Estimate(np.asarray(value), np.asarray(low), np.asarray(high))
 
 
 def _block_sums(values: Array, block: int) -> Array:

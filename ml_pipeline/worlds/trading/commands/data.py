@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from ml_pipeline.metrics import counted
 from ml_pipeline.worlds.trading.commands._files import add_format, given_format
 
 HELP = "check market files and print their symbols, spans and gaps"
@@ -23,7 +24,7 @@ def run(options: Namespace) -> None:
 
     files = market_files(options.path)
     symbols, length = read_bars(files, FileFormat(**given_format(options)))
-    n_files = "1 file" if len(files) == 1 else f"{len(files)} files"
+    n_files = counted(len(files), "file")
     print(f"{options.path}: {n_files}, bars of {bar_text(length)}, times are the ends in UTC")
     width = max(len("symbol"), *map(len, symbols))
     print(f"{'symbol':<{width}}  {'bars':>11}  {'first':<19}  {'last':<19}  {'gaps':>7}  longest")

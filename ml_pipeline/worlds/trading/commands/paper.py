@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ml_pipeline.commands._arguments import add_trust
+from ml_pipeline.metrics import counted
 from ml_pipeline.worlds.trading.commands._files import add_format, given_format
 
 if TYPE_CHECKING:
@@ -89,8 +90,6 @@ def _line(walked: Walked) -> str:
     """The bars since the last line, as text: the last bar, trades, equity and positions."""
     accounts = walked.record["accounts"].values()
     equity = sum(each["equity"] for each in accounts)
-    bars = "1 bar" if walked.n_bars == 1 else f"{walked.n_bars:,} bars"
-    trades = "1 trade" if walked.n_fills == 1 else f"{walked.n_fills:,} trades"
     orders = {
         symbol: exposure
         for each in accounts
@@ -99,8 +98,9 @@ def _line(walked: Walked) -> str:
     }
     wanted = ", ".join(f"{symbol} {exposure:+.2f}" for symbol, exposure in orders.items())
     return (
-        f"{walked.record['time']}  {bars}, {trades}, equity {equity:,.2f}, next exposure "
-        f"{wanted or 'none'}"
+        f"{walked.record['time']}  {counted(walked.n_bars, 'bar')}, "
+        f"{counted(walked.n_fills, 'trade')}, equity {equity:,.2f}, "
+        f"next exposure {wanted or 'none'}"
     )
 
 
