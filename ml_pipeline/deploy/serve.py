@@ -59,17 +59,11 @@ def serve(
     port: int,
     max_batch: int,
     allow_hosts: Collection[str] = (),
-    limits: Limits | None = None,
 ) -> None:
     """Answer until a stop signal, which is raised as ``Interrupted``."""
     with StopSignals():  # until uvicorn handles the signals, and after
         server = PolicyServer(
-            policy,
-            host=host,
-            port=port,
-            max_batch=max_batch,
-            allow_hosts=allow_hosts,
-            limits=limits,
+            policy, host=host, port=port, max_batch=max_batch, allow_hosts=allow_hosts
         )
         print(f"serving {policy.env_name} on {server.url} (stop with Ctrl-C)", flush=True)
         try:
@@ -95,10 +89,10 @@ class PolicyServer(uvicorn.Server):
         port: int,
         max_batch: int = 64,
         allow_hosts: Collection[str] = (),
-        limits: Limits | None = None,
+        limits: Limits = Limits(),  # noqa: B008 - it cannot be changed
     ) -> None:
         self._policy = policy
-        self._limits = limits = limits or Limits()
+        self._limits = limits
         self._listener = _listen(host, port)
         self._names = {each.lower() for each in (*_LOOPBACK, host, *allow_hosts)}
         self._reader = RequestReader(policy, max_rows=max_batch)

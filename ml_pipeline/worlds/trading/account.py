@@ -11,7 +11,7 @@ open * (1 - slippage) - spread / 2. The commission is a share of the value at th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -57,6 +57,13 @@ class Fill(NamedTuple):
     units: Number
     price: Number  # with spread and slippage
     cost: Number  # spread, slippage and commission, in money
+
+    def trades(self, symbols: Sequence[str]) -> Iterator[tuple[str, float, float, float]]:
+        """Symbol, units, price and cost of each trade."""
+        columns = (np.broadcast_to(each, len(symbols)).tolist() for each in self)
+        for symbol, units, price, cost in zip(symbols, *columns, strict=True):
+            if units != 0.0:
+                yield symbol, units, price, cost
 
 
 NO_FILL = Fill(0.0, 0.0, 0.0)

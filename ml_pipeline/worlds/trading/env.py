@@ -24,9 +24,8 @@ from ml_pipeline.worlds.trading.account import (
     view,
 )
 from ml_pipeline.worlds.trading.data.load import load_market, load_recipe
-from ml_pipeline.worlds.trading.judged import JudgedOnBars
 from ml_pipeline.worlds.trading.rewards import Moments, reward
-from ml_pipeline.worlds.trading.task import N_DRAWS, TradingTask, bar_of
+from ml_pipeline.worlds.trading.task import N_DRAWS, JudgedOnBars, TradingTask, bar_of
 
 BLOCK = 256  # rows that are read from the market at once
 

@@ -20,9 +20,8 @@ from ml_pipeline.runs.checkpoint import best_or_latest, named_checkpoint
 from ml_pipeline.runs.console import user_command
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.worlds.trading.env import Trading
-from ml_pipeline.worlds.trading.judged import VALIDATION
 from ml_pipeline.worlds.trading.judgement import Judgement, judge
-from ml_pipeline.worlds.trading.task import TradingTask
+from ml_pipeline.worlds.trading.task import VALIDATION, TradingTask
 from ml_pipeline.worlds.trading.walk import Walk, walk
 
 _ALL = "all"  # the period with the bars of every other one

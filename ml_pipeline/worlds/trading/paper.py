@@ -264,12 +264,9 @@ def _record(task: TradingTask, row: int, done: list[tuple[Book, Fill, Fill]]) ->
 
 
 def _fills(symbols: tuple[str, ...], filled: Fill, why: str) -> list[Record]:
-    arrays = (np.broadcast_to(each, len(symbols)).tolist() for each in filled)
-    return [
-        {"symbol": symbol, "units": units, "price": price, "cost": cost, "why": why}
-        for symbol, units, price, cost in zip(symbols, *arrays, strict=True)
-        if units != 0.0
-    ]
+    names = ("symbol", "units", "price", "cost")
+    trades = filled.trades(symbols)
+    return [{**dict(zip(names, trade, strict=True)), "why": why} for trade in trades]
 
 
 def _restored(books: list[Book], task: TradingTask, record: Record) -> list[Book]:

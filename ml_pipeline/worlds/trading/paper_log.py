@@ -17,6 +17,7 @@ from typing import Any
 
 from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.locks import FileLock
+from ml_pipeline.runs.run_folder import sync_folder
 
 LOG_FILE = "paper.jsonl"
 
@@ -56,7 +57,7 @@ class PaperLog:
             with _opened(path) as file:
                 log = cls(path, file)
                 log._begin(header)
-                _sync_folder(folder)
+                sync_folder(folder)
                 yield log
                 log.sync()
         finally:
@@ -132,14 +133,3 @@ def _opened(path: Path) -> FileIO:
         return path.open("a+b", buffering=0)
     except OSError as error:
         raise PaperError(f"{path}: cannot be opened: {error.strerror}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the disk knows a new file."""
-    if os.name == "nt":
-        return  # Windows cannot open folders
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

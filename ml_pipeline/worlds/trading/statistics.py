@@ -157,14 +157,14 @@ def block_length(values: Array) -> int:
     return min(max(math.ceil(math.pow(1.5 * slope**2 * n, 1 / 3)), least), most)
 
 
-def sharpe_draws(returns: Array, block: int, *, seed: int = 0) -> Array:
+def sharpe_draws(returns: Array, block: int) -> Array:
     """Sharpe ratios [n_draws, K] of resampled returns [T, K]; all columns share their blocks.
 
     Circular block bootstrap: a draw is as long as T in whole blocks, rounded down.
     """
     n, n_columns = returns.shape
     n_blocks = max(n // block, 1)
-    starts = np.random.default_rng([seed, n, block]).integers(0, n, (N_DRAWS, n_blocks))
+    starts = np.random.default_rng([0, n, block]).integers(0, n, (N_DRAWS, n_blocks))
     length = n_blocks * block
     draws = np.empty((N_DRAWS, n_columns))
     for column in range(n_columns):

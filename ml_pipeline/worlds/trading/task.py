@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium import spaces
@@ -28,6 +28,7 @@ from ml_pipeline.worlds.trading.data.market import Market
 from ml_pipeline.worlds.trading.rewards import RewardRules
 
 RANDOM, EACH = "random", "each"
+VALIDATION = "validation"
 N_DRAWS = 2  # random numbers of a start: the row and the symbol
 
 
@@ -167,6 +168,24 @@ class TradingTask:
         if self.portfolio:
             return spaces.MultiDiscrete([len(self.positions)] * self.n_assets)
         return spaces.Discrete(len(self.positions))
+
+
+class JudgedOnBars:
+    """The base of both trading envs; a ``JudgedEnv``."""
+
+    judge_command: ClassVar[str] = "judge"
+    judge: ClassVar[str] = "ml_pipeline.worlds.trading.judge.facts_for_deployment"
+
+    @classmethod
+    def why_not_select(cls, kwargs: Mapping[str, object]) -> str | None:
+        """Why a study must not select trials by these bars: those of train and test."""
+        period = kwargs.get("period", "train")
+        if period == VALIDATION:
+            return None
+        return (
+            f"eval_env.kwargs.period={period}: a study selects trials by their evaluations, and "
+            "the test period must stay unseen; add +eval_env.kwargs.period=validation"
+        )
 
 
 def bar_of(columns: Iterable[Number]) -> Bar:

@@ -22,9 +22,8 @@ from ml_pipeline.worlds.trading.account import (
     within_limit,
 )
 from ml_pipeline.worlds.trading.env import Trading
-from ml_pipeline.worlds.trading.judged import JudgedOnBars
 from ml_pipeline.worlds.trading.rewards import reward
-from ml_pipeline.worlds.trading.task import EACH, N_DRAWS, TradingTask, bar_of
+from ml_pipeline.worlds.trading.task import EACH, N_DRAWS, JudgedOnBars, TradingTask, bar_of
 
 
 class Tensors:

@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.locks import FileLock
-from ml_pipeline.worlds.trading.data.errors import DataError
-from ml_pipeline.worlds.trading.data.market import Market
+from ml_pipeline.worlds.trading.data.market import DataError, Market
 
 _MANIFEST = "manifest.json"
 _VERSION = 1  # raise it when the numbers in an entry change

@@ -8,11 +8,17 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ml_pipeline.worlds.trading.data.bars import Bars, bar_text, joined, length_of, text_of
-from ml_pipeline.worlds.trading.data.errors import DataError
+from ml_pipeline.worlds.trading.data.bars import (
+    Bars,
+    bar_text,
+    joined,
+    length_of,
+    resampled,
+    text_of,
+)
 from ml_pipeline.worlds.trading.data.layouts import PLAIN, FileFormat
+from ml_pipeline.worlds.trading.data.market import DataError
 from ml_pipeline.worlds.trading.data.read import SUFFIXES, Read, read_file
-from ml_pipeline.worlds.trading.data.resample import resampled
 
 # The names that sites and terminals give to their files; the group is the symbol.
 _FILE_NAMES = (

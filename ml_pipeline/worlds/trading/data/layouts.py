@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from ml_pipeline.worlds.trading.data.errors import DataError
+from ml_pipeline.worlds.trading.data.market import DataError
 
 OHLC = ("open", "high", "low", "close")
 OHLCV = (*OHLC, "volume")

@@ -19,11 +19,10 @@ from ml_pipeline.worlds.trading.config import DataConfig, FilesConfig, Synthetic
 from ml_pipeline.worlds.trading.data.align import aligned
 from ml_pipeline.worlds.trading.data.bars import Bars, bar_text, nanoseconds
 from ml_pipeline.worlds.trading.data.cache import Entry, cached, default_folder, key_of
-from ml_pipeline.worlds.trading.data.errors import DataError
 from ml_pipeline.worlds.trading.data.features import Feature, parsed
 from ml_pipeline.worlds.trading.data.files import market_files, read_bars
 from ml_pipeline.worlds.trading.data.layouts import FileFormat
-from ml_pipeline.worlds.trading.data.market import Market
+from ml_pipeline.worlds.trading.data.market import DataError, Market
 from ml_pipeline.worlds.trading.data.normalise import Statistics, fitted, normalised
 from ml_pipeline.worlds.trading.data.split import PERIODS, periods
 from ml_pipeline.worlds.trading.data.synthetic import synthetic_bars

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ml_pipeline.worlds.trading.data.errors import DataError
 from ml_pipeline.worlds.trading.data.layouts import Layout, cells_of, clock_of
+from ml_pipeline.worlds.trading.data.market import DataError
 
 NULLS = ("", "nan", "null", "n/a", "na", "#n/a", "none")
 _NOT_NUMBERS = ("time", "symbol", "date", "clock")

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ml_pipeline.errors import first_line
 from ml_pipeline.extras import import_extra
 from ml_pipeline.worlds.trading.data.bars import Bars, check_bars
-from ml_pipeline.worlds.trading.data.errors import DataError
 from ml_pipeline.worlds.trading.data.layouts import (
     OHLC,
     OHLCV,
@@ -23,6 +22,7 @@ from ml_pipeline.worlds.trading.data.layouts import (
     our_names,
     recognised,
 )
+from ml_pipeline.worlds.trading.data.market import DataError
 from ml_pipeline.worlds.trading.data.mistakes import first_mistake, line_of
 from ml_pipeline.worlds.trading.data.zones import to_utc
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.worlds.trading.data.bars import text_of
-from ml_pipeline.worlds.trading.data.errors import DataError
+from ml_pipeline.worlds.trading.data.market import DataError
 
 PERIODS = ("train", "validation", "test", "all")
 _SHORTEST = 2  # rows: an order fills in the next one

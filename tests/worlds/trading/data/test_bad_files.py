@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from market_rows import FILES, random_bars, write_table
 
-from ml_pipeline.worlds.trading.data.errors import DataError
 from ml_pipeline.worlds.trading.data.files import market_files, read_bars
 from ml_pipeline.worlds.trading.data.layouts import PLAIN, FileFormat
+from ml_pipeline.worlds.trading.data.market import DataError
 
 HEADER = "time,open,high,low,close,volume"
 GOOD = [f"2024-01-01 0{hour}:00:00,10,12,9,11,5" for hour in range(6)]

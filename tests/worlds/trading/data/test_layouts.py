@@ -10,9 +10,9 @@ import pytest
 from market_rows import FILES, HOUR, random_bars, utc, write_table
 
 from ml_pipeline.worlds.trading.data.bars import Bars
-from ml_pipeline.worlds.trading.data.errors import DataError
 from ml_pipeline.worlds.trading.data.files import market_files, read_bars, symbol_of
 from ml_pipeline.worlds.trading.data.layouts import PLAIN, FileFormat
+from ml_pipeline.worlds.trading.data.market import DataError
 from ml_pipeline.worlds.trading.data.read import read_file
 
 MINUTE = HOUR // 60

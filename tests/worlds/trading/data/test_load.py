@@ -19,7 +19,6 @@ from market_rows import HOUR, random_bars, write_table
 
 from ml_pipeline.assembly.compose import ConfigError, compose_config, preset_files
 from ml_pipeline.worlds.trading.config import MARKETS, FilesConfig, SyntheticConfig
-from ml_pipeline.worlds.trading.data.errors import DataError
 from ml_pipeline.worlds.trading.data.load import (
     Recipe,
     load_market,
@@ -27,7 +26,7 @@ from ml_pipeline.worlds.trading.data.load import (
     new_market,
     read_new_bars,
 )
-from ml_pipeline.worlds.trading.data.market import Market
+from ml_pipeline.worlds.trading.data.market import DataError, Market
 
 ARRAYS = Market._fields[2:]
 
