@@ -79,7 +79,7 @@ _MODULES = {
     "data.layouts": "worlds.trading.data.layouts",
     "data.load": "worlds.trading.data.load",
     "data.market": "worlds.trading.data.market",
-    "data.mistakes": "worlds.trading.data.mistakes",
+    "data.mistakes": "worlds.trading.data.layouts",
     "data.normalise": "worlds.trading.data.normalise",
     "data.read": "worlds.trading.data.read",
     "data.resample": "worlds.trading.data.bars",

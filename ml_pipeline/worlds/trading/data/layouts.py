@@ -1,13 +1,13 @@
-"""Layouts: how a market file writes its bars: a known layout, or a table whose columns are named.
+"""Layouts: how a text file writes its bars, and which of its lines does not fit.
 
-docs/market_data.md has a table of them. Times of every layout but a table are the START of a bar.
+docs/market_data.md lists the six layouts. Times of each but a table are the START of a bar.
 """
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,8 @@ _MT5 = {
 }
 _BINANCE = ("time", *OHLCV, *(f"_{index}" for index in range(6)))
 _DATE = r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d+)?)?)?"
+_NULLS = ("", "nan", "null", "n/a", "na", "#n/a", "none")
+_NOT_NUMBERS = ("time", "symbol", "date", "clock")
 _SAMPLED = 100  # lines in which the decimals of the prices are counted
 
 
@@ -63,7 +65,7 @@ def recognised(path: Path, columns: Mapping[str, str]) -> Layout:
         raise DataError(f"{path}: too short: it is empty")
     first = lines[0].strip()
     separator = max(",;\t", key=first.count)
-    cells = [cells_of(line, separator) for line in lines[:4]]
+    cells = [_cells_of(line, separator) for line in lines[:4]]
     if columns:
         return _table(path, cells, separator, columns)
     if first.startswith("<DATE>"):
@@ -78,7 +80,7 @@ def recognised(path: Path, columns: Mapping[str, str]) -> Layout:
     return layout._replace(name=_source(cells[0], layout))
 
 
-def cells_of(line: str, separator: str) -> list[str]:
+def _cells_of(line: str, separator: str) -> list[str]:
     """The cells of a line; one cell if it is not text."""
     try:
         return next(csv.reader([line.strip("\r\n")], delimiter=separator))
@@ -113,16 +115,16 @@ def _yfinance(path: Path, cells: Sequence[Sequence[str]]) -> Layout:
     """The header of three lines: prices, symbols, and the name of the index."""
     if len(cells) < 4:
         raise DataError(f"{path}: too short: it has no bars")
-    _check_width(path, cells)
     prices, symbols, names, bar = cells
-    if symbols[0] != "Ticker" or names[0] not in ("Date", "Datetime"):
+    is_known = symbols[0] == "Ticker" and names[0] in ("Date", "Datetime")
+    if not is_known or len(symbols) != len(prices):
         raise DataError(f"{path}:2: not a known layout: yfinance has a line Ticker and a line Date")
     pairs = zip(prices[1:], symbols[1:], strict=True)
     columns = [f"{price.lower()} {symbol}" for price, symbol in pairs]
     _check_names(
         path, columns, [f"{name} {symbol}" for symbol in set(symbols[1:]) for name in OHLC]
     )
-    return Layout("yfinance", ",", 3, ("time", *columns), _clock(path, 4, bar[0]), None, 1.0)
+    return Layout("yfinance", ",", 3, ("time", *columns), _clock_of(bar[0]) or "local", None, 1.0)
 
 
 def _table(
@@ -131,8 +133,9 @@ def _table(
     names = our_names(path, cells[0], columns)
     if len(cells) < 2:
         raise DataError(f"{path}: too short: it has no bars")
-    _check_width(path, cells[:2])
-    clock = _clock(path, 2, cells[1][names.index("time")])
+    bar = dict(zip(names, cells[1], strict=False))
+    # If it is not a time, reading the file fails and finds the line.
+    clock = _clock_of(bar.get("time", "")) or "local"
     return Layout("table", separator, 1, tuple(names), clock, None, 1.0)
 
 
@@ -172,15 +175,6 @@ def our_names(path: Path, header: Sequence[str], columns: Mapping[str, str]) -> 
     return found
 
 
-def _check_width(path: Path, cells: Sequence[Sequence[str]]) -> None:
-    for number, line in enumerate(cells, start=1):
-        if len(line) != len(cells[0]):
-            raise DataError(
-                f"{path}:{number}: {len(line)} columns, but line 1 has {len(cells[0])}; "
-                "check the separator"
-            )
-
-
 def _check_names(path: Path, found: Sequence[str], wanted: Sequence[str]) -> None:
     """Raise if a column is missing or appears twice."""
     for name in wanted:
@@ -189,20 +183,65 @@ def _check_names(path: Path, found: Sequence[str], wanted: Sequence[str]) -> Non
             raise DataError(f"{path}:1: column {name} {fact}; found {' '.join(found)[:100]}")
 
 
-def _clock(path: Path, line: int, text: str) -> str:
-    clock = clock_of(text)
-    if clock is None:
-        raise DataError(
-            f"{path}:{line}: time {text[:40]!r} is not a time; write 2024-01-31 23:59:00 or "
-            "2024-01-31 23:59:00-05:00, or the time since 1970 as an integer"
-        )
-    return clock
-
-
-def clock_of(text: str) -> str | None:
+def _clock_of(text: str) -> str | None:
     """How a time is written; None for any other text."""
     if text.isdigit():
         return "epoch"
     if re.fullmatch(_DATE, text):
         return "local"
     return "offset" if re.fullmatch(rf"{_DATE}(Z|[+-]\d\d:?\d\d)", text) else None
+
+
+def line_of(path: Path, row: int, n_header: int) -> int:
+    """The number of the line with bar ``row``; blank lines hold no bar."""
+    for index, (number, _) in enumerate(_lines(path, "\t")):
+        if index == n_header + row:
+            return number
+    raise IndexError(f"{path} has no bar {row}")
+
+
+def first_mistake(path: Path, layout: Layout, wanted: Sequence[str], reason: str) -> DataError:
+    """The error of the first line that does not fit; ``reason`` is what pyarrow said."""
+    for index, (number, cells) in enumerate(_lines(path, layout.separator)):
+        if index >= layout.n_header:
+            fact = _mistake_of(cells, layout, wanted)
+            if fact is not None:
+                return DataError(f"{path}:{number}: {fact}")
+    return DataError(f"{path}: {reason}")
+
+
+def _lines(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip("\r\n"):
+                yield number, _cells_of(line, separator)
+
+
+def _mistake_of(cells: Sequence[str], layout: Layout, wanted: Sequence[str]) -> str | None:
+    if len(cells) != len(layout.columns):
+        return f"{len(cells)} columns, but line 1 has {len(layout.columns)}; check the separator"
+    for name, cell in zip(layout.columns, cells, strict=True):
+        if name in wanted and name not in _NOT_NUMBERS and not _is_number(cell):
+            return f"{name} {cell[:40]!r} is not a number"
+        if name == "time" and layout.name != "histdata" and _clock_of(cell) != layout.clock:
+            return _wrong_time(cell, layout.clock)
+    return None
+
+
+def _wrong_time(cell: str, clock: str) -> str:
+    found = _clock_of(cell)
+    if found is None:
+        return (
+            f"time {cell[:40]!r} is not a time; write 2024-01-31 23:59:00 or "
+            "2024-01-31 23:59:00-05:00, or the time since 1970 as an integer"
+        )
+    words = {"epoch": "an integer", "offset": "a time with an offset", "local": "one without"}
+    return f"time {cell[:40]!r} is {words[found]}, the first bar has {words[clock]}; mixed zones"
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return cell.lower() in _NULLS
+    return True

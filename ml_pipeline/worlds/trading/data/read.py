@@ -19,11 +19,12 @@ from ml_pipeline.worlds.trading.data.layouts import (
     OHLCV,
     FileFormat,
     Layout,
+    first_mistake,
+    line_of,
     our_names,
     recognised,
 )
 from ml_pipeline.worlds.trading.data.market import DataError
-from ml_pipeline.worlds.trading.data.mistakes import first_mistake, line_of
 from ml_pipeline.worlds.trading.data.zones import to_utc
 
 TEXT = (".csv", ".txt", ".tsv")
