@@ -101,7 +101,7 @@ def _independent(runs: Sequence[RunData]) -> tuple[list[list[RunData]], list[Run
     return seeds, repeats
 
 
-def _learning_settings(run: RunData) -> dict[str, Any]:
+def _learning_settings(run: RunData) -> dict[str, object]:
     return {key: value for key, value in run.config.items() if is_compared(key)}
 
 

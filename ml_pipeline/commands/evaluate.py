@@ -27,8 +27,9 @@ from ml_pipeline.metrics import shown_return
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ml_pipeline.analysis.evaluate import Evaluation, MakeEnv
+    from ml_pipeline.analysis.evaluate import Evaluation
     from ml_pipeline.assembly.players import Arena, Player
+    from ml_pipeline.envs.kinds import MakeEnv
     from ml_pipeline.games.matches import Games
     from ml_pipeline.policy.contracts import Policy
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -37,6 +37,11 @@ _BACKLOG = 1_024  # connections that wait to be accepted
 _CLOSE_SECONDS = 5.0  # limit for the answers in progress when the server stops
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _OUTPUTS = {"action": "action", "policy": "policy", NEXT_MEMORY: MEMORY}
+
+
+Message = Mapping[str, Any]  # of ASGI: a scope or an event
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 
 
 class ServeError(UserError):
@@ -175,7 +180,7 @@ class PolicyServer(uvicorn.Server):
         self._stopped_by = self._stopped_by or sig
         super().handle_exit(sig, frame)
 
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         """The ASGI app; every answer is JSON, {"error": reason} if the request is refused."""
         headers = [(b"content-type", b"application/json")]
         try:
@@ -191,7 +196,7 @@ class PolicyServer(uvicorn.Server):
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _body_for(self, scope: Any, receive: Any) -> bytes:
+    async def _body_for(self, scope: Message, receive: Receive) -> bytes:
         path, method = scope["path"], scope["method"]
         self._check_host(scope)
         allowed = _ROUTES.get(path)
@@ -207,7 +212,7 @@ class PolicyServer(uvicorn.Server):
             return to_json({"status": "ok"})
         return await self._predict(await self._read_body(scope, receive))
 
-    def _check_host(self, scope: Any) -> None:
+    def _check_host(self, scope: Message) -> None:
         """Refuse the names of others: a web page can make its own name point to this server."""
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(given) != 1:
@@ -219,7 +224,7 @@ class PolicyServer(uvicorn.Server):
             reason = f"Host {given[0]!r} is not this server; allow a name with serve --allow-host"
             raise RefusedError(421, reason)
 
-    async def _read_body(self, scope: Any, receive: Any) -> bytes:
+    async def _read_body(self, scope: Message, receive: Receive) -> bytes:
         size = next((value for name, value in scope["headers"] if name == b"content-length"), None)
         if size is None:
             raise RefusedError(411, "the request has no Content-Length")

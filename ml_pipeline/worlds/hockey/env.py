@@ -15,6 +15,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import Info
 from ml_pipeline.games.two_players import both_spaces
 from ml_pipeline.worlds.hockey import physics
 from ml_pipeline.worlds.hockey.drawing import draw
@@ -78,8 +79,8 @@ class Hockey(gym.Env[NDArray[np.float32], Any]):
         self._n_steps = 0
 
     def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[NDArray[np.float32], Info]:
         super().reset(seed=seed)
         self._apply_settings()
         self.state = begin(FLOATS, self.mode, self.np_random.random(N_DRAWS[self.mode]).tolist())
@@ -88,7 +89,7 @@ class Hockey(gym.Env[NDArray[np.float32], Any]):
         self._n_steps = 0
         return self._observe(), {}
 
-    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, Info]:
         action = np.asarray(action).tolist()
         if self._strength is None:
             action_0, action_1 = self._forces(action[0]), self._forces(action[1])

@@ -18,6 +18,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import AnySpace, Info
 from ml_pipeline.extras import MissingExtraError, import_extra
 from ml_pipeline.games.two_players import both_spaces
 from ml_pipeline.worlds.hockey.opponents import EITHER, SCRIPTED, drawn_opponent
@@ -186,7 +187,7 @@ class RealHockey(gym.Env[NDArray[np.float32], Any]):
         self.opponent = opponent
         self.mode = mode
         obs_space = spaces.Box(-np.inf, np.inf, (len(_OTHER),), np.float32)
-        act_space: gym.Space[Any] = spaces.Box(-1.0, 1.0, (_N_FORCES,), np.float32)
+        act_space: AnySpace = spaces.Box(-1.0, 1.0, (_N_FORCES,), np.float32)
         if discrete:
             act_space = spaces.Discrete(_N_MOVES)
         self.observation_space = obs_space if self._has_one_player else both_spaces(obs_space)
@@ -222,8 +223,8 @@ class RealHockey(gym.Env[NDArray[np.float32], Any]):
         self._mode = name
 
     def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[NDArray[np.float32], Info]:
         super().reset(seed=seed)
         # The package alternates who starts and keeps the opponent's phase. Here the generator
         # decides both, so an episode depends on its seed alone.
@@ -234,7 +235,7 @@ class RealHockey(gym.Env[NDArray[np.float32], Any]):
             self._rival = _Opponent(self.np_random, weak=name == "weak")
         return self._shown_obs(), {}
 
-    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, Info]:
         forces = self.moves[action] if self.discrete else np.asarray(action)
         if self._rival is not None:
             forces = np.concatenate([forces, self._rival.act(self._game.view_of_player_1())])

@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import Info
 from ml_pipeline.worlds.trading.account import (
     NO_FILL,
     Bar,
@@ -65,8 +66,8 @@ class Trading(JudgedOnBars, gym.Env[NDArray[np.float32], Any]):
         self._write = struct.Struct(f"{task.n_account}f").pack_into
 
     def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[NDArray[np.float32], Info]:
         super().reset(seed=seed)
         task, options = self.task, dict(options or {})
         draws = self.np_random.random(N_DRAWS).tolist()
@@ -86,7 +87,7 @@ class Trading(JudgedOnBars, gym.Env[NDArray[np.float32], Any]):
         self._read()
         return self._observe(0), {}
 
-    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, Info]:
         task, before, n_steps = self.task, self.account, self._n_steps + 1
         if before.is_closed or n_steps > task.n_steps:
             raise gym.error.ResetNeeded("the episode has ended; call reset")

@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import AnySpace
 from ml_pipeline.worlds.trading.account import (
     ARRAYS,
     FLOATS,
@@ -162,7 +163,7 @@ class TradingTask:
             raise ValueError(f"positions={positions}: account.shorts=False; remove those below 0")
         return positions
 
-    def _action_space(self) -> spaces.Space[Any]:
+    def _action_space(self) -> AnySpace:
         if self.positions is None:
             return spaces.Box(self.low, 1.0, (self.n_assets,), dtype=np.float32)
         if self.portfolio:
