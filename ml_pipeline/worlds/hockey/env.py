@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from ml_pipeline.envs.kinds import Info
+from ml_pipeline.envs.kinds import AnySpace, Info
 from ml_pipeline.games.two_players import both_spaces
 from ml_pipeline.worlds.hockey import physics
 from ml_pipeline.worlds.hockey.drawing import draw
@@ -71,9 +71,7 @@ class Hockey(gym.Env[NDArray[np.float32], Any]):
         self.render_mode = render_mode
         self.discrete = discrete
         self._for_two = opponent is None
-        action_space = spaces.Discrete(len(DISCRETE)) if discrete else ACTIONS
-        self.observation_space = both_spaces(OBSERVATIONS) if self._for_two else OBSERVATIONS
-        self.action_space = both_spaces(action_space) if self._for_two else action_space
+        self.observation_space, self.action_space = game_spaces(self._for_two, discrete=discrete)
         self._apply_settings()
         self.state = begin(FLOATS, mode, (0.5,) * N_DRAWS[mode])  # of hockey_physics
         self._n_steps = 0
@@ -128,6 +126,14 @@ class Hockey(gym.Env[NDArray[np.float32], Any]):
             )
         self._max_steps = steps_of(self.mode)
         self._strength = strength_of("weak" if self.opponent == EITHER else self.opponent, EITHER)
+
+
+def game_spaces(for_two: bool, *, discrete: bool = False) -> tuple[AnySpace, AnySpace]:
+    """The spaces of observations and actions, of one player or of both."""
+    actions = spaces.Discrete(len(DISCRETE)) if discrete else ACTIONS
+    if for_two:
+        return both_spaces(OBSERVATIONS), both_spaces(actions)
+    return OBSERVATIONS, actions
 
 
 def steps_of(mode: str) -> int:

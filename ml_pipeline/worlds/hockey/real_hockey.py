@@ -15,20 +15,17 @@ from typing import Any, ClassVar, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
 from numpy.typing import NDArray
 
-from ml_pipeline.envs.kinds import AnySpace, Info
+from ml_pipeline.envs.kinds import Info
 from ml_pipeline.extras import MissingExtraError, import_extra
-from ml_pipeline.games.two_players import both_spaces
+from ml_pipeline.worlds.hockey.env import DISCRETE, game_spaces
 from ml_pipeline.worlds.hockey.opponents import EITHER, SCRIPTED, drawn_opponent
 
 MODES = {"normal": "NORMAL", "shooting": "TRAIN_SHOOTING", "defence": "TRAIN_DEFENSE"}
 # What player 1 sees, from what player 0 sees: players swapped, positions and velocities negated.
 _OTHER = np.array([*range(6, 12), *range(6), *range(12, 16), 17, 16])
 _SIGN = np.array([-1, -1, 1, -1, -1, 1] * 2 + [-1] * 4 + [1] * 2, dtype=np.float64)
-_N_FORCES = 4  # of an action: x, y, torque, shoot
-_N_MOVES = 8  # discrete actions; the package declares 7 and leaves out the shot
 
 
 def _package() -> ModuleType:
@@ -186,15 +183,12 @@ class RealHockey(gym.Env[NDArray[np.float32], Any]):
         self._has_one_player = opponent is not None
         self.opponent = opponent
         self.mode = mode
-        obs_space = spaces.Box(-np.inf, np.inf, (len(_OTHER),), np.float32)
-        act_space: AnySpace = spaces.Box(-1.0, 1.0, (_N_FORCES,), np.float32)
-        if discrete:
-            act_space = spaces.Discrete(_N_MOVES)
-        self.observation_space = obs_space if self._has_one_player else both_spaces(obs_space)
-        self.action_space = act_space if self._has_one_player else both_spaces(act_space)
+        for_two = not self._has_one_player
+        self.observation_space, self.action_space = game_spaces(for_two, discrete=discrete)
         self._game = _Game()
+        # The package declares 7 discrete actions and leaves out the shot.
         to_forces = self._game.env.discrete_to_continous_action
-        self.moves = np.array([to_forces(move) for move in range(_N_MOVES)])
+        self.moves = np.array([to_forces(move) for move in range(len(DISCRETE))])
         self._rival: _Opponent | None = None
 
     @property

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Optional, Union
 
-from ml_pipeline.config.checks import integer_steps
+from ml_pipeline.config.checks import check, integer_steps
 
 MARKETS = ("random_walk", "edge", "regimes", "gaps")
 NORMALISERS = ("standard", "robust", "none")
@@ -44,10 +44,8 @@ class DataConfig:
             self._check(is_count, "embargo", "null, or an integer of at least 0")
 
     def _check(self, fact: bool, name: str, rule: str) -> None:
-        if not fact:
-            value = getattr(self, name)
-            shown = "null" if value is None else value
-            raise ValueError(f"{name}={shown}: must be {rule}")
+        value = getattr(self, name)
+        check(fact, name, rule, "null" if value is None else value)
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         self._check(getattr(self, name) in choices, name, " | ".join(choices))
