@@ -10,7 +10,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ml_pipeline.config.train import RUN_ROOT
 from ml_pipeline.errors import UserError
@@ -24,6 +24,27 @@ LATEST_RUN = "latest"
 RUN_HELP = f"run folder, or {LATEST_RUN}: the run that was started or resumed last"
 ENV_HELP = "play in this env: a file of conf/env, or a run whose env to use"
 MOST_GAMES = 32  # played at the same time
+_SHARED: dict[str, dict[str, Any]] = {  # arguments of add_argument
+    "--checkpoint": {
+        "metavar": "NAME",
+        "help": "best, latest or step_N; default: best if saved, else latest",
+    },
+    "--deterministic": {
+        "action": "store_true",
+        "help": "take the most likely action; default: sample",
+    },
+    "--render": {"choices": ("human",), "help": "show the episodes in a window"},
+    "--root": {
+        "type": Path,
+        "default": Path(RUN_ROOT),
+        "metavar": "DIR",
+        "help": f"find runs in this folder, the run_root of a config; default: {RUN_ROOT}",
+    },
+    "--trust": {
+        "action": "store_true",
+        "help": "accept files of another user that can run any code; default: refuse them",
+    },
+}
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -38,40 +59,10 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def add_trust(parser: ArgumentParser) -> None:
-    """For commands that read a run folder or a policy file."""
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="accept files of another user that can run any code; default: refuse them",
-    )
-
-
-def add_root(parser: ArgumentParser) -> None:
-    """For commands that find runs."""
-    parser.add_argument(
-        "--root",
-        type=Path,
-        default=Path(RUN_ROOT),
-        metavar="DIR",
-        help=f"find runs in this folder, the run_root of a config; default: {RUN_ROOT}",
-    )
-
-
-def add_checkpoint(parser: ArgumentParser) -> None:
-    """For commands that load one run."""
-    parser.add_argument(
-        "--checkpoint",
-        metavar="NAME",
-        help="best, latest or step_N; default: best if saved, else latest",
-    )
-
-
-def add_deterministic(parser: ArgumentParser) -> None:
-    """For commands that act with a policy that can sample."""
-    parser.add_argument(
-        "--deterministic", action="store_true", help="take the most likely action; default: sample"
-    )
+def add_shared(parser: ArgumentParser, *names: str) -> None:
+    """Add options that mean the same in several commands."""
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])
 
 
 def add_results(parser: ArgumentParser, default: str) -> None:
@@ -83,11 +74,6 @@ def add_results(parser: ArgumentParser, default: str) -> None:
         help=f"folder of the results; default: runs/{default}_<date>_<time>",
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
-
-
-def add_render(parser: ArgumentParser) -> None:
-    """For commands that can show episodes."""
-    parser.add_argument("--render", choices=("human",), help="show the episodes in a window")
 
 
 def prepare_window(render: str | None) -> None:

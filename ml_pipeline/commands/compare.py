@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ml_pipeline.commands._arguments import add_trust, dated_folder, print_fitted, show_report
+from ml_pipeline.commands._arguments import add_shared, dated_folder, print_fitted, show_report
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import import_extra
 
@@ -43,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="folder of the report; default: runs/reports/<env>_<date>_<time>",
     )
     parser.add_argument("--open", action="store_true", help="open the report in a browser")
-    add_trust(parser)
+    add_shared(parser, "--trust")
 
 
 def run(options: Namespace) -> None:

@@ -11,11 +11,7 @@ from ml_pipeline.commands._arguments import (
     ENV_HELP,
     MOST_GAMES,
     RUN_HELP,
-    add_checkpoint,
-    add_deterministic,
-    add_render,
-    add_root,
-    add_trust,
+    add_shared,
     check_actions,
     chosen_run,
     integer,
@@ -55,8 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"with --opponent; default: {_N_GAMES}, or {_N_SHOWN_GAMES} with --video or --render",
     )
     parser.add_argument("--env", metavar="NAME_OR_RUN", help=f"{ENV_HELP}; default: that of RUN")
-    add_deterministic(parser)
-    add_checkpoint(parser)
+    add_shared(parser, "--deterministic", "--checkpoint")
     parser.add_argument(
         "--seed",
         type=integer(0),
@@ -65,9 +60,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--opponent, the same for every run",
     )
     parser.add_argument("--video", action="store_true", help="record each episode as mp4")
-    add_render(parser)
-    add_root(parser)
-    add_trust(parser)
+    add_shared(parser, "--render", "--root", "--trust")
 
 
 def run(options: Namespace) -> None:

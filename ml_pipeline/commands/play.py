@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from ml_pipeline.commands._arguments import (
     RUN_HELP,
-    add_render,
-    add_root,
-    add_trust,
+    add_shared,
     chosen_run,
     integer,
     prepare_window,
@@ -42,9 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="play as player 0 of two, against a scripted opponent of the env, such as weak or "
         "strong, or against another file or run",
     )
-    add_render(parser)
-    add_root(parser)
-    add_trust(parser)
+    add_shared(parser, "--render", "--root", "--trust")
 
 
 def run(options: Namespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ml_pipeline.commands._arguments import add_root, print_fitted
+from ml_pipeline.commands._arguments import add_shared, print_fitted
 from ml_pipeline.errors import UserError
 
 HELP = "list runs, or remove some with: runs prune"
@@ -14,7 +14,7 @@ _STATUSES = ("running", "finished", "interrupted", "failed", "died", "unknown")
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
-    add_root(parser)
+    add_shared(parser, "--root")
     parser.add_argument("--env", help="only runs of this env")
     parser.add_argument(
         "--status", action="append", choices=_STATUSES, help="only runs of this status; repeatable"

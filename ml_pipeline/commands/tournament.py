@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 from ml_pipeline.commands._arguments import (
     ENV_HELP,
     MOST_GAMES,
-    add_deterministic,
     add_results,
-    add_root,
-    add_trust,
+    add_shared,
     check_actions,
     chosen_run,
     dated_folder,
@@ -42,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--games", type=integer(2), default=200, metavar="N", help="of each pair; default: 200"
     )
     parser.add_argument("--seed", type=integer(0), default=0, metavar="N", help="default: 0")
-    add_deterministic(parser)
+    add_shared(parser, "--deterministic")
     parser.add_argument(
         "--env",
         metavar="NAME_OR_RUN",
@@ -52,8 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--anchor", metavar="PLAYER", help="give this player 1000 points; default: their mean"
     )
     add_results(parser, "tournaments/<env>")
-    add_root(parser)
-    add_trust(parser)
+    add_shared(parser, "--root", "--trust")
 
 
 def run(options: Namespace) -> None:

@@ -287,6 +287,16 @@ def test_mistakes_in_the_data_are_one_line(case: Trained, capsys: Capture) -> No
     assert "path=nothing: no such file" in fails(capsys, case, "--data", "nothing")
 
 
+def test_columns_of_new_files_can_be_named(case: Trained) -> None:
+    command = ["paper", str(case.policy), "--data", "prices", "--start", "2020-01-01"]
+    assert main([*command, "--log", "plain"]) == 0
+    for path in case.prices.iterdir():
+        path.write_text(path.read_text().replace("close", "last", 1))
+
+    assert main([*command, "--log", "named", "--column", "close=last"]) == 0
+    assert lines("named") == lines("plain")
+
+
 def test_data_that_do_not_continue_the_log_are_refused(case: Trained, capsys: Capture) -> None:
     start = ["--log", "log", "--start", "2020-01-01"]
     assert main(["paper", str(case.policy), "--data", "prices", *start]) == 0

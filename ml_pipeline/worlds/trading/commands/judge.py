@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 from ml_pipeline.commands._arguments import (
     RUN_HELP,
-    add_checkpoint,
     add_results,
-    add_root,
-    add_trust,
+    add_shared,
     chosen_run,
     dated_folder,
     integer,
@@ -41,10 +39,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="how many runs these were chosen from; default: those of their study or sweep",
     )
-    add_checkpoint(parser)
+    add_shared(parser, "--checkpoint")
     add_results(parser, "judgements/<env>_<period>")
-    add_root(parser)
-    add_trust(parser)
+    add_shared(parser, "--root", "--trust")
 
 
 def run(options: Namespace) -> None:

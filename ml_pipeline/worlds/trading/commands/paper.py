@@ -6,7 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ml_pipeline.commands._arguments import add_trust
+from ml_pipeline.commands._arguments import add_shared
 from ml_pipeline.metrics import counted
 from ml_pipeline.worlds.trading.commands._files import add_format, given_format
 
@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="walk bars that end after it, in UTC; default: bars newer than the training data",
     )
     add_format(parser, zone="as in training", label="as in training")
-    add_trust(parser)
+    add_shared(parser, "--trust")
 
 
 def run(options: Namespace) -> None:
