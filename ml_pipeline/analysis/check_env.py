@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import gymnasium as gym
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 
 from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.factory import close_env
+from ml_pipeline.envs.kinds import MakeEnv
 from ml_pipeline.envs.trial import try_env_in_worker
 from ml_pipeline.envs.workers.pool import call_in_worker
 from ml_pipeline.errors import UserError, first_line, type_and_line
-
-MakeEnv = Callable[[], gym.Env[Any, Any]]
 
 # Gymnasium recommends these, but they make no difference to training.
 _MATTERS_OF_TASTE = ("symmetric and normalized", "Box observation space", "not having been made")

@@ -19,7 +19,8 @@ from ml_pipeline.analysis.settings import (
     shown_value,
 )
 from ml_pipeline.analysis.statistics import FEW_SEEDS, Array, iqm, verdict, with_interval
-from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, shown_return
+from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, counted, shown_return
+from ml_pipeline.runs.console import plain_table
 
 FIGURES = ("seeds", "IQM", "95 % interval", "env steps/s")  # of a group
 _MOST_VERDICTS = 5
@@ -100,7 +101,7 @@ def _independent(runs: Sequence[RunData]) -> tuple[list[list[RunData]], list[Run
     return seeds, repeats
 
 
-def _learning_settings(run: RunData) -> dict[str, Any]:
+def _learning_settings(run: RunData) -> dict[str, object]:
     return {key: value for key, value in run.config.items() if is_compared(key)}
 
 
@@ -125,11 +126,11 @@ def remarks(groups: Sequence[Group]) -> list[str]:
     repeats = [str(run.run.path) for group in groups for run in group.repeats]
     if repeats:
         lines.append(
-            f"left out: {_counted(len(repeats), 'run')} with the same settings and the same seed "
+            f"left out: {counted(len(repeats), 'run')} with the same settings and the same seed "
             f"or origin as another: {_listed(repeats)}"
         )
     merged = [
-        f"{group.name} has {len(group.runs)} runs of {_counted(len(group.seeds), 'seed')}"
+        f"{group.name} has {len(group.runs)} runs of {counted(len(group.seeds), 'seed')}"
         for group in groups
         if len(group.runs) > len(group.seeds)
     ]
@@ -148,7 +149,7 @@ def verdicts(groups: Sequence[Group], metric: str) -> list[str]:
     lines = [verdict(best, finals[best], other, finals[other]) for other in others[:_MOST_VERDICTS]]
     if len(others) > _MOST_VERDICTS:
         n_more = len(others) - _MOST_VERDICTS
-        lines.append(f"not listed: {best} against {_counted(n_more, 'lower group')}")
+        lines.append(f"not listed: {best} against {counted(n_more, 'lower group')}")
     few = [name for name in finals if len(finals[name]) < FEW_SEEDS]
     if few:
         lines.append(
@@ -156,10 +157,6 @@ def verdicts(groups: Sequence[Group], metric: str) -> list[str]:
             f"train {FEW_SEEDS} or more of each"
         )
     return lines
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -198,9 +195,7 @@ def runs_table(groups: Sequence[Group], width: int) -> tuple[Table, list[str]]:
 
 def groups_table(groups: Sequence[Group], metric: str) -> Table:
     """A row per group: the interquartile mean (IQM) over its seeds, with its interval."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("group")
-    table.add_column("settings", overflow="fold")
+    table = plain_table("group", "settings")
     for column in FIGURES:
         table.add_column(column, justify="right")
     for group in groups:

@@ -6,18 +6,17 @@ for the next time. Workers import this module: keep torch out of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
-import gymnasium as gym
 import numpy as np
-from gymnasium.vector import VectorEnv
 
 from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.episode_stats import Episode, counts_episodes, row_numbers
+from ml_pipeline.envs.kinds import AnyEnv, AnyVectorEnv, AnyWrapper, Info, MakeEnv
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.policy.contracts import Policy
 
@@ -28,8 +27,6 @@ _FIRST_LIMIT = 1_000  # the same, while no episode has ended anywhere
 
 # Keys of the options of a reset that begins an evaluation, and of the info of an ended episode.
 _STRIDE, _END, _MAX_STEPS, _EVALUATED = "stride", "end", "max_steps", "evaluated"
-
-MakeEnv = Callable[[], gym.Env[Any, Any]]
 
 
 class Evaluation(NamedTuple):
@@ -65,7 +62,7 @@ class Evaluation(NamedTuple):
 
 def evaluate(
     policy: Policy,
-    env: gym.Env[Any, Any],
+    env: AnyEnv,
     *,
     n_episodes: int,
     seed: int,
@@ -102,7 +99,7 @@ def make_evaluation_envs(
 
 def evaluate_batch(
     policy: Policy,
-    envs: VectorEnv[Any, Any, Any],
+    envs: AnyVectorEnv,
     *,
     n_episodes: int,
     seed: int,
@@ -190,7 +187,7 @@ class Evaluator:
             self._envs = None
 
 
-class _EvaluationEnv(gym.Wrapper[Any, Any, Any, Any]):
+class _EvaluationEnv(AnyWrapper):
     """A reset with options plays the episodes of seeds ``range(seed, end, stride)``, then pauses.
 
     The last info of each episode has its seed, return, length, and whether it was cut. Every
@@ -206,15 +203,13 @@ class _EvaluationEnv(gym.Wrapper[Any, Any, Any, Any]):
         self._is_new = True
         self._counts_own_episodes = counts_episodes(self.env)
         self._seeds: list[int] = []  # of the episodes to play, the current one first
-        self._idle: tuple[Any, dict[str, Any]] = (None, {})  # observation and info of a pause
+        self._idle: tuple[Any, Info] = (None, {})  # observation and info of a pause
         self._max_steps = MAX_EPISODE_STEPS
         self._return = 0.0
         self._length = 0
         self._lost_life = False
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         if options is not None:
             return self._begin(int(seed or 0), options)
         if self._lost_life:
@@ -223,7 +218,7 @@ class _EvaluationEnv(gym.Wrapper[Any, Any, Any, Any]):
         del self._seeds[:1]
         return self._start_episode() if self._seeds else deepcopy(self._idle)
 
-    def _begin(self, seed: int, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _begin(self, seed: int, options: dict[str, Any]) -> tuple[Any, Info]:
         if not (self._is_new or self._is_borrowed):
             self.env.close()
             self.env = self._make_env()
@@ -234,12 +229,12 @@ class _EvaluationEnv(gym.Wrapper[Any, Any, Any, Any]):
         self._idle = deepcopy((obs, info))
         return obs, info
 
-    def _start_episode(self) -> tuple[Any, dict[str, Any]]:
+    def _start_episode(self) -> tuple[Any, Info]:
         self._return = 0.0
         self._length = 0
         return self.env.reset(seed=self._seeds[0])
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, Info]:
         if not self._seeds:
             obs, info = deepcopy(self._idle)
             return obs, 0.0, False, False, info

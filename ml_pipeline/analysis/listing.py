@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 from rich.table import Table
@@ -28,7 +28,7 @@ class RunInfo(NamedTuple):
 
     run: RunFolder
     status: str  # "died" if the summary says running, but no process trains it
-    summary: dict[str, Any]
+    summary: dict[str, object]
 
 
 def find_runs(root: Path) -> list[RunInfo]:
@@ -114,13 +114,13 @@ def runs_table(runs: Sequence[RunInfo], width: int) -> tuple[Table, list[str]]:
     return fitted(needed, extra, width)
 
 
-def _shown_label(value: Any) -> str:
+def _shown_label(value: object) -> str:
     words = value if isinstance(value, list) else str(value or "").split()
     text = (", " if isinstance(value, list) else " ").join(map(str, words))
     return shorten(text, _MOST_CHARACTERS) or "-"
 
 
-def _config(run: RunFolder) -> dict[str, Any]:
+def _config(run: RunFolder) -> dict[str, object]:
     try:
         text = run.config.read_text(encoding="utf-8")
         check_yaml(text)

@@ -186,11 +186,6 @@ def now_text() -> str:
     return datetime.now().astimezone().isoformat(" ", "minutes")
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 run``, ``2,000 runs``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>

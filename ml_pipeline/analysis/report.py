@@ -12,13 +12,13 @@ from ml_pipeline.analysis.charts import MOST_GROUPS, make_charts
 from ml_pipeline.analysis.compare import FIGURES, Group, figures, remarks, verdicts
 from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.analysis.settings import differing_keys
-from ml_pipeline.metrics import shown_return
+from ml_pipeline.metrics import counted, shown_return
 
 
 def write_report(folder: Path, groups: Sequence[Group], metric: str) -> Path:
     """Write the page and the PNGs into ``folder``; returns the path of the page."""
     runs = [run for group in groups for run in group.runs]
-    runs_in_groups = f"{page.counted(len(runs), 'run')} in {page.counted(len(groups), 'group')}"
+    runs_in_groups = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}"
     report = page.Page(
         title=f"{runs[0].env}: {runs_in_groups}",
         heading=runs[0].env,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,8 @@ class RunData(NamedTuple):
     """The config and the metrics of one run."""
 
     run: RunFolder
-    config: dict[str, Any]  # flat: "agent.gamma" -> 0.99
-    summary: dict[str, Any]
+    config: dict[str, object]  # flat: "agent.gamma" -> 0.99
+    summary: dict[str, object]
     rows: list[dict[str, str]]  # metrics.csv
 
     @property
@@ -81,7 +81,7 @@ class RunData(NamedTuple):
         return steps / seconds if seconds else float("nan")
 
 
-def read_run(path: Path | str, config: Mapping[str, Any]) -> RunData:
+def read_run(path: Path | str, config: Mapping[str, object]) -> RunData:
     """``config`` is the run's config as nested plain dicts."""
     run = RunFolder.open(path)
     if not run.metrics.is_file():

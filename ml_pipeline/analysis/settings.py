@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.table import Table
+
+from ml_pipeline.runs.console import plain_table
 
 # The seed, over which a group averages, and keys that have no effect on learning.
 _NOT_COMPARED = (
@@ -22,9 +23,9 @@ _GAP = 2  # between columns
 Columns = Mapping[str, Sequence[str]]  # title -> one cell per row
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """A nested config with dotted keys: "agent.gamma" -> 0.99."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             values |= flat(value, f"{prefix}{key}.")
@@ -38,13 +39,13 @@ def is_compared(key: str) -> bool:
     return not key.startswith(_NOT_COMPARED)
 
 
-def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+def differing_keys(configs: Sequence[Mapping[str, object]]) -> list[str]:
     """Keys whose values differ between flat configs: the seed, then those that affect learning.
 
     Without the settings that only some algorithms have, if runs of one algorithm agree on them.
     """
     keys = dict.fromkeys(key for config in configs for key in config)
-    algorithms: dict[Any, list[Mapping[str, Any]]] = {}
+    algorithms: dict[object, list[Mapping[str, object]]] = {}
     for config in configs:
         algorithms.setdefault(config.get(ALGORITHM), []).append(config)
     differing = [
@@ -55,11 +56,11 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(differing, key=lambda key: (key != "seed", not is_compared(key)))
 
 
-def _are_equal(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
+def _are_equal(key: str, configs: Sequence[Mapping[str, object]]) -> bool:
     return all(config.get(key) == configs[0].get(key) for config in configs)
 
 
-def _follows_algorithm(key: str, algorithms: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+def _follows_algorithm(key: str, algorithms: Sequence[Sequence[Mapping[str, object]]]) -> bool:
     """Whether ``key`` differs only because some algorithms lack it."""
     is_setting = key.startswith("agent.") and key != ALGORITHM
     is_lacking = any(not any(key in config for config in same) for same in algorithms)
@@ -73,7 +74,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: name if names.count(name) == 1 else key for key, name in last.items()}
 
 
-def shown_value(config: Mapping[str, Any], key: str) -> str:
+def shown_value(config: Mapping[str, object], key: str) -> str:
     """A value as the command line writes it; a dash if the config lacks the key."""
     if key not in config:
         return "-"
@@ -84,7 +85,7 @@ def shown_value(config: Mapping[str, Any], key: str) -> str:
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, float):
@@ -103,7 +104,7 @@ def fitted(needed: Columns, extra: Columns, width: int) -> tuple[Table, list[str
         if taken + wide <= width:
             fitting[title] = cells
             taken += wide
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = plain_table()
     for title, cells in (*needed.items(), *fitting.items()):
         is_number = all(re.fullmatch(r"[\d.,e+-]+", cell) for cell in cells)
         table.add_column(title, overflow="fold", justify="right" if is_number else "left")

@@ -43,7 +43,7 @@ def with_interval(runs: Array, statistic: Callable[[Array], Array] = iqm) -> Est
         unknown = np.full_like(value, np.nan)
         return Estimate(value, unknown, unknown)
     rows = _resampled(len(runs), stream=0)
-    return _estimate(value, statistic(runs[rows.T]))  # [n_runs, n_draws, ...] -> [n_draws, ...]
+    return estimate(value, statistic(runs[rows.T]))  # [n_runs, n_draws, ...] -> [n_draws, ...]
 
 
 def probability_of_improvement(ours: Array, theirs: Array) -> Estimate:
@@ -54,7 +54,7 @@ def probability_of_improvement(ours: Array, theirs: Array) -> Estimate:
         return Estimate(value, np.asarray(np.nan), np.asarray(np.nan))
     rows, columns = (_resampled(n, stream) for stream, n in enumerate(better.shape))
     draws = [better[np.ix_(r, c)].mean() for r, c in zip(rows, columns, strict=True)]
-    return _estimate(value, np.asarray(draws))
+    return estimate(value, np.asarray(draws))
 
 
 def performance_profile(finals: Array, thresholds: Array) -> Estimate:
@@ -96,7 +96,8 @@ def _resampled(n_runs: int, stream: int) -> NDArray[np.int64]:
     return generator.integers(0, n_runs, (_N_DRAWS, n_runs))
 
 
-def _estimate(value: Array, draws: Array) -> Estimate:
+def estimate(value: Array | float, draws: Array) -> Estimate:
+    """A value with the 95 % percentile interval of its draws, [n_draws, ...]."""
     tail = 0.5 * (1.0 - _CONFIDENCE)
     low, high = np.quantile(draws, [tail, 1.0 - tail], axis=0)
-    return Estimate(value, np.asarray(low), np.asarray(high))
+    return Estimate(np.asarray(value), np.asarray(low), np.asarray(high))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
-from ml_pipeline.analysis.evaluate import Evaluation, MakeEnv, evaluate
+from ml_pipeline.analysis.evaluate import Evaluation, evaluate
 from ml_pipeline.envs.factory import close_env
+from ml_pipeline.envs.kinds import AnyEnv, MakeEnv
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import import_extra, missing_extra
 from ml_pipeline.policy.contracts import Policy
@@ -33,7 +33,7 @@ def check_video(make_env: MakeEnv) -> None:
         raise UserError(f"a video needs frames [height, width, 3], but the env rendered {frame!r}")
 
 
-def _check_render_mode(env: gym.Env[Any, Any]) -> None:
+def _check_render_mode(env: AnyEnv) -> None:
     if env.render_mode != "rgb_array":
         raise UserError(
             f"render_mode={env.render_mode}: a video needs an env with render_mode=rgb_array"

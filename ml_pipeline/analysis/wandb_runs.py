@@ -15,6 +15,7 @@ from ml_pipeline.runs.run_folder import RunFolder, write_text
 
 PREFIX = "wandb:"
 
+_DOWNLOADS = Path("runs/wandb")
 _STATUS = {"finished": "finished", "running": "running", "killed": "interrupted"}
 _ADDED_KEYS = ("env_name", "agent_name")  # for W&B's tables; not part of a run's config
 
@@ -23,8 +24,8 @@ class WandbError(UserError):
     """W&B has no such runs, or they cannot be downloaded."""
 
 
-def download(address: str, into: Path = Path("runs/wandb")) -> list[Path]:
-    """Download the runs at ``address``, replacing earlier downloads; returns their folders."""
+def download(address: str) -> list[Path]:
+    """Download runs into runs/wandb, replacing earlier downloads; returns their folders."""
     parts = address.removeprefix(PREFIX).split("/")
     if len(parts) not in (2, 3) or not all(parts):
         raise WandbError(f"{address} is not a W&B address; write wandb:ENTITY/PROJECT[/RUN]")
@@ -33,17 +34,18 @@ def download(address: str, into: Path = Path("runs/wandb")) -> list[Path]:
     import wandb
 
     name = "/".join(parts)
+    folder = _DOWNLOADS / parts[1]
     try:
         api = wandb.Api(timeout=20)
         found = [api.run(name)] if len(parts) == 3 else list(api.runs(name))
-        folders = [_save(run, into / parts[1] / run.id) for run in found]
+        folders = [_save(run, folder / run.id) for run in found]
     except UserError:
         raise
     except Exception as error:  # W&B raises many types
         raise WandbError(f"{address} cannot be read: {first_line(error)}") from error
     if not folders:
         raise WandbError(f"{address} has no runs")
-    say(f"{address}: {len(folders)} runs downloaded to {into / parts[1]}")
+    say(f"{address}: {len(folders)} runs downloaded to {folder}")
     return folders
 
 

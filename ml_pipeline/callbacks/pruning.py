@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from ml_pipeline.config.checks import integer_steps
 from ml_pipeline.metrics import EVAL_RETURN, shown_return
@@ -17,7 +17,7 @@ class PrunableTrial(Protocol):
 
     def should_prune(self) -> bool: ...
 
-    def set_user_attr(self, key: str, value: Any) -> None: ...
+    def set_user_attr(self, key: str, value: object) -> None: ...
 
 
 class Pruning(Callback):
@@ -28,23 +28,15 @@ class Pruning(Callback):
     name this callback: it needs the trial of a study.
     """
 
-    def __init__(
-        self,
-        trial: PrunableTrial,
-        *,
-        every_steps: float,
-        reported: set[int],
-        metric: str = EVAL_RETURN,
-    ) -> None:
+    def __init__(self, trial: PrunableTrial, *, every_steps: float, reported: set[int]) -> None:
         """``reported`` holds the intervals that the run reported before it was resumed."""
         self._trial = trial
-        self._metric = metric
         self._every_steps = integer_steps("every_steps", every_steps)
         self._reported = set(reported)
 
     def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
         # Not in on_iteration_logged: a stop must be known before the last checkpoint is saved.
-        value = metrics.get(self._metric)
+        value = metrics.get(EVAL_RETURN)
         if value is None or loop.is_last_iteration():
             return
         point = loop.env_steps // self._every_steps
@@ -54,4 +46,4 @@ class Pruning(Callback):
         if self._trial.should_prune():
             # Before the run ends, so that a process that continues a killed trial knows.
             self._trial.set_user_attr("pruned", True)
-            loop.request_stop(f"pruned with {self._metric} {shown_return(value)}")
+            loop.request_stop(f"pruned with {EVAL_RETURN} {shown_return(value)}")

@@ -10,18 +10,41 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ml_pipeline.config.train import RUN_ROOT
 from ml_pipeline.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ml_pipeline.assembly.players import Player
 
 LATEST_RUN = "latest"
 RUN_HELP = f"run folder, or {LATEST_RUN}: the run that was started or resumed last"
 ENV_HELP = "play in this env: a file of conf/env, or a run whose env to use"
 MOST_GAMES = 32  # played at the same time
+_SHARED: dict[str, dict[str, Any]] = {  # arguments of add_argument
+    "--checkpoint": {
+        "metavar": "NAME",
+        "help": "best, latest or step_N; default: best if saved, else latest",
+    },
+    "--deterministic": {
+        "action": "store_true",
+        "help": "take the most likely action; default: sample",
+    },
+    "--render": {"choices": ("human",), "help": "show the episodes in a window"},
+    "--root": {
+        "type": Path,
+        "default": Path(RUN_ROOT),
+        "metavar": "DIR",
+        "help": f"find runs in this folder, the run_root of a config; default: {RUN_ROOT}",
+    },
+    "--trust": {
+        "action": "store_true",
+        "help": "accept files of another user that can run any code; default: refuse them",
+    },
+}
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -36,29 +59,21 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def add_trust(parser: ArgumentParser) -> None:
-    """For commands that read a run folder or a policy file."""
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="accept files of another user that can run any code; default: refuse them",
-    )
+def add_shared(parser: ArgumentParser, *names: str) -> None:
+    """Add options that mean the same in several commands."""
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])
 
 
-def add_root(parser: ArgumentParser) -> None:
-    """For commands that find runs."""
+def add_results(parser: ArgumentParser, default: str) -> None:
+    """For commands that write files and a page, for ``show_results``."""
     parser.add_argument(
-        "--root",
+        "--out",
         type=Path,
-        default=Path(RUN_ROOT),
         metavar="DIR",
-        help=f"find runs in this folder, the run_root of a config; default: {RUN_ROOT}",
+        help=f"folder of the results; default: runs/{default}_<date>_<time>",
     )
-
-
-def add_render(parser: ArgumentParser) -> None:
-    """For commands that can show episodes."""
-    parser.add_argument("--render", choices=("human",), help="show the episodes in a window")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
 
 def prepare_window(render: str | None) -> None:
@@ -96,6 +111,23 @@ def dated_folder(kind: str, name: str) -> Path:
     """The default folder of a result: runs/<kind>/<name>_<date>_<time>."""
     safe = re.sub(r"[^\w.-]+", "-", name)
     return Path("runs") / kind / f"{safe}_{datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+
+def print_fitted(make_table: Callable[[int], tuple[Table, list[str]]]) -> None:
+    """Print a table that fits the width of the console, and name the columns that did not fit."""
+    from ml_pipeline.runs.console import wide_console
+
+    console = wide_console()
+    table, hidden = make_table(console.width)
+    console.print(table)
+    if hidden:
+        print(f"not shown, for lack of width: {', '.join(hidden)}")
+
+
+def show_results(folder: Path, write: Callable[[Path], Path], *, opens: bool) -> None:
+    """Write the report of results that are already in ``folder``, if its packages are there."""
+    if not show_report(lambda: write(folder), is_asked_for=False, opens=opens):
+        print(f"results: {folder}")
 
 
 def show_report(write: Callable[[], Path], *, is_asked_for: bool, opens: bool) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from ml_pipeline.errors import UserError
+from ml_pipeline.metrics import counted
 
 HELP = "try an env and print what to correct before training in it"
 
@@ -44,9 +45,8 @@ def run(options: Namespace) -> None:
         print(f"remark: {remark}")
     if found.faults:
         raise UserError("\n".join(f"fault: {fault}" for fault in found.faults))
-    n_remarks = len(found.remarks)
-    with_remarks = f", with {n_remarks} remark{'s' if n_remarks > 1 else ''}"
-    print("ready to train" + (with_remarks if n_remarks else ""))
+    with_remarks = f", with {counted(len(found.remarks), 'remark')}"
+    print("ready to train" + (with_remarks if found.remarks else ""))
 
 
 def _is_id(name: str) -> bool:

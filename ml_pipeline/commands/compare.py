@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ml_pipeline.commands._arguments import add_trust, dated_folder, show_report
+from ml_pipeline.commands._arguments import add_shared, dated_folder, print_fitted, show_report
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import import_extra
 
@@ -43,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="folder of the report; default: runs/reports/<env>_<date>_<time>",
     )
     parser.add_argument("--open", action="store_true", help="open the report in a browser")
-    add_trust(parser)
+    add_shared(parser, "--trust")
 
 
 def run(options: Namespace) -> None:
@@ -56,13 +56,9 @@ def run(options: Namespace) -> None:
     check_one_env(runs)
     metric = chosen_metric(runs, options.metric)
     groups = compare.grouped(runs, metric, options.by)
-    console = wide_console()
-    table, hidden = compare.runs_table(groups, console.width)
-    console.print(table)
-    if hidden:
-        print(f"not shown, for lack of width: {', '.join(hidden)}")
+    print_fitted(lambda width: compare.runs_table(groups, width))
     print(f"\nfinal {metric}, interquartile mean (IQM) over the seeds:")
-    console.print(compare.groups_table(groups, metric))
+    wide_console().print(compare.groups_table(groups, metric))
     for line in (*compare.remarks(groups), *compare.verdicts(groups, metric)):
         print(line)
     folder = options.report or dated_folder("reports", runs[0].env)

@@ -11,9 +11,7 @@ from ml_pipeline.commands._arguments import (
     ENV_HELP,
     MOST_GAMES,
     RUN_HELP,
-    add_render,
-    add_root,
-    add_trust,
+    add_shared,
     check_actions,
     chosen_run,
     integer,
@@ -25,8 +23,9 @@ from ml_pipeline.metrics import shown_return
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ml_pipeline.analysis.evaluate import Evaluation, MakeEnv
+    from ml_pipeline.analysis.evaluate import Evaluation
     from ml_pipeline.assembly.players import Arena, Player
+    from ml_pipeline.envs.kinds import MakeEnv
     from ml_pipeline.games.matches import Games
     from ml_pipeline.policy.contracts import Policy
 
@@ -52,14 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"with --opponent; default: {_N_GAMES}, or {_N_SHOWN_GAMES} with --video or --render",
     )
     parser.add_argument("--env", metavar="NAME_OR_RUN", help=f"{ENV_HELP}; default: that of RUN")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="take the most likely action; default: sample"
-    )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="NAME",
-        help="best, latest or step_N; default: best if saved, else latest",
-    )
+    add_shared(parser, "--deterministic", "--checkpoint")
     parser.add_argument(
         "--seed",
         type=integer(0),
@@ -68,9 +60,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--opponent, the same for every run",
     )
     parser.add_argument("--video", action="store_true", help="record each episode as mp4")
-    add_render(parser)
-    add_root(parser)
-    add_trust(parser)
+    add_shared(parser, "--render", "--root", "--trust")
 
 
 def run(options: Namespace) -> None:

@@ -6,7 +6,7 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from ml_pipeline.commands._arguments import RUN_HELP, add_root, add_trust, chosen_run
+from ml_pipeline.commands._arguments import RUN_HELP, add_shared, chosen_run
 
 HELP = "write the policy of a run to one file"
 
@@ -17,13 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="default: policy.pt2 or policy.onnx in RUN"
     )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="NAME",
-        help="best, latest or step_N; default: best if saved, else latest",
-    )
-    add_root(parser)
-    add_trust(parser)
+    add_shared(parser, "--checkpoint", "--root", "--trust")
 
 
 def run(options: Namespace) -> None:

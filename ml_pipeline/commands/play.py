@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ml_pipeline.commands._arguments import (
     RUN_HELP,
-    add_render,
-    add_root,
-    add_trust,
+    add_shared,
     chosen_run,
     integer,
     prepare_window,
@@ -17,8 +15,7 @@ from ml_pipeline.commands._arguments import (
 from ml_pipeline.metrics import shown_return
 
 if TYPE_CHECKING:
-    import gymnasium as gym
-
+    from ml_pipeline.envs.kinds import AnyEnv
     from ml_pipeline.policy.contracts import Policy
 
 _OUTCOMES = {1: "won", 0: "drawn", -1: "lost"}
@@ -43,9 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="play as player 0 of two, against a scripted opponent of the env, such as weak or "
         "strong, or against another file or run",
     )
-    add_render(parser)
-    add_root(parser)
-    add_trust(parser)
+    add_shared(parser, "--render", "--root", "--trust")
 
 
 def run(options: Namespace) -> None:
@@ -88,7 +83,7 @@ def run(options: Namespace) -> None:
         print(", ".join(counts))
 
 
-def _load_pair(path: str, options: Namespace) -> tuple[Policy, gym.Env[Any, Any], str]:
+def _load_pair(path: str, options: Namespace) -> tuple[Policy, AnyEnv, str]:
     """Both players as one policy, the two-player env, and a title."""
     from ml_pipeline.assembly.players import env_of, load_player, open_arena
     from ml_pipeline.games.matches import PairPolicy

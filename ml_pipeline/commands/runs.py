@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ml_pipeline.commands._arguments import add_root
+from ml_pipeline.commands._arguments import add_shared, print_fitted
 from ml_pipeline.errors import UserError
 
 HELP = "list runs, or remove some with: runs prune"
@@ -14,7 +14,7 @@ _STATUSES = ("running", "finished", "interrupted", "failed", "died", "unknown")
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
-    add_root(parser)
+    add_shared(parser, "--root")
     parser.add_argument("--env", help="only runs of this env")
     parser.add_argument(
         "--status", action="append", choices=_STATUSES, help="only runs of this status; repeatable"
@@ -24,7 +24,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> None:
     from ml_pipeline.analysis.listing import find_runs, prune, runs_table
-    from ml_pipeline.runs.console import wide_console
 
     if options.action == "prune" and options.status is None:
         raise UserError("prune needs a status, for example: --status failed --status died")
@@ -37,11 +36,7 @@ def run(options: Namespace) -> None:
     if not runs:
         print(f"no such runs in {options.root}")
         return
-    console = wide_console()
-    table, hidden = runs_table(runs, console.width)
-    console.print(table)
-    if hidden:
-        print(f"not shown, for lack of width: {', '.join(hidden)}")
+    print_fitted(lambda width: runs_table(runs, width))
     if options.action == "prune" and not options.yes:
         print(f"nothing removed yet; add --yes to remove these {len(runs)} run folders")
     elif options.action == "prune":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ml_pipeline.commands._arguments import add_trust, integer
+from ml_pipeline.commands._arguments import add_shared, integer
 from ml_pipeline.extras import import_extra
 
 HELP = "answer observations over HTTP with an exported policy"
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="NAME",
         help="another name of this server in the Host header of requests; repeat for more",
     )
-    add_trust(parser)
+    add_shared(parser, "--trust")
 
 
 def run(options: Namespace) -> None:

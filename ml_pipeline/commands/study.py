@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import REMAINDER, ArgumentParser, Namespace
 from pathlib import Path
 
-from ml_pipeline.commands._arguments import add_trust, integer
+from ml_pipeline.commands._arguments import add_shared, integer
 from ml_pipeline.extras import import_extra
 
 HELP = "search for good hyperparameters"
@@ -53,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="seed of the first episode; default: a new one each time",
     )
-    add_trust(best)
+    add_shared(best, "--trust")
     best.set_defaults(study=_best)
 
 

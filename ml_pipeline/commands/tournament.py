@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from ml_pipeline.commands._arguments import (
     ENV_HELP,
     MOST_GAMES,
-    add_root,
-    add_trust,
+    add_results,
+    add_shared,
     check_actions,
     chosen_run,
     dated_folder,
     integer,
-    show_report,
+    show_results,
 )
 from ml_pipeline.errors import UserError
 
@@ -40,9 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--games", type=integer(2), default=200, metavar="N", help="of each pair; default: 200"
     )
     parser.add_argument("--seed", type=integer(0), default=0, metavar="N", help="default: 0")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="take the most likely action; default: sample"
-    )
+    add_shared(parser, "--deterministic")
     parser.add_argument(
         "--env",
         metavar="NAME_OR_RUN",
@@ -51,15 +49,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--anchor", metavar="PLAYER", help="give this player 1000 points; default: their mean"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder of the results; default: runs/tournaments/<env>_<date>_<time>",
-    )
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
-    add_root(parser)
-    add_trust(parser)
+    add_results(parser, "tournaments/<env>")
+    add_shared(parser, "--root", "--trust")
 
 
 def run(options: Namespace) -> None:
@@ -88,11 +79,7 @@ def run(options: Namespace) -> None:
         print(line)
     folder = options.out or dated_folder("tournaments", arena.name)
     tournament.write_results(folder, result)
-    has_report = show_report(
-        lambda: write_report(folder, result), is_asked_for=False, opens=options.open
-    )
-    if not has_report:
-        print(f"results: {folder}")
+    show_results(folder, lambda folder: write_report(folder, result), opens=options.open)
 
 
 def _loaded(options: Namespace) -> tuple[Arena, dict[str, Player]]:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -23,7 +24,7 @@ LINGER_SECONDS = 5.0  # for a client to read the last answer
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 
-def to_json(answer: dict[str, Any]) -> bytes:
+def to_json(answer: Mapping[str, object]) -> bytes:
     return f"{_encode(answer)}\n".encode()
 
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,6 +27,7 @@ from ml_pipeline.deploy.exported import (
     PURPOSE,
     ExportedPolicy,
 )
+from ml_pipeline.envs.kinds import AnyEnv, AnySpace
 from ml_pipeline.errors import UserError, type_and_line
 from ml_pipeline.extras import import_extra
 from ml_pipeline.policy.actor_critic import NEXT_MEMORY, GreedyPolicy
@@ -65,11 +65,11 @@ class Played(NamedTuple):
 
 def export_policy(
     agent: Agent,
-    env: gym.Env[Any, Any],
+    env: AnyEnv,
     path: Path,
     *,
     file_format: str,
-    facts: Mapping[str, Any],
+    facts: Mapping[str, object],
 ) -> tuple[ExportedPolicy, Agreement]:
     """Write ``path`` if its content agrees with ``agent`` on observations of ``env``.
 
@@ -117,7 +117,7 @@ def _traced(module: GreedyPolicy) -> torch.export.ExportedProgram:
             raise error from None
 
 
-def _description(module: GreedyPolicy) -> dict[str, Any]:
+def _description(module: GreedyPolicy) -> dict[str, object]:
     """The metadata that follows from the policy itself."""
     inputs = module.example_inputs()
     outputs = module(inputs)
@@ -134,7 +134,7 @@ def _description(module: GreedyPolicy) -> dict[str, Any]:
     }
 
 
-def _tensor_data(tensor: Tensor) -> dict[str, Any]:
+def _tensor_data(tensor: Tensor) -> dict[str, object]:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return {"dtype": dtype, "shape": list(tensor.shape[1:])}
 
@@ -191,7 +191,7 @@ def _quiet_torch() -> Iterator[None]:
         logging.disable(before)
 
 
-def play_steps(agent: Agent, env: gym.Env[Any, Any], n_steps: int) -> Played:
+def play_steps(agent: Agent, env: AnyEnv, n_steps: int) -> Played:
     """Observations from episodes with sampled actions; greedy actions would reach fewer states."""
     observations: list[Any] = []
     masks: list[NDArray[np.bool_]] = []
@@ -223,7 +223,7 @@ def compare(
     module: GreedyPolicy,
     policy: ExportedPolicy,
     played: Played,
-    space: gym.Space[Any],
+    space: AnySpace,
 ) -> Agreement:
     """Run the live agent and the file on the same observations; raises if they disagree."""
     size = module.memory_size
@@ -253,7 +253,7 @@ def compare(
     return Agreement(len(played.observations), largest, n_other_actions)
 
 
-def _n_other_actions(action: NDArray[Any], live: NDArray[Any]) -> int:
+def _n_other_actions(action: NDArray[np.generic], live: NDArray[np.generic]) -> int:
     """Number of rows with different actions; rounding may decide between equal choices."""
     if np.issubdtype(live.dtype, np.integer):
         other = action != live

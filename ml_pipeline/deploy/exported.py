@@ -40,7 +40,7 @@ METADATA_KEY = "ml_pipeline"  # inside an .onnx
 PURPOSE = "policy"  # of the signature
 
 
-Arrays = dict[str, NDArray[Any]]  # by name of input or output, [batch, ...] each
+Arrays = dict[str, NDArray[np.generic]]  # by name of input or output, [batch, ...] each
 
 
 class PolicyFileError(UserError):
@@ -50,7 +50,7 @@ class PolicyFileError(UserError):
 class TensorSpec(NamedTuple):
     """An input or an output, without its batch dimension."""
 
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
     leaf: str | None  # of the observation; None: not part of the observation
 
@@ -199,7 +199,7 @@ class ExportedPolicy:
         leaves: Arrays,
         *,
         action_mask: NDArray[np.bool_] | None,
-        state: NDArray[Any] | None,
+        state: NDArray[np.generic] | None,
     ) -> Arrays:
         """The arguments of ``run``, in its order; refuses a mask that allows no action."""
         own = {MASK: action_mask, MEMORY: state}
@@ -218,7 +218,7 @@ class ExportedPolicy:
             checked_mask(mask, self._choices)
         return {name: np.asarray(each) for name, each in inputs.items()}
 
-    def to_env_action(self, action: NDArray[Any]) -> NDArray[Any]:
+    def to_env_action(self, action: NDArray[np.generic]) -> NDArray[np.generic]:
         """The output ``action`` in the dtype of the action space; graphs support fewer dtypes."""
         return action.astype(self.action_space.dtype, copy=False)
 

@@ -72,22 +72,21 @@ class RequestReader:
         finally:
             gc.enable()
 
-    def _query(self, request: Any) -> Query:
+    def _query(self, request: object) -> Query:
         policy = self._policy
-        _check_keys(request, "the body", self._keys)
-        obs = _item(request, "obs")
-        if self._leaves:
-            _check_keys(obs, "obs", self._leaves)
+        given = _checked(request, "the body", self._keys)
+        obs = _item(given, "obs")
+        leaves_given = _checked(obs, "obs", self._leaves) if self._leaves else {}
         read: dict[str, _Read] = {}
         for name, spec in policy.inputs.items():
             if spec.leaf is None:
-                if name == MASK or MEMORY in request:
-                    read[name] = _read_array(_item(request, name), name, spec)
+                if name == MASK or MEMORY in given:
+                    read[name] = _read_array(_item(given, name), name, spec)
             elif not self._leaves:
                 read[name] = _read_array(obs, "obs", spec)
             else:
                 key = f"obs[{spec.leaf!r}]"
-                read[name] = _read_array(_item(obs, spec.leaf, key), key, spec)
+                read[name] = _read_array(_item(leaves_given, spec.leaf, key), key, spec)
         first = next(iter(read.values()))
         n_rows = len(first.array)
         for each in read.values():
@@ -133,7 +132,7 @@ class _Read(NamedTuple):
         return f"a batch of {len(self.array)}" if self.is_batch else "not a batch"
 
 
-_Scan = Callable[[str, int], tuple[Any, int]]  # text, start -> value, end
+_Scan = Callable[[str, int], tuple[object, int]]  # text, start -> value, end
 
 
 class _SteppedDecoder(json.JSONDecoder):
@@ -151,8 +150,8 @@ class _SteppedDecoder(json.JSONDecoder):
             self.scan_once = self._outer(self.scan_once)
 
     def _outer(self, scan_element: _Scan) -> _Scan:
-        def scan(text: str, index: int) -> tuple[Any, int]:
-            value: tuple[Any, int]
+        def scan(text: str, index: int) -> tuple[object, int]:
+            value: tuple[object, int]
             if text.startswith("{", index):
                 value = JSONObject((text, index + 1), self.strict, scan_element, None, None)
             elif text.startswith("[", index):
@@ -164,7 +163,7 @@ class _SteppedDecoder(json.JSONDecoder):
         return scan
 
 
-def _parsed(body: bytes, json_decoder: json.JSONDecoder) -> Any:
+def _parsed(body: bytes, json_decoder: json.JSONDecoder) -> object:
     try:
         return json_decoder.decode(body.decode())
     except (ValueError, RecursionError) as error:  # invalid UTF-8 is a ValueError, too
@@ -179,7 +178,8 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 _STEPPED_DECODER = _SteppedDecoder(parse_constant=_refuse_constant)
 
 
-def _check_keys(given: Any, where: str, known: list[str]) -> None:
+def _checked(given: object, where: str, known: list[str]) -> dict[str, object]:
+    """``given``, if it is an object with known keys only."""
     if not isinstance(given, dict):
         wanted = f"must be an object with the keys {', '.join(known)}"
         raise RefusedError(400, f"{where} {wanted}; got a {type(given).__name__}")
@@ -187,9 +187,10 @@ def _check_keys(given: Any, where: str, known: list[str]) -> None:
         if key not in known:
             listed = f"known keys: {', '.join(known)}"
             raise RefusedError(400, f"{where} has the unknown key {key!r}; {listed}")
+    return given
 
 
-def _item(given: dict[str, Any], key: str, label: str | None = None) -> Any:
+def _item(given: dict[str, object], key: str, label: str | None = None) -> object:
     if key not in given:
         raise RefusedError(400, f"{label or key} is missing; got the keys {list(given)}")
     return given[key]
@@ -218,7 +219,7 @@ def _read_array(value: Any, key: str, spec: TensorSpec) -> _Read:
     return _Read(key, cast if is_batch else cast[None], is_batch)
 
 
-def _first_shape(value: Any) -> tuple[int, ...]:
+def _first_shape(value: object) -> tuple[int, ...]:
     """The shape of nested lists, if they are not ragged."""
     shape = []
     while isinstance(value, list):

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -39,6 +39,11 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _OUTPUTS = {"action": "action", "policy": "policy", NEXT_MEMORY: MEMORY}
 
 
+Message = Mapping[str, Any]  # of ASGI: a scope or an event
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
 class ServeError(UserError):
     """The server cannot be started, or its policy is stuck."""
 
@@ -59,17 +64,11 @@ def serve(
     port: int,
     max_batch: int,
     allow_hosts: Collection[str] = (),
-    limits: Limits | None = None,
 ) -> None:
     """Answer until a stop signal, which is raised as ``Interrupted``."""
     with StopSignals():  # until uvicorn handles the signals, and after
         server = PolicyServer(
-            policy,
-            host=host,
-            port=port,
-            max_batch=max_batch,
-            allow_hosts=allow_hosts,
-            limits=limits,
+            policy, host=host, port=port, max_batch=max_batch, allow_hosts=allow_hosts
         )
         print(f"serving {policy.env_name} on {server.url} (stop with Ctrl-C)", flush=True)
         try:
@@ -95,10 +94,10 @@ class PolicyServer(uvicorn.Server):
         port: int,
         max_batch: int = 64,
         allow_hosts: Collection[str] = (),
-        limits: Limits | None = None,
+        limits: Limits = Limits(),  # noqa: B008 - it cannot be changed
     ) -> None:
         self._policy = policy
-        self._limits = limits = limits or Limits()
+        self._limits = limits
         self._listener = _listen(host, port)
         self._names = {each.lower() for each in (*_LOOPBACK, host, *allow_hosts)}
         self._reader = RequestReader(policy, max_rows=max_batch)
@@ -181,7 +180,7 @@ class PolicyServer(uvicorn.Server):
         self._stopped_by = self._stopped_by or sig
         super().handle_exit(sig, frame)
 
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         """The ASGI app; every answer is JSON, {"error": reason} if the request is refused."""
         headers = [(b"content-type", b"application/json")]
         try:
@@ -197,7 +196,7 @@ class PolicyServer(uvicorn.Server):
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _body_for(self, scope: Any, receive: Any) -> bytes:
+    async def _body_for(self, scope: Message, receive: Receive) -> bytes:
         path, method = scope["path"], scope["method"]
         self._check_host(scope)
         allowed = _ROUTES.get(path)
@@ -213,7 +212,7 @@ class PolicyServer(uvicorn.Server):
             return to_json({"status": "ok"})
         return await self._predict(await self._read_body(scope, receive))
 
-    def _check_host(self, scope: Any) -> None:
+    def _check_host(self, scope: Message) -> None:
         """Refuse the names of others: a web page can make its own name point to this server."""
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(given) != 1:
@@ -225,7 +224,7 @@ class PolicyServer(uvicorn.Server):
             reason = f"Host {given[0]!r} is not this server; allow a name with serve --allow-host"
             raise RefusedError(421, reason)
 
-    async def _read_body(self, scope: Any, receive: Any) -> bytes:
+    async def _read_body(self, scope: Message, receive: Receive) -> bytes:
         size = next((value for name, value in scope["headers"] if name == b"content-length"), None)
         if size is None:
             raise RefusedError(411, "the request has no Content-Length")

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
+from ml_pipeline.envs.kinds import AnyVectorEnv
 from ml_pipeline.envs.trial import EnvTrial
 from ml_pipeline.envs.vec_env import WorkerStartError
 
@@ -42,7 +42,7 @@ class NEnvsChoice(NamedTuple):
 
 
 def choose_mode(
-    make: Callable[[Mode], VectorEnv[Any, Any, Any]],
+    make: Callable[[Mode], AnyVectorEnv],
     trial: EnvTrial,
     act: Act,
     *,
@@ -114,7 +114,7 @@ def _act_seconds(trial: EnvTrial, act: Act, n_envs: int) -> float:
     return _median_seconds(lambda: act(batch, infos), 20)
 
 
-def _turn_seconds(env: VectorEnv[Any, Any, Any], act: Act, *, seconds: float = 0.3) -> float:
+def _turn_seconds(env: AnyVectorEnv, act: Act, *, seconds: float = 0.3) -> float:
     try:
         obs, infos = env.reset(seed=0)
         durations: list[float] = []

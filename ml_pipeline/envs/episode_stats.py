@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import AnyEnv
 from ml_pipeline.records import StateDict
 
 MAX_INFOS = 20  # names per run: each is a metric
@@ -125,7 +126,7 @@ def info_means(episodes: Sequence[Episode], names: Sequence[str] | None = None) 
     return means
 
 
-def counts_episodes(env: gym.Env[Any, Any]) -> bool:
+def counts_episodes(env: AnyEnv) -> bool:
     """Whether a wrapper of ``env`` has ``counts_own_episodes = True``: infos report its episodes.
 
     For wrappers that end an episode before the game is over, such as one episode per life.

@@ -17,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from ml_pipeline.envs.kinds import AnyEnv, AnySpace
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import missing_extra
 from ml_pipeline.targets import (
@@ -44,7 +45,7 @@ class EnvFactory:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrappers: Mapping[str, Any] = field(default_factory=dict)  # name -> _target_ entry, in order
 
-    def __call__(self) -> gym.Env[Any, Any]:
+    def __call__(self) -> AnyEnv:
         env = self._make_target() if self.target else self._make_id()
         for name, entry in self.wrappers.items():
             key = f"env.wrappers.{name}"
@@ -58,7 +59,7 @@ class EnvFactory:
         """The same factory, for envs with this render mode."""
         return replace(self, kwargs={**self.kwargs, "render_mode": render_mode})
 
-    def _make_target(self) -> gym.Env[Any, Any]:
+    def _make_target(self) -> AnyEnv:
         maker = import_dotted(str(self.target), key="env.target")
         if not callable(maker):
             raise TargetError(f"env.target={self.target} is not callable; name a class or function")
@@ -73,7 +74,7 @@ class EnvFactory:
             )
         return env
 
-    def _make_id(self) -> gym.Env[Any, Any]:
+    def _make_id(self) -> AnyEnv:
         check_env_id(str(self.id))
         given = f" with env.kwargs {dict(self.kwargs)}" if self.kwargs else ""
         with _named(f"env.id={self.id}{given} cannot be made"):
@@ -92,7 +93,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 def allowed_action(
-    env: gym.Env[Any, Any], obs: Any, info: Mapping[str, Any], mask_key: str = "action_mask"
+    env: AnyEnv, obs: Any, info: Mapping[str, Any], mask_key: str = "action_mask"
 ) -> Any:
     """A random action; one that the mask allows if obs or info has a mask."""
     mask = info.get(mask_key)
@@ -118,7 +119,7 @@ def allowed_action(
     return (np.array(chosen) + start).reshape(space.shape).astype(space.dtype)
 
 
-def _numbers_of_choices(space: gym.Space[Any]) -> np.ndarray[Any, Any] | None:
+def _numbers_of_choices(space: AnySpace) -> np.ndarray[Any, Any] | None:
     """The number of choices for each part of an action; None if the space is not discrete."""
     if isinstance(space, spaces.MultiDiscrete):
         return space.nvec.ravel()
@@ -127,7 +128,7 @@ def _numbers_of_choices(space: gym.Space[Any]) -> np.ndarray[Any, Any] | None:
     return None
 
 
-def close_env(env: gym.Env[Any, Any]) -> None:
+def close_env(env: AnyEnv) -> None:
     """Close an env; only warn if it raises, because the run is over."""
     try:
         env.close()

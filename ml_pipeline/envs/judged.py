@@ -16,7 +16,7 @@ class JudgedEnv(Protocol):
     judge: ClassVar[str]
 
     @classmethod
-    def why_not_select(cls, kwargs: Mapping[str, Any]) -> str | None:
+    def why_not_select(cls, kwargs: Mapping[str, object]) -> str | None:
         """Why a study must not select trials by this env with these arguments, or None."""
 
 

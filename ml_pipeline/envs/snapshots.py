@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
-import gymnasium as gym
 import numpy as np
 from gymnasium.utils import EzPickle
 
 from ml_pipeline.envs.factory import allowed_action, close_env
+from ml_pipeline.envs.kinds import AnyEnv
 from ml_pipeline.errors import type_and_line
 from ml_pipeline.moved import moved
 
@@ -28,7 +28,7 @@ _BASE = "the env below all wrappers"  # its name in a pickle that leaves it out;
 _TRIAL_STEPS = 24
 
 
-def take_snapshot(env: gym.Env[Any, Any], obs: Any) -> bytes:
+def take_snapshot(env: AnyEnv, obs: Any) -> bytes:
     """The env between two steps, together with its last observation."""
     base = env.unwrapped
     state = _state_of(base)
@@ -37,7 +37,7 @@ def take_snapshot(env: gym.Env[Any, Any], obs: Any) -> bytes:
     return file.getvalue()
 
 
-def restore_snapshot(env: gym.Env[Any, Any], snapshot: bytes) -> tuple[gym.Env[Any, Any], Any]:
+def restore_snapshot(env: AnyEnv, snapshot: bytes) -> tuple[AnyEnv, Any]:
     """The saved env and its observation; ``env`` must be a new one from the same factory."""
     base = env.unwrapped
     restored, state, obs = _Unpickler(io.BytesIO(snapshot), base).load()
@@ -49,8 +49,8 @@ def restore_snapshot(env: gym.Env[Any, Any], snapshot: bytes) -> tuple[gym.Env[A
 
 
 def why_no_snapshot(
-    env: gym.Env[Any, Any],
-    make_env: Callable[[], gym.Env[Any, Any]],
+    env: AnyEnv,
+    make_env: Callable[[], AnyEnv],
     *,
     mask_key: str = "action_mask",
 ) -> str | None:
@@ -61,7 +61,7 @@ def why_no_snapshot(
     setter = getattr(type(env.unwrapped), "__setstate__", None)
     if setter is EzPickle.__setstate__ and _state_of(env.unwrapped) is None:
         return f"{type(env.unwrapped).__name__} is an EzPickle, which is unpickled as a new env"
-    other: gym.Env[Any, Any] | None = None
+    other: AnyEnv | None = None
     try:
         other = make_env()
         env.action_space.seed(0)
@@ -83,7 +83,7 @@ def why_no_snapshot(
     return None
 
 
-def _play(env: gym.Env[Any, Any], action: Any) -> tuple[Any, Any, dict[str, Any]]:
+def _play(env: AnyEnv, action: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The result of a step, and the observation and info to continue with."""
     obs, reward, terminated, truncated, info = env.step(action)
     result = obs, reward, terminated, truncated
@@ -128,7 +128,7 @@ def _set_state(base: Any, state: dict[str, Any]) -> None:
     vars(base).update(state["rest"])
 
 
-def _rest(base: gym.Env[Any, Any], left_out: tuple[str, ...]) -> dict[str, Any]:
+def _rest(base: AnyEnv, left_out: tuple[str, ...]) -> dict[str, Any]:
     """The attributes of an env except its simulator, if they can be pickled."""
     rest = {}
     for name, value in vars(base).items():

@@ -28,6 +28,7 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
 from ml_pipeline import counter_random
+from ml_pipeline.envs.kinds import AnyEnv, Info
 
 EnvState = tuple[Tensor, ...]
 
@@ -152,7 +153,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         return self._autoreset(*self._advance_shaped(position, action))
 
     def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+        self, *, seed: int | None = None, options: Info | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Start an episode in every env: the first of ``seed``, or the next of the current seed."""
         if options:
@@ -229,7 +230,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         self._needs_reset = False
 
     @classmethod
-    def single_env(cls, **kwargs: Any) -> gym.Env[Any, Any]:
+    def single_env(cls, **kwargs: Any) -> AnyEnv:
         """One env of this task as a plain Gymnasium env, for evaluation, video, export and play.
 
         This is Gymnasium's own env if the task has a ``gymnasium_id``.
@@ -311,7 +312,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         return saved.to(self.device, copy=True)
 
 
-class SingleTorchEnv(gym.Env[Any, Any]):
+class SingleTorchEnv(AnyEnv):
     """One env of a TorchVectorEnv as a plain Gymnasium env with NumPy arrays, on the CPU.
 
     It does not autoreset. With the same seed, its episodes start like those of env 0 of the batch.
@@ -335,14 +336,12 @@ class SingleTorchEnv(gym.Env[Any, Any]):
             torch.float32 if isinstance(self.action_space, spaces.Box) else torch.int64
         )
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
         obs, _ = self._env.reset(seed=seed, options=options)
         return _first(obs), {}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
         batch = torch.as_tensor(np.asarray(action), dtype=self._action_dtype)
         if batch.numel() != math.prod(self._shape or ()):
             raise ValueError(f"action must be in {self.action_space}, got shape {batch.shape}")

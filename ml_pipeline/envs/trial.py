@@ -20,6 +20,7 @@ from gymnasium import spaces
 from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.episode_stats import counts_episodes, final_numbers
 from ml_pipeline.envs.factory import EnvError, allowed_action, close_env
+from ml_pipeline.envs.kinds import AnyEnv, AnySpace
 from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.envs.workers.pool import call_in_worker
@@ -31,8 +32,8 @@ from ml_pipeline.errors import UserError, first_line, place_of
 class EnvTrial(NamedTuple):
     """What a few steps of one env showed."""
 
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
+    observation_space: AnySpace
+    action_space: AnySpace
     obs: Any  # of the first reset
     info: dict[str, Any]  # of the first reset; only the action mask
     step_info: dict[str, Any]  # of the first step; only the action mask
@@ -46,7 +47,7 @@ class EnvTrial(NamedTuple):
 
 
 def try_env(
-    make_env: Callable[[], gym.Env[Any, Any]],
+    make_env: Callable[[], AnyEnv],
     name: str,
     *,
     mask_key: str = "action_mask",
@@ -96,7 +97,7 @@ def try_env(
 
 def in_worker(
     trial: Callable[..., Any],
-    make_env: Callable[[], gym.Env[Any, Any]],
+    make_env: Callable[[], AnyEnv],
     name: str,
     settings: VecEnvConfig,
     **options: Any,
@@ -116,7 +117,7 @@ def in_worker(
 
 
 def try_env_in_worker(
-    make_env: Callable[[], gym.Env[Any, Any]], name: str, settings: VecEnvConfig, **options: Any
+    make_env: Callable[[], AnyEnv], name: str, settings: VecEnvConfig, **options: Any
 ) -> EnvTrial:
     """``try_env`` in a worker, under the deadline of ``settings``."""
     trial: EnvTrial = in_worker(try_env, make_env, name, settings, **options)
@@ -124,7 +125,7 @@ def try_env_in_worker(
 
 
 def try_phases(
-    make_env: Callable[[], gym.Env[Any, Any]],
+    make_env: Callable[[], AnyEnv],
     name: str,
     *,
     phases: Mapping[str, Mapping[str, Any]],
@@ -156,7 +157,7 @@ def try_phases(
     return found
 
 
-def _check_attribute(env: gym.Env[Any, Any], name: str, key: str) -> None:
+def _check_attribute(env: AnyEnv, name: str, key: str) -> None:
     if env.has_wrapper_attr(name) and not callable(env.get_wrapper_attr(name)):
         return
     layers, inner = [env], env
@@ -169,9 +170,7 @@ def _check_attribute(env: gym.Env[Any, Any], name: str, key: str) -> None:
     raise EnvError(f"{key}.{name}: the env has no attribute of this name; {fix}")
 
 
-def _last_numbers(
-    env: gym.Env[Any, Any], mask_key: str, seconds: float, most_steps: int
-) -> list[str] | None:
+def _last_numbers(env: AnyEnv, mask_key: str, seconds: float, most_steps: int) -> list[str] | None:
     """The names of the numbers in the last info of one episode; None if it takes too long."""
     obs, info = env.reset(seed=0)
     check = _ObservationCheck(env)
@@ -198,7 +197,7 @@ def slow_trial(name: str, settings: VecEnvConfig, *, in_worker: bool) -> str:
 
 def _called(
     trial: Callable[..., Any],
-    make_env: Callable[[], gym.Env[Any, Any]],
+    make_env: Callable[[], AnyEnv],
     name: str,
     options: dict[str, Any],
 ) -> Any:
@@ -206,7 +205,7 @@ def _called(
 
 
 def _play(
-    env: gym.Env[Any, Any],
+    env: AnyEnv,
     obs: Any,
     info: dict[str, Any],
     check: _ObservationCheck,
@@ -247,7 +246,7 @@ def _play(
 
 
 @contextmanager
-def _errors_of(env: gym.Env[Any, Any], name: str) -> Iterator[None]:
+def _errors_of(env: AnyEnv, name: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # envs may raise anything
@@ -263,7 +262,7 @@ def _errors_of(env: gym.Env[Any, Any], name: str) -> Iterator[None]:
 class _ObservationCheck:
     """Compares observations with their space; a wrong shape or kind is an error."""
 
-    def __init__(self, env: gym.Env[Any, Any], *, allow_nonfinite: bool = True) -> None:
+    def __init__(self, env: AnyEnv, *, allow_nonfinite: bool = True) -> None:
         self.allow_nonfinite = allow_nonfinite
         self._space = env.observation_space
         arrays = Layout(env.observation_space, env.action_space, 1, 0).arrays()
@@ -275,7 +274,7 @@ class _ObservationCheck:
         write_value(self._view, obs, self._casts)
         self._check_bounds(self._space, obs, "")
 
-    def _check_bounds(self, space: gym.Space[Any], obs: Any, leaf: str) -> None:
+    def _check_bounds(self, space: AnySpace, obs: Any, leaf: str) -> None:
         if isinstance(space, spaces.Dict):
             for key, part in space.spaces.items():
                 self._check_bounds(part, obs[key], f"{leaf}[{key!r}]")

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from ml_pipeline.envs.kinds import Info
 from ml_pipeline.envs.workers.channel import BUSY
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.envs.workers.env_spaces import ObservationMode
@@ -57,7 +58,7 @@ class WorkerLoad(NamedTuple):
 class Resizable(Protocol):
     """A vector env whose number of envs can change between two steps."""
 
-    def resize(self, n_envs: int) -> tuple[Any, dict[str, Any]]:
+    def resize(self, n_envs: int) -> tuple[Any, Info]:
         """The observations of all envs, and the infos of the new ones."""
 
 
@@ -203,7 +204,7 @@ class ParallelEnv(WorkerVectorEnv):
             )
         ]
 
-    def resize(self, n_envs: int) -> tuple[Any, dict[str, Any]]:
+    def resize(self, n_envs: int) -> tuple[Any, Info]:
         """Add or remove envs at the end; the others are not affected.
 
         New envs use the factories in turn, and the attributes that ``set_attr`` has set in the

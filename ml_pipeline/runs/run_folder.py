@@ -209,8 +209,13 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         os.fsync(file.fileno())
         file.close()
         os.replace(temporary, path)
-    if hasattr(os, "O_DIRECTORY"):  # not on Windows; makes the rename itself durable
-        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk knows the new and renamed files of a folder."""
+    if hasattr(os, "O_DIRECTORY"):  # not on Windows
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         finally:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from ml_pipeline.envs.kinds import AnyEnv, Info
 
-class CameraAndFlag(gym.Env[Any, Any]):
+
+class CameraAndFlag(AnyEnv):
     """Dict(camera, flag) observations; the best return is ``length``, random play gets 1/4."""
 
     def __init__(self, size: int = 12, length: int = 32) -> None:
@@ -28,14 +29,12 @@ class CameraAndFlag(gym.Env[Any, Any]):
         self._step = 0
         self._wanted = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
         self._step = 0
         return self._next(), {}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
         self._step += 1
         reward = float(int(action) == self._wanted)
         return self._next(), reward, False, self._step >= self.length, {}

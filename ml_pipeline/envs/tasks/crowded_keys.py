@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from ml_pipeline.envs.kinds import AnyEnv, Info
 
-class CrowdedKeys(gym.Env[Any, Any]):
+
+class CrowdedKeys(AnyEnv):
     """``n_keys`` actions, ``n_working`` of them allowed; the best return is about ``length``."""
 
     def __init__(self, n_keys: int = 32, n_working: int = 6, length: int = 32) -> None:
@@ -28,14 +29,12 @@ class CrowdedKeys(gym.Env[Any, Any]):
         self._tone = 0
         self._mask = np.zeros(n_keys, dtype=np.int8)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
         self._step = 0
         return self._next()
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
         self._step += 1
         works = bool(self._mask[action])
         nearest = int(np.abs(np.flatnonzero(self._mask) - self._tone).min())
@@ -44,7 +43,7 @@ class CrowdedKeys(gym.Env[Any, Any]):
         obs, info = self._next()
         return obs, reward, not works, self._step >= self.length, info
 
-    def _next(self) -> tuple[Any, dict[str, Any]]:
+    def _next(self) -> tuple[Any, Info]:
         self._tone = int(self.np_random.integers(self.n_keys))
         self._mask = np.zeros(self.n_keys, dtype=np.int8)
         self._mask[self.np_random.permutation(self.n_keys)[: self.n_working]] = 1

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from gymnasium import Space, spaces
+from gymnasium import spaces
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import AnySpace
 from ml_pipeline.envs.workers.trees import Tree, check_cast
 
 
@@ -17,10 +18,10 @@ class Choices(NamedTuple):
 
     low: Any  # int, or an array for a MultiDiscrete space
     high: Any
-    space: Space[Any]  # for the error
+    space: AnySpace  # for the error
 
 
-def choices_of(space: Space[Any]) -> Tree:
+def choices_of(space: AnySpace) -> Tree:
     """A tree for ``write_all``: ``Choices`` for each discrete leaf, None for others."""
     if isinstance(space, spaces.Dict):
         return {name: choices_of(part) for name, part in space.spaces.items()}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from gymnasium import Space
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
+from ml_pipeline.envs.kinds import AnySpace
 from ml_pipeline.envs.workers.errors import WorkerError
 
 # "same": all envs have the same observation space. "different": bounds and numbers of choices may
 # differ, shapes and dtypes may not. A pair: the batched and the single space, given by the user.
-ObservationMode = Literal["same", "different"] | tuple[Space[Any], Space[Any]]
+ObservationMode = Literal["same", "different"] | tuple[AnySpace, AnySpace]
 
 
 class EnvSpaces:
@@ -28,10 +29,10 @@ class EnvSpaces:
                 "batched and single"
             )
         self.mode = mode
-        self._observation: list[Space[Any]] = []  # of each env
-        self._action: Space[Any]  # of all envs
+        self._observation: list[AnySpace] = []  # of each env
+        self._action: AnySpace  # of all envs
 
-    def add(self, observation: Space[Any], action: Space[Any]) -> None:
+    def add(self, observation: AnySpace, action: AnySpace) -> None:
         """Add the next env; raises ``WorkerError`` if it does not fit the others."""
         index = len(self._observation)
         if index == 0:
@@ -56,7 +57,7 @@ class EnvSpaces:
             )
         self._observation.append(observation)
 
-    def _check_alike(self, index: int, observation: Space[Any], single: Space[Any]) -> None:
+    def _check_alike(self, index: int, observation: AnySpace, single: AnySpace) -> None:
         try:
             is_alike = is_space_dtype_shape_equiv(single, observation)
         except NotImplementedError:  # a custom space
@@ -71,7 +72,7 @@ class EnvSpaces:
         """Drop the envs from ``n_envs`` on."""
         del self._observation[n_envs:]
 
-    def observation(self) -> tuple[Space[Any], Space[Any]]:
+    def observation(self) -> tuple[AnySpace, AnySpace]:
         """The observation spaces of the vector env: batched, single."""
         first = self._observation[0]
         if self.mode == "same":
@@ -85,6 +86,6 @@ class EnvSpaces:
                 f"observation_mode='different': {error}; give a pair of spaces"
             ) from error
 
-    def action(self) -> tuple[Space[Any], Space[Any]]:
+    def action(self) -> tuple[AnySpace, AnySpace]:
         """The action spaces of the vector env: batched, single."""
         return batch_space(self._action, len(self._observation)), self._action

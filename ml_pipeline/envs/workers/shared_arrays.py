@@ -16,9 +16,9 @@ import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
-from gymnasium import Space
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import AnySpace
 from ml_pipeline.envs.workers.trees import Allocate, Tree, make_tree
 
 _CACHE_LINE = 64  # bytes; each array starts a new one, so that no two writers share one
@@ -40,8 +40,8 @@ class EnvArrays(NamedTuple):
 class Layout(NamedTuple):
     """Decides the address of each array; must be equal in every process."""
 
-    observation_space: Space[Any]
-    action_space: Space[Any]
+    observation_space: AnySpace
+    action_space: AnySpace
     n_envs: int
     n_workers: int
 

@@ -18,6 +18,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot
 from ml_pipeline.envs.workers.actions import scalars_of
 from ml_pipeline.envs.workers.errors import WorkerError, error_from
@@ -33,7 +34,7 @@ from ml_pipeline.envs.workers.trees import (
     write_value,
 )
 
-EnvFn = Callable[[], gym.Env[Any, Any]]
+EnvFn = Callable[[], AnyEnv]
 InfoMode = Literal["all", "final"]
 
 
@@ -48,8 +49,8 @@ class SliceOptions(NamedTuple):
 class Description(NamedTuple):
     """The facts about an env that a vector env needs before the first reset."""
 
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
+    observation_space: AnySpace
+    action_space: AnySpace
     metadata: dict[str, Any]
     render_mode: str | None
     spec: Any  # gymnasium's EnvSpec, or None
@@ -75,7 +76,7 @@ class EnvSlice:
         self._all_infos = options.infos == "all"
         self._check_finite = options.check_finite
         self.rows: list[int] = []  # index of each env in the vector env
-        self.envs: list[gym.Env[Any, Any]] = []
+        self.envs: list[AnyEnv] = []
         self.seeds: list[int | None] = []  # the last seed of each env, for error messages
         self._ended: list[bool] = []
         self._casts: set[str] = set()
@@ -147,7 +148,7 @@ class EnvSlice:
     def reset(
         self,
         seeds: Sequence[int | None],
-        options: dict[str, Any] | None,
+        options: Info | None,
         mask: Sequence[bool],
     ) -> SliceReport | None:
         """Reset the envs whose ``mask`` is set; ``seeds`` and ``mask`` cover this slice only."""
@@ -318,7 +319,7 @@ class EnvSlice:
             except BaseException as error:
                 self._raise_for_env(offset, error)
 
-    def _each(self) -> Iterator[tuple[int, gym.Env[Any, Any]]]:
+    def _each(self) -> Iterator[tuple[int, AnyEnv]]:
         """The envs one after the other, each with its place in the slice."""
         for offset, env in enumerate(self.envs):
             self._running[0] = self.rows[offset] + 1

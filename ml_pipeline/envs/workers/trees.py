@@ -12,8 +12,10 @@ from copy import deepcopy
 from typing import Any
 
 import numpy as np
-from gymnasium import Space, spaces
+from gymnasium import spaces
 from numpy.typing import NDArray
+
+from ml_pipeline.envs.kinds import AnySpace
 
 Tree = Any  # NDArray, Objects, dict[str, Tree] or tuple[Tree, ...]; each leaf is [n_envs, ...]
 Allocate = Callable[[tuple[int, ...], "np.dtype[Any]"], "NDArray[Any]"]
@@ -23,7 +25,7 @@ class Objects(list[Any]):
     """One Python object per env; each process has its own list, so changes must be sent."""
 
 
-def make_tree(space: Space[Any], n_envs: int, allocate: Allocate) -> Tree:
+def make_tree(space: AnySpace, n_envs: int, allocate: Allocate) -> Tree:
     """A tree for the values of ``n_envs`` envs; calls ``allocate`` in a fixed order."""
     if isinstance(space, spaces.Dict):
         # Equal spaces may have their keys in another order, so the order must not decide addresses.

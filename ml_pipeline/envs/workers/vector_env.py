@@ -14,10 +14,11 @@ from typing import Any
 import cloudpickle
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import iterate
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import AnyVectorEnv, Info
 from ml_pipeline.envs.workers.actions import choices_of, write_all
 from ml_pipeline.envs.workers.env_spaces import EnvSpaces, ObservationMode
 from ml_pipeline.envs.workers.errors import AnswerPendingError, WorkerError
@@ -50,7 +51,7 @@ _RESERVED = ("reset", "step", "close")  # ``call`` refuses them: they must updat
 _MOVES_ENVS = ("reset", "step")  # requests whose results cannot be requested again
 
 
-class SliceVectorEnv(VectorEnv[Any, Any, Any]):
+class SliceVectorEnv(AnyVectorEnv):
     """A VectorEnv over one slice in this process and a pool of workers."""
 
     def __init__(
@@ -85,7 +86,7 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
         self._main_result: Any = None
         self._is_interrupted = False  # the envs were stepped, but the results are lost
         self._reset_seeds: Seeds = []  # of the last reset
-        self._reset_options: dict[str, Any] | None = None
+        self._reset_options: Info | None = None
         self._reported_casts: set[str] = set()
         self._last_obs: Any = None  # the observations last returned, if workers can be restarted
 
@@ -112,8 +113,8 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
         self,
         *,
         seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
+        options: Info | None = None,
+    ) -> tuple[Any, Info]:
         """Reset all envs, or those in ``options["reset_mask"]``; an int seeds env i seed + i."""
         try:
             self.reset_async(seed=seed, options=options)
@@ -125,7 +126,7 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
     def reset_async(
         self,
         seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
+        options: Info | None = None,
     ) -> None:
         self._check_idle("reset")
         options = dict(options) if options is not None else None
@@ -140,7 +141,7 @@ class SliceVectorEnv(VectorEnv[Any, Any, Any]):
         self._seeds.mark_used(seed, seeds, mask)
         self._is_interrupted = self._is_interrupted and not all(mask)
 
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, Info]:
         infos = self._merge(self._finish("reset", timeout), may_have_ended=False)
         return self._observations(), infos
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces, wrappers
 
+from ml_pipeline.envs.kinds import AnyEnv, AnyWrapper, Info
 
-class Atari(gym.Wrapper[Any, Any, Any, Any]):
+
+class Atari(AnyWrapper):
     """Wraps an env that does not skip frames itself, such as PongNoFrameskip-v4."""
 
     counts_own_episodes = True
 
     def __init__(
         self,
-        env: gym.Env[Any, Any],
+        env: AnyEnv,
         noop_max: int = 30,
         frame_skip: int = 4,
         screen_size: int = 84,
@@ -49,7 +50,7 @@ class QuickFrames(wrappers.AtariPreprocessing):
     """
 
     @staticmethod
-    def suits(env: gym.Env[Any, Any]) -> bool:
+    def suits(env: AnyEnv) -> bool:
         """Whether no wrapper around ``env`` changes a step, and it does not skip frames."""
         while isinstance(env, (wrappers.OrderEnforcing, wrappers.PassiveEnvChecker)):
             env = env.env
@@ -57,7 +58,7 @@ class QuickFrames(wrappers.AtariPreprocessing):
         one_frame = getattr(env, "_frameskip", None) == 1
         return is_ale and one_frame and isinstance(env.action_space, spaces.Discrete)
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, Info]:
         game = _game(self)
         ale, code, reward, last = game.ale, game._action_set[action], 0.0, self.frame_skip - 1
         for frame in range(self.frame_skip):
@@ -72,15 +73,15 @@ class QuickFrames(wrappers.AtariPreprocessing):
         return frames._get_obs(), reward, terminated, truncated, game._get_info()
 
 
-class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
+class EpisodicLife(AnyWrapper):
     """Ends an episode with each life; the game continues until the last life is lost."""
 
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
+    def __init__(self, env: AnyEnv) -> None:
         super().__init__(env)
         self._lives = 0
         self._over = True
 
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def reset(self, **kwargs: Any) -> tuple[Any, Info]:
         if self._over or kwargs.get("seed") is not None:
             obs, info = self.env.reset(**kwargs)
         else:
@@ -91,7 +92,7 @@ class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
         self._lives = self._lives_left()
         return obs, info
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, Info]:
         obs, reward, terminated, truncated, info = self.env.step(action)
         self._over = terminated or truncated
         lives = self._lives_left()
@@ -103,10 +104,10 @@ class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
         return int(_game(self.env).ale.lives())
 
 
-class FireToBegin(gym.Wrapper[Any, Any, Any, Any]):
+class FireToBegin(AnyWrapper):
     """Presses FIRE after a reset, which some games need to start."""
 
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def reset(self, **kwargs: Any) -> tuple[Any, Info]:
         self.env.reset(**kwargs)
         meanings = _game(self.env).get_action_meanings()
         obs, _, terminated, truncated, info = self.env.step(meanings.index("FIRE"))
@@ -115,7 +116,7 @@ class FireToBegin(gym.Wrapper[Any, Any, Any, Any]):
         return obs, info
 
 
-def _game(env: gym.Env[Any, Any]) -> Any:
+def _game(env: AnyEnv) -> Any:
     """The env below all wrappers, with the methods that only Atari envs have."""
     return env.unwrapped
 

@@ -9,11 +9,13 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from ml_pipeline.envs.kinds import AnyEnv
+
 
 class HideVelocity(gym.ObservationWrapper[Any, Any, Any]):
     """Removes entries of a vector observation; the default is for CartPole."""
 
-    def __init__(self, env: gym.Env[Any, Any], hidden: Sequence[int] = (1, 3)) -> None:
+    def __init__(self, env: AnyEnv, hidden: Sequence[int] = (1, 3)) -> None:
         super().__init__(env)
         box = env.observation_space
         if not isinstance(box, spaces.Box) or len(box.shape) != 1:

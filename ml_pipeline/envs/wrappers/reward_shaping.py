@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-import gymnasium as gym
-
 from ml_pipeline.envs.episode_stats import counts_episodes
+from ml_pipeline.envs.kinds import AnyEnv, AnyWrapper, Info
 from ml_pipeline.targets import TargetError, import_entry
 
 # The parameters of the function of each kind of term.
@@ -30,7 +29,7 @@ class Term(NamedTuple):
     function: Callable[..., float]
 
 
-class RewardShaping(gym.Wrapper[Any, Any, Any, Any]):
+class RewardShaping(AnyWrapper):
     """Each term has the attribute ``weight_NAME``; a new value counts from the next reset on.
 
     Every info has the episode so far: ``episode`` with the env's own return and length, and
@@ -40,7 +39,7 @@ class RewardShaping(gym.Wrapper[Any, Any, Any, Any]):
     counts_own_episodes = True
 
     def __init__(
-        self, env: gym.Env[Any, Any], terms: Mapping[str, Mapping[str, Any]], gamma: float = 0.99
+        self, env: AnyEnv, terms: Mapping[str, Mapping[str, Any]], gamma: float = 0.99
     ) -> None:
         """``terms``: name -> ``_target_`` of a function, ``kind`` and ``weight``.
 
@@ -65,7 +64,7 @@ class RewardShaping(gym.Wrapper[Any, Any, Any, Any]):
         self._return = self._shaping = 0.0
         self._length = 0
 
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def reset(self, **kwargs: Any) -> tuple[Any, Info]:
         obs, info = self.env.reset(**kwargs)
         weights = [
             _checked_weight(each.name, getattr(self, f"weight_{each.name}")) for each in self.terms
@@ -76,7 +75,7 @@ class RewardShaping(gym.Wrapper[Any, Any, Any, Any]):
         self._see(self._player(obs), is_terminal=False)
         return obs, info
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, Info]:
         obs, reward, terminated, truncated, info = self.env.step(action)
         before, seen, potential = self._obs, self._player(obs), self._potential
         self._see(seen, is_terminal=bool(terminated))

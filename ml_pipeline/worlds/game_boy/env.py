@@ -15,6 +15,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info
 from ml_pipeline.errors import UserError
 from ml_pipeline.worlds.game_boy.emulator import Emulator, read_rom
 from ml_pipeline.worlds.game_boy.rules import Address, read_rules
@@ -25,7 +26,7 @@ _FRAMES_PER_SECOND = 60
 _LUMINANCE = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # of red, green and blue
 
 
-class GameBoy(gym.Env[Any, Any]):
+class GameBoy(AnyEnv):
     """``observation``: ``screen`` is [stack, height, width], the newest frame last.
 
     ``memory`` has each named number, scaled from its bounds to 0 and 1. ``both`` is a Dict of them.
@@ -74,7 +75,7 @@ class GameBoy(gym.Env[Any, Any]):
         bounds = [address.bounds for address in self.rules.addresses.values()]
         self._low = np.array([each.low for each in bounds], dtype=np.float64)
         self._range = np.array([each.high - each.low for each in bounds], dtype=np.float64)
-        parts: dict[str, gym.Space[Any]] = {
+        parts: dict[str, AnySpace] = {
             "screen": spaces.Box(0, 255, shape, np.uint8),
             "memory": spaces.Box(0.0, 1.0, (len(bounds),), np.float32),
         }
@@ -84,9 +85,7 @@ class GameBoy(gym.Env[Any, Any]):
         self._values: list[int] | None = None  # of the addresses; None before the first reset
         self._n_steps = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
         self._emulator.reset()
         self._values = self._read()
@@ -95,7 +94,7 @@ class GameBoy(gym.Env[Any, Any]):
             self._frames[:] = self._grey()
         return self._observed(), {}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
         if self._values is None:
             raise gym.error.ResetNeeded("GameBoy: call reset before step")
         buttons, pyboy = self.rules.actions[action], self._emulator.pyboy
@@ -187,7 +186,7 @@ def _read_value(memory: Any, address: Address) -> int:
     return int(low) if value < low else int(high) if value > high else value
 
 
-def _check(fact: bool, key: str, value: Any, rule: str) -> None:
+def _check(fact: bool, key: str, value: object, rule: str) -> None:
     if not fact:
         raise GameBoyError(f"env.kwargs.{key}={value}: must be {rule}")
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import yaml
 
@@ -37,10 +37,15 @@ class GameFileError(UserError):
     """The file of a game has a mistake."""
 
 
+Place = int | tuple[int, int]  # an index of PyBoy's memory, with its bank if it has several
+
+
 class Address(NamedTuple):
     """Where a number is, and how its bytes are read."""
 
-    places: tuple[Any, ...]  # indices of PyBoy's memory, the most significant byte first
+    places: tuple[
+        int | tuple[int, int], ...
+    ]  # indices of PyBoy's memory, the most significant byte first
     read: Callable[[Sequence[int]], int]  # the value of these bytes
     bounds: Bounds
 

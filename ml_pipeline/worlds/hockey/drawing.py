@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +30,7 @@ Image = NDArray[np.uint8]
 Distance = NDArray[np.floating]
 
 
-def draw(state: tuple[Any, ...]) -> Image:
+def draw(state: tuple[float, ...]) -> Image:
     """RGB [384, 480, 3] of a state of ``hockey_physics``; player 0 is on the left."""
     image: Image = _rink().copy()
     x, y, angle = state[:3]
@@ -97,7 +96,7 @@ def _grid(rows: slice, columns: slice) -> tuple[Distance, Distance]:
     return x, (HEIGHT / 2 - row - 0.5) / PIXELS_PER_METRE
 
 
-def _paint(image: Image, distance: NDArray[Any], colour: tuple[int, ...]) -> None:
+def _paint(image: Image, distance: Distance, colour: tuple[int, ...]) -> None:
     """Paint where the distance in metres is negative, with a smooth edge of one pixel."""
     cover = np.clip(0.5 - distance * PIXELS_PER_METRE, 0.0, 1.0)[..., None]
     image[:] = image + cover * (np.array(colour) - image)

@@ -7,6 +7,7 @@ two-player env; the name of a scripted opponent makes it an ordinary env for one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -14,6 +15,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import AnySpace, Info
 from ml_pipeline.games.two_players import both_spaces
 from ml_pipeline.worlds.hockey import physics
 from ml_pipeline.worlds.hockey.drawing import draw
@@ -24,7 +26,7 @@ from ml_pipeline.worlds.hockey.opponents import (
     drawn_opponent,
     scripted_action,
 )
-from ml_pipeline.worlds.hockey.physics import FLOATS
+from ml_pipeline.worlds.hockey.physics import FLOATS, Maths, Number, Numbers
 
 GOAL_REWARD = 10.0
 MAX_STEPS = {"normal": 250, "shooting": 80, "defence": 80}
@@ -44,7 +46,7 @@ OBSERVATIONS = spaces.Box(-np.inf, np.inf, (18,), np.float32)
 ACTIONS = spaces.Box(-1.0, 1.0, (4,), np.float32)
 
 
-class Hockey(gym.Env[Any, Any]):
+class Hockey(gym.Env[NDArray[np.float32], Any]):
     """A game ends with a goal, +10 for player 0 or -10, or is truncated as a draw.
 
     ``opponent`` and ``mode`` can be set between episodes; the next reset applies them. The
@@ -69,16 +71,14 @@ class Hockey(gym.Env[Any, Any]):
         self.render_mode = render_mode
         self.discrete = discrete
         self._for_two = opponent is None
-        action_space = spaces.Discrete(len(DISCRETE)) if discrete else ACTIONS
-        self.observation_space = both_spaces(OBSERVATIONS) if self._for_two else OBSERVATIONS
-        self.action_space = both_spaces(action_space) if self._for_two else action_space
+        self.observation_space, self.action_space = game_spaces(self._for_two, discrete=discrete)
         self._apply_settings()
         self.state = begin(FLOATS, mode, (0.5,) * N_DRAWS[mode])  # of hockey_physics
         self._n_steps = 0
 
     def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[NDArray[np.float32], Info]:
         super().reset(seed=seed)
         self._apply_settings()
         self.state = begin(FLOATS, self.mode, self.np_random.random(N_DRAWS[self.mode]).tolist())
@@ -87,7 +87,7 @@ class Hockey(gym.Env[Any, Any]):
         self._n_steps = 0
         return self._observe(), {}
 
-    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, Info]:
         action = np.asarray(action).tolist()
         if self._strength is None:
             action_0, action_1 = self._forces(action[0]), self._forces(action[1])
@@ -113,7 +113,7 @@ class Hockey(gym.Env[Any, Any]):
         both = view + physics.view_1(self.state)
         return np.array(both, dtype=np.float32).reshape(2, 18)
 
-    def _forces(self, action: Any) -> Any:
+    def _forces(self, action: Any) -> Sequence[float]:
         if self.discrete:
             return DISCRETE[action]
         return [FLOATS.clip(value, -1.0, 1.0) for value in action]
@@ -126,6 +126,14 @@ class Hockey(gym.Env[Any, Any]):
             )
         self._max_steps = steps_of(self.mode)
         self._strength = strength_of("weak" if self.opponent == EITHER else self.opponent, EITHER)
+
+
+def game_spaces(for_two: bool, *, discrete: bool = False) -> tuple[AnySpace, AnySpace]:
+    """The spaces of observations and actions, of one player or of both."""
+    actions = spaces.Discrete(len(DISCRETE)) if discrete else ACTIONS
+    if for_two:
+        return both_spaces(OBSERVATIONS), both_spaces(actions)
+    return OBSERVATIONS, actions
 
 
 def steps_of(mode: str) -> int:
@@ -150,7 +158,7 @@ def strength_of(opponent: str | None, *more_choices: str) -> float | None:
     return STRENGTH[opponent]
 
 
-def begin(m: Any, mode: str, draws: Any) -> tuple[Any, ...]:
+def begin(m: Maths, mode: str, draws: Sequence[Number]) -> Numbers:
     """The first state of an episode from ``N_DRAWS`` numbers in [0, 1), floats or tensors."""
     zero = 0.0 * draws[0]
     racket = (zero - 3.0, zero, zero, zero, zero, zero)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.worlds.hockey.physics import BACK_LIMIT, MAX_ANGLE
+from ml_pipeline.worlds.hockey.physics import BACK_LIMIT, MAX_ANGLE, Maths, Number, Numbers
 
 STRENGTH = {"weak": 0.5, "strong": 10.0, "basic": 10.0}  # proportional gain of the controller
 EITHER = "either"  # weak or strong, drawn for each episode
@@ -27,7 +26,7 @@ _SWING_RATE, _STRONG_LEAD, _WEAK_LEAD = 2.5, 0.5, 1.5
 _SHOOT_BELOW = 7.0  # steps left to keep the puck
 
 
-def scripted_action(m: Any, view: Any, strength: float) -> tuple[Any, Any, Any, Any]:
+def scripted_action(m: Maths, view: Numbers, strength: float) -> Numbers:
     """The action for the 18 numbers that a player observes: floats, arrays [n] or tensors [n].
 
     ``m`` has where, clip and sqrt for them: ``FLOATS``, numpy or torch.
@@ -49,7 +48,7 @@ def scripted_action(m: Any, view: Any, strength: float) -> tuple[Any, Any, Any, 
     )
 
 
-def _next_angle(m: Any, angle: Any, speed: Any, strength: float) -> Any:
+def _next_angle(m: Maths, angle: Number, speed: Number, strength: float) -> Number:
     """Where a racket that swings as MAX_ANGLE * sin(phase) will be after the lead.
 
     ``speed`` is that of the angle per radian of phase.
@@ -59,7 +58,7 @@ def _next_angle(m: Any, angle: Any, speed: Any, strength: float) -> Any:
     return MAX_ANGLE * (math.cos(lead) * angle + math.sin(lead) * speed) / radius
 
 
-def _control(m: Any, error: Any, speed: Any, gain: float, brake_seconds: float) -> Any:
+def _control(m: Maths, error: Number, speed: Number, gain: float, brake_seconds: float) -> Number:
     """A PD controller that damps only shortly before it arrives."""
     arrives = abs(error) < brake_seconds * abs(speed + 0.01)
     return m.clip(error * gain - m.where(arrives, _DAMPING * speed, 0.0), -1.0, 1.0)

@@ -15,6 +15,7 @@ game with swapped players is the same game, bit for bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -52,13 +53,18 @@ REACH = 0.7  # further apart, racket and puck cannot touch
 _NO_CONTACT = (False, (0.0,) * 5, (0.0,) * 5)
 
 
+Number = Any  # a float or a tensor: what ``m`` computes with
+Numbers = tuple[Number, ...]
+Maths = Any  # FLOATS or the module torch; mypy cannot compare a module of overloads
+
+
 class Floats:
     """The functions of torch that this module needs, for Python floats."""
 
     sqrt, sin, cos = math.sqrt, math.sin, math.cos
 
     @staticmethod
-    def where(condition: bool, yes: Any, no: Any) -> Any:
+    def where(condition: bool, yes: Number, no: Number) -> Number:
         return yes if condition else no
 
     @staticmethod
@@ -69,7 +75,9 @@ class Floats:
 FLOATS = Floats()
 
 
-def advance(m: Any, state: tuple[Any, ...], action_0: Any, action_1: Any) -> tuple[Any, ...]:
+def advance(
+    m: Maths, state: Numbers, action_0: Sequence[Number], action_1: Sequence[Number]
+) -> Numbers:
     """The next state; an action is a force x, y, a torque and a shot, within [-1, 1]."""
     (x_0, y_0, a_0), (x_1, y_1, a_1) = state[:3], state[6:9]
     x, y, vx, vy, spin, keep_0, keep_1 = state[12:]
@@ -115,19 +123,19 @@ def advance(m: Any, state: tuple[Any, ...], action_0: Any, action_1: Any) -> tup
     return (*_apart(m, racket_0, racket_1), *puck, left_0, left_1)
 
 
-def _nearer(dx_0: Any, dy_0: Any, dx_1: Any, dy_1: Any) -> tuple[Any, Any]:
+def _nearer(dx_0: Number, dy_0: Number, dx_1: Number, dy_1: Number) -> tuple[Number, Number]:
     """Whether the puck is near racket 0, and nearer than to racket 1; the same for racket 1."""
     d_0, d_1 = dx_0 * dx_0 + dy_0 * dy_0, dx_1 * dx_1 + dy_1 * dy_1
     return (d_0 < REACH * REACH) & (d_0 < d_1), (d_1 < REACH * REACH) & (d_1 < d_0)
 
 
-def view_0(state: tuple[Any, ...]) -> tuple[Any, ...]:
+def view_0(state: Numbers) -> Numbers:
     """The 18 numbers that player 0 observes."""
     x, y, angle, vx, vy, omega = state[6:12]
     return (*state[:6], -x, -y, angle, -vx, -vy, omega, *state[12:16], *state[17:])
 
 
-def view_1(state: tuple[Any, ...]) -> tuple[Any, ...]:
+def view_1(state: Numbers) -> Numbers:
     """The 18 numbers that player 1 observes, in its own frame."""
     x_0, y_0, a_0, vx_0, vy_0, w_0 = state[:6]
     x, y, vx, vy, _, keep_0, keep_1 = state[12:]
@@ -135,13 +143,13 @@ def view_1(state: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*state[6:12], *other, -x, -y, -vx, -vy, keep_1, keep_0)
 
 
-def winner(m: Any, state: tuple[Any, ...]) -> Any:
+def winner(m: Maths, state: Numbers) -> Number:
     """1.0 if the puck is in the goal of player 1, -1.0 if it is in that of player 0, else 0.0."""
     x = state[12]
     return m.where(abs(x) > GOAL_X, m.where(x > 0.0, 1.0, -1.0), 0.0)
 
 
-def distance_cost(m: Any, state: tuple[Any, ...], max_steps: int) -> Any:
+def distance_cost(m: Maths, state: Numbers, max_steps: int) -> Number:
     """The penalty of player 0 for its distance to a puck that moves towards its goal."""
     x_0, y_0 = state[:2]
     x, y, vx = state[12:15]
@@ -150,7 +158,7 @@ def distance_cost(m: Any, state: tuple[Any, ...], max_steps: int) -> Any:
     return m.where((x < 0.0) & (vx <= 0.0), distance * scale, 0.0)
 
 
-def _drive(m: Any, racket: tuple[Any, ...], action: Any) -> tuple[Any, ...]:
+def _drive(m: Maths, racket: Numbers, action: Sequence[Number]) -> Numbers:
     """Velocities before the force, of which walls stop a part, and vx, vy, omega after it."""
     x, y, angle, vx, vy, omega = racket
     in_zone = x > -ZONE
@@ -175,14 +183,14 @@ def _drive(m: Any, racket: tuple[Any, ...], action: Any) -> tuple[Any, ...]:
     return vx, vy, after_x * drag, after_y * drag, omega
 
 
-def _shot(m: Any, keep: Any, wish: Any) -> tuple[Any, Any]:
+def _shot(m: Maths, keep: Number, wish: Number) -> tuple[Number, Number]:
     """The speed of a shot, 0.0 if there is none, and the steps left to keep the puck."""
     left = m.where(keep > 1.0, keep - 1.0, 0.0)
     shoots = (left > 0.0) & ((left <= 1.0) | (wish > 0.5))
     return m.where(shoots, SHOT_SPEED, 0.0), m.where(shoots, 0.0, left)
 
 
-def _contact(m: Any, racket: tuple[Any, ...], puck: tuple[Any, ...]) -> tuple[Any, ...]:
+def _contact(m: Maths, racket: Numbers, puck: Numbers) -> Numbers:
     """Whether they touch, and what it adds to vx, vy, omega, x and y of the puck and the racket."""
     x, y, c, s, vx, vy, omega = racket
     dx, dy = puck[0] - x, puck[1] - y
@@ -245,7 +253,7 @@ CORNERS = ((FRONT, 0.0), (FRONT, SIDE), SHOULDER, HIP, BACK)
 _EDGES = tuple(_edge(*pair) for pair in pairwise(CORNERS))
 
 
-def _nearest(m: Any, x: Any, y: Any) -> tuple[Any, Any, Any]:
+def _nearest(m: Maths, x: Number, y: Number) -> tuple[Number, Number, Number]:
     """Distance from the racket to a point with y >= 0, and the direction to it."""
     edge = _EDGES[0]
     best = x - FRONT
@@ -270,7 +278,7 @@ def _nearest(m: Any, x: Any, y: Any) -> tuple[Any, Any, Any]:
     )
 
 
-def _bounce(m: Any, x: Any, y: Any, vx: Any, vy: Any, spin: Any) -> tuple[Any, ...]:
+def _bounce(m: Maths, x: Number, y: Number, vx: Number, vy: Number, spin: Number) -> Numbers:
     """Move the puck; walls and posts reflect it."""
     new_x, new_y = x + vx * STEP_SECONDS, y + vy * STEP_SECONDS
     if m is FLOATS and -PUCK_Y <= new_y <= PUCK_Y and -PUCK_X <= new_x <= PUCK_X:
@@ -312,7 +320,7 @@ def _bounce(m: Any, x: Any, y: Any, vx: Any, vy: Any, spin: Any) -> tuple[Any, .
     return x, y, vx, vy, m.where(at_wall, wall_spin, spin)
 
 
-def _rub(m: Any, slip: Any, speed: Any) -> Any:
+def _rub(m: Maths, slip: Number, speed: Number) -> Number:
     """The change of the velocity along a wall by friction."""
     grip = WALL_FRICTION * speed * m.where(speed > SLOW, 1.0 + BOUNCE, 1.0)
     grip = m.where(speed > 0.0, grip, 0.0)
@@ -320,7 +328,7 @@ def _rub(m: Any, slip: Any, speed: Any) -> Any:
     return m.clip(-slip * ratio, -grip, grip)
 
 
-def _post(m: Any, puck: tuple[Any, ...], cross_y: Any, share: Any, side: Any) -> tuple[Any, ...]:
+def _post(m: Maths, puck: Numbers, cross_y: Number, share: Number, side: Number) -> Numbers:
     """The puck in the mouth of a goal, reflected if it hits the nearer post on its way."""
     x, y, vx, vy = puck
     post_y = m.where(cross_y < 0.0, -GOAL_HALF_WIDTH, GOAL_HALF_WIDTH)
@@ -339,7 +347,7 @@ def _post(m: Any, puck: tuple[Any, ...], cross_y: Any, share: Any, side: Any) ->
     return x - change_x * rest, y - change_y * rest, vx - change_x, vy - change_y
 
 
-def _move(m: Any, racket: tuple[Any, ...], angle: Any, hit: Any, share: Any) -> tuple[Any, ...]:
+def _move(m: Maths, racket: Numbers, angle: Number, hit: Numbers, share: Number) -> Numbers:
     """Move a racket; walls stop it. The last number is the reach of its front."""
     x, y, cos_before, sin_before, vx, vy, omega = racket
     vx, vy, omega = vx + share * hit[0], vy + share * hit[1], omega + share * hit[2]
@@ -370,7 +378,7 @@ def _move(m: Any, racket: tuple[Any, ...], angle: Any, hit: Any, share: Any) -> 
     return m.where(x < deep, deep, x), y, angle, vx, vy, omega, front
 
 
-def _apart(m: Any, racket_0: tuple[Any, ...], racket_1: tuple[Any, ...]) -> tuple[Any, ...]:
+def _apart(m: Maths, racket_0: Numbers, racket_1: Numbers) -> Numbers:
     """Both rackets, stopped and pushed apart along x where their fronts overlap."""
     x_0, y_0, a_0, vx_0, vy_0, w_0, front_0 = racket_0
     x_1, y_1, a_1, vx_1, vy_1, w_1, front_1 = racket_1

@@ -15,19 +15,17 @@ from typing import Any, ClassVar, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import Info
 from ml_pipeline.extras import MissingExtraError, import_extra
-from ml_pipeline.games.two_players import both_spaces
+from ml_pipeline.worlds.hockey.env import DISCRETE, game_spaces
 from ml_pipeline.worlds.hockey.opponents import EITHER, SCRIPTED, drawn_opponent
 
 MODES = {"normal": "NORMAL", "shooting": "TRAIN_SHOOTING", "defence": "TRAIN_DEFENSE"}
 # What player 1 sees, from what player 0 sees: players swapped, positions and velocities negated.
 _OTHER = np.array([*range(6, 12), *range(6), *range(12, 16), 17, 16])
 _SIGN = np.array([-1, -1, 1, -1, -1, 1] * 2 + [-1] * 4 + [1] * 2, dtype=np.float64)
-_N_FORCES = 4  # of an action: x, y, torque, shoot
-_N_MOVES = 8  # discrete actions; the package declares 7 and leaves out the shot
 
 
 def _package() -> ModuleType:
@@ -80,13 +78,13 @@ class _Game:
         view: NDArray[np.float64] = _SIGN * self.view[_OTHER]
         return view
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., _Game], tuple[object, ...]]:
         if self._start is None:
             return _Game, ()
         return _repeat, (self._start, self._actions, self.view)
 
 
-def _repeat(start: _Start, actions: list[NDArray[np.float32]], view: NDArray[Any]) -> _Game:
+def _repeat(start: _Start, actions: list[NDArray[np.float32]], view: NDArray[np.float64]) -> _Game:
     """Play an episode again up to ``view``; Box2D cannot copy a world with its contacts."""
     game = _Game()
     game.start(start)
@@ -100,7 +98,7 @@ def _repeat(start: _Start, actions: list[NDArray[np.float32]], view: NDArray[Any
 class _NumPy:
     """NumPy with another ``random``."""
 
-    def __init__(self, random: Any) -> None:
+    def __init__(self, random: np.random.Generator) -> None:
         self.random = random
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +110,7 @@ class _Opponent:
 
     keep_mode = True
 
-    def __init__(self, random: Any, *, weak: bool) -> None:
+    def __init__(self, random: np.random.Generator, *, weak: bool) -> None:
         self.weak = weak
         self.phase = random.uniform(0.0, np.pi)
         self._random = random
@@ -144,7 +142,9 @@ class PackagePlayer:
         self._weak = weak
         self._players: list[_Opponent] = []
 
-    def act_batch(self, obs: NDArray[Any], deterministic: bool = True) -> NDArray[np.float32]:
+    def act_batch(
+        self, obs: NDArray[np.float32], deterministic: bool = True
+    ) -> NDArray[np.float32]:
         """Actions [n, 4] for observations [n, 18]; they are random even if ``deterministic``."""
         for i in range(len(self._players), len(obs)):
             self._players.append(_Opponent(np.random.default_rng(i), weak=self._weak))
@@ -152,7 +152,7 @@ class PackagePlayer:
         return np.array([player.act(row) for player, row in rows], dtype=np.float32)
 
 
-class RealHockey(gym.Env[Any, Any]):
+class RealHockey(gym.Env[NDArray[np.float32], Any]):
     """Two players if ``opponent`` is None; else one against ``weak``, ``strong`` or ``either``.
 
     ``opponent`` and ``mode`` can be set at any time, and take effect at the next reset.
@@ -183,15 +183,12 @@ class RealHockey(gym.Env[Any, Any]):
         self._has_one_player = opponent is not None
         self.opponent = opponent
         self.mode = mode
-        obs_space = spaces.Box(-np.inf, np.inf, (len(_OTHER),), np.float32)
-        act_space: gym.Space[Any] = spaces.Box(-1.0, 1.0, (_N_FORCES,), np.float32)
-        if discrete:
-            act_space = spaces.Discrete(_N_MOVES)
-        self.observation_space = obs_space if self._has_one_player else both_spaces(obs_space)
-        self.action_space = act_space if self._has_one_player else both_spaces(act_space)
+        for_two = not self._has_one_player
+        self.observation_space, self.action_space = game_spaces(for_two, discrete=discrete)
         self._game = _Game()
+        # The package declares 7 discrete actions and leaves out the shot.
         to_forces = self._game.env.discrete_to_continous_action
-        self.moves = np.array([to_forces(move) for move in range(_N_MOVES)])
+        self.moves = np.array([to_forces(move) for move in range(len(DISCRETE))])
         self._rival: _Opponent | None = None
 
     @property
@@ -220,8 +217,8 @@ class RealHockey(gym.Env[Any, Any]):
         self._mode = name
 
     def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[NDArray[np.float32], Info]:
         super().reset(seed=seed)
         # The package alternates who starts and keeps the opponent's phase. Here the generator
         # decides both, so an episode depends on its seed alone.
@@ -232,7 +229,7 @@ class RealHockey(gym.Env[Any, Any]):
             self._rival = _Opponent(self.np_random, weak=name == "weak")
         return self._shown_obs(), {}
 
-    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, Info]:
         forces = self.moves[action] if self.discrete else np.asarray(action)
         if self._rival is not None:
             forces = np.concatenate([forces, self._rival.act(self._game.view_of_player_1())])
@@ -244,7 +241,7 @@ class RealHockey(gym.Env[Any, Any]):
             del info["winner"]
         return self._shown_obs(), reward, has_goal, env.done and not has_goal, info
 
-    def render(self) -> Any:
+    def render(self) -> NDArray[np.uint8] | None:
         if self.render_mode is None:
             return None
         env = self._game.env
@@ -253,7 +250,8 @@ class RealHockey(gym.Env[Any, Any]):
             display = import_extra("pygame", needed_by="render_mode=human").display
             display.init()
             env.screen = display.set_mode((_package().VIEWPORT_W, _package().VIEWPORT_H))
-        return env.render(mode=self.render_mode)
+        frame: NDArray[np.uint8] | None = env.render(mode=self.render_mode)
+        return frame
 
     def close(self) -> None:
         self._game.env.close()

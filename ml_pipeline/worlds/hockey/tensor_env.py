@@ -6,20 +6,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-import gymnasium as gym
 import torch
 from torch import Tensor
 
 from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
-from ml_pipeline.games.two_players import both_spaces
 from ml_pipeline.worlds.hockey import physics
 from ml_pipeline.worlds.hockey.env import (
-    ACTIONS,
     GOAL_REWARD,
     N_DRAWS,
-    OBSERVATIONS,
     Hockey,
     begin,
+    game_spaces,
     steps_of,
     strength_of,
 )
@@ -55,9 +52,7 @@ class TorchHockey(TorchVectorEnv):
         self._strength = strength_of(opponent)
         self.max_episode_steps = self._max_steps = steps_of(mode)
         self.n_draws = N_DRAWS[mode]
-        for_two = opponent is None
-        self.single_observation_space = both_spaces(OBSERVATIONS) if for_two else OBSERVATIONS
-        self.single_action_space = both_spaces(ACTIONS) if for_two else ACTIONS
+        self.single_observation_space, self.single_action_space = game_spaces(opponent is None)
         super().__init__(num_envs, device=device, seed=seed)
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
@@ -85,5 +80,5 @@ class TorchHockey(TorchVectorEnv):
         return {"winner": physics.winner(torch, state).to(torch.int64)}
 
     @classmethod
-    def single_env(cls, **kwargs: Any) -> gym.Env[Any, Any]:
+    def single_env(cls, **kwargs: Any) -> Hockey:
         return Hockey(**kwargs)

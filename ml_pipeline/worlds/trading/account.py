@@ -11,50 +11,59 @@ open * (1 - slippage) - spread / 2. The commission is a share of the value at th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 Settings = TypeVar("Settings")
+Number = Any  # a float, an array [A] or a tensor [N, A]: what ``m`` computes with
 
 
 class Account(NamedTuple):
     """An account after the last close. "Per asset" fields are [A]; the others are one number."""
 
-    cash: Any  # negative: borrowed
-    units: Any  # per asset; negative: short
-    entry: Any  # per asset: average price of the position, 0 without one
-    value: Any  # per asset: units * close; cash + sum(value) == equity
-    bars: Any  # per asset: since the position was opened
-    equity: Any
-    peak: Any  # highest equity so far
-    drawdown: Any  # largest so far, as a share of the peak
-    turnover: Any  # traded value so far, in multiples of the equity at each trade
-    n_trades: Any
-    costs: Any  # commission, spread and slippage so far
-    financing: Any  # funding and interest so far; negative: received
-    is_closed: Any  # a margin call or the drawdown stop closed it
+    cash: Number  # negative: borrowed
+    units: Number  # per asset; negative: short
+    entry: Number  # per asset: average price of the position, 0 without one
+    value: Number  # per asset: units * close; cash + sum(value) == equity
+    bars: Number  # per asset: since the position was opened
+    equity: Number
+    peak: Number  # highest equity so far
+    drawdown: Number  # largest so far, as a share of the peak
+    turnover: Number  # traded value so far, in multiples of the equity at each trade
+    n_trades: Number
+    costs: Number  # commission, spread and slippage so far
+    financing: Number  # funding and interest so far; negative: received
+    is_closed: Number  # a margin call or the drawdown stop closed it
 
 
 class Bar(NamedTuple):
     """One bar of the assets of an account, each field per asset."""
 
-    open: Any
-    high: Any
-    low: Any
-    close: Any
-    spread: Any  # in units of price
-    tradable: Any  # bool
+    open: Number
+    high: Number
+    low: Number
+    close: Number
+    spread: Number  # in units of price
+    tradable: Number  # bool
 
 
 class Fill(NamedTuple):
     """Trades at one moment of a bar, per asset; ``units`` is 0 where there was none."""
 
-    units: Any
-    price: Any  # with spread and slippage
-    cost: Any  # spread, slippage and commission, in money
+    units: Number
+    price: Number  # with spread and slippage
+    cost: Number  # spread, slippage and commission, in money
+
+    def trades(self, symbols: Sequence[str]) -> Iterator[tuple[str, float, float, float]]:
+        """Symbol, units, price and cost of each trade."""
+        columns = (np.broadcast_to(each, len(symbols)).tolist() for each in self)
+        for symbol, units, price, cost in zip(symbols, *columns, strict=True):
+            if units != 0.0:
+                yield symbol, units, price, cost
 
 
 NO_FILL = Fill(0.0, 0.0, 0.0)
@@ -96,39 +105,56 @@ class AccountRules:
         _check(stop is None or 0.0 < stop < 1.0, "max_drawdown", stop, "is a share above 0")
 
 
-class Floats:
-    """The functions that this module needs, for one asset as Python floats."""
+class Maths(Protocol):
+    """The functions that this module needs."""
 
-    log, log1p = math.log, math.log1p
+    @property
+    def log(self) -> Callable[[Number], Number]: ...
+
+    @property
+    def log1p(self) -> Callable[[Number], Number]: ...
+
+    def where(self, condition: Number, yes: Number, no: Number, /) -> Number: ...
+
+    def total(self, value: Number, /) -> Number:
+        """The sum over the assets."""
+
+    def none(self, condition: Number, /) -> bool:
+        """Whether the condition holds nowhere, so that work can be skipped."""
+
+
+class Floats:
+    """For one asset as Python floats."""
+
+    log: Callable[[float], float] = math.log
+    log1p: Callable[[float], float] = math.log1p
 
     @staticmethod
-    def where(condition: bool, yes: Any, no: Any) -> Any:
+    def where(condition: bool, yes: Number, no: Number) -> Number:
         return yes if condition else no
 
     @staticmethod
-    def total(value: Any) -> Any:
-        """The sum over the assets."""
+    def total(value: float) -> float:
         return value
 
     @staticmethod
     def none(condition: bool) -> bool:
-        """Whether the condition holds nowhere, so that work can be skipped."""
         return not condition
 
 
 class Arrays:
-    """The same for several assets as arrays [A]."""
+    """For several assets as arrays [A]."""
 
     log, log1p, total = np.log, np.log1p, staticmethod(np.add.reduce)
 
     @staticmethod
-    def where(condition: Any, yes: Any, no: Any) -> Any:
+    def where(condition: Number, yes: Number, no: Number) -> Number:
         if isinstance(condition, np.ndarray):
             return np.where(condition, yes, no)
         return yes if condition else no
 
     @staticmethod
-    def none(condition: Any) -> bool:
+    def none(condition: NDArray[np.bool_]) -> bool:
         return not condition.any()
 
 
@@ -144,7 +170,7 @@ def settings_of(kind: type[Settings], given: Mapping[str, Any], *, key: str) -> 
     return kind(**given)
 
 
-def open_account(rules: AccountRules, none: Any, zero: Any) -> Account:
+def open_account(rules: AccountRules, none: Number, zero: Number) -> Account:
     """An account with cash only; ``none`` is 0.0 per asset, ``zero`` is one 0.0."""
     cash = zero + rules.cash
     return Account(
@@ -152,14 +178,14 @@ def open_account(rules: AccountRules, none: Any, zero: Any) -> Account:
     )
 
 
-def within_limit(m: Any, share: Any) -> Any:
+def within_limit(m: Maths, share: Number) -> Number:
     """Shares of the leverage per asset, made smaller where their sum exceeds 1."""
     gross = m.total(abs(share))
     return share / m.where(gross > 1.0, gross, 1.0)
 
 
 def fill(
-    m: Any, rules: AccountRules, account: Account, target: Any, bar: Bar
+    m: Maths, rules: AccountRules, account: Account, target: Number, bar: Bar
 ) -> tuple[Account, Fill]:
     """Trade at the open towards ``target``, the exposure per asset in multiples of the equity.
 
@@ -218,7 +244,7 @@ def fill(
     return after, Fill(traded, price_paid, cost)
 
 
-def mark(m: Any, rules: AccountRules, account: Account, bar: Bar) -> tuple[Account, Fill]:
+def mark(m: Maths, rules: AccountRules, account: Account, bar: Bar) -> tuple[Account, Fill]:
     """Charge the bar's financing and value the account at the close.
 
     A margin call closes all positions at the worst prices of the bar: low for long positions, high
@@ -265,7 +291,7 @@ def mark(m: Any, rules: AccountRules, account: Account, bar: Bar) -> tuple[Accou
     return after, forced
 
 
-def view(m: Any, rules: AccountRules, account: Account) -> tuple[Any, Any, Any, Any]:
+def view(m: Maths, rules: AccountRules, account: Account) -> tuple[Number, Number, Number, Number]:
     """What an agent sees of its account: per asset exposure, profit and age, and the drawdown.
 
     Exposure is a share of the leverage limit, profit (unrealised) one of the equity, the age of a
@@ -277,6 +303,6 @@ def view(m: Any, rules: AccountRules, account: Account) -> tuple[Any, Any, Any, 
     return exposure, profit, m.log1p(bars) * 0.1, 1.0 - equity / peak
 
 
-def _check(holds: bool, name: str, value: Any, fact: str) -> None:
+def _check(holds: bool, name: str, value: object, fact: str) -> None:
     if not holds:
         raise ValueError(f"account.{name}={value}: {fact}")

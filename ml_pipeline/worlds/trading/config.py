@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Optional, Union
 
-from ml_pipeline.config.checks import integer_steps
+from ml_pipeline.config.checks import check, integer_steps
 
 MARKETS = ("random_walk", "edge", "regimes", "gaps")
 NORMALISERS = ("standard", "robust", "none")
 LABELS = ("start", "end")
+COLUMNS = ("time", "open", "high", "low", "close", "volume", "spread", "symbol")
 DEFAULT_FEATURES = (
     *("return_1", "return_6", "return_24", "rsi_14", "ema_50", "atr_14", "bollinger_20_2"),
     *("volatility_24", "volume_24", "time_of_day", "time_of_week"),
@@ -46,10 +47,8 @@ class DataConfig:
             self._check(is_count, "embargo", "null, or an integer of at least 0")
 
     def _check(self, fact: bool, name: str, rule: str) -> None:
-        if not fact:
-            value = getattr(self, name)
-            shown = "null" if value is None else value
-            raise ValueError(f"{name}={shown}: must be {rule}")
+        value = getattr(self, name)
+        check(fact, name, rule, "null" if value is None else value)
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         self._check(getattr(self, name) in choices, name, " | ".join(choices))
@@ -87,6 +86,8 @@ class FilesConfig(DataConfig):
     timezone: Optional[str] = None
     # start | end: the time of a bar in a plain table; other layouts have starts
     label: str = "start"
+    # Names in the header of a table, if they are other ones: {time: Timestamp, close: Last}
+    columns: Optional[dict[str, str]] = None
     symbols: Optional[list[str]] = None  # null: all
     bar: Optional[str] = None  # resample to longer bars, such as 1h; null: as in the files
 
@@ -95,5 +96,9 @@ class FilesConfig(DataConfig):
         is_path = isinstance(self.path, str) and bool(self.path)
         self._check(is_path, "path", "a file, a folder or a pattern such as prices/*.csv")
         self._check_choice("label", LABELS)
+        named = self.columns or {}
+        is_map = isinstance(named, dict) and all(isinstance(each, str) for each in named.values())
+        rule = f"NAME of the file for any of {', '.join(COLUMNS)}, as {{time: NAME}}"
+        self._check(is_map and set(named) <= set(COLUMNS), "columns", rule)
         is_list = isinstance(self.symbols, (list, tuple)) and len(self.symbols) > 0
         self._check(self.symbols is None or is_list, "symbols", "null, or a list")

@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import Info
 from ml_pipeline.worlds.trading.account import (
     NO_FILL,
     Bar,
@@ -24,14 +25,13 @@ from ml_pipeline.worlds.trading.account import (
     view,
 )
 from ml_pipeline.worlds.trading.data.load import load_market, load_recipe
-from ml_pipeline.worlds.trading.judged import JudgedOnBars
-from ml_pipeline.worlds.trading.rewards import reward
-from ml_pipeline.worlds.trading.task import N_DRAWS, TradingTask, bar_of
+from ml_pipeline.worlds.trading.rewards import Moments, reward
+from ml_pipeline.worlds.trading.task import N_DRAWS, JudgedOnBars, TradingTask, bar_of
 
 BLOCK = 256  # rows that are read from the market at once
 
 
-class Trading(JudgedOnBars, gym.Env[Any, Any]):
+class Trading(JudgedOnBars, gym.Env[NDArray[np.float32], Any]):
     """Arguments are those of ``TradingSettings``; the account is closed at most once per episode.
 
     For equity curves and lists of trades, ``row``, ``account``, ``fill`` (the order at the open)
@@ -54,7 +54,7 @@ class Trading(JudgedOnBars, gym.Env[Any, Any]):
         self.column: int | slice = slice(None) if task.portfolio else 0  # of the symbols
         self.account = task.new_account()
         self.fill = self.forced = NO_FILL  # of the last step, at its open and at its close
-        self._moments: tuple[Any, Any] = (0.0, 0.0)
+        self._moments: Moments = (0.0, 0.0)
         self._n_steps = 0
         # Rows of the market from _first_row: bars, and observations that lack the account.
         self._first_row = 0
@@ -66,8 +66,8 @@ class Trading(JudgedOnBars, gym.Env[Any, Any]):
         self._write = struct.Struct(f"{task.n_account}f").pack_into
 
     def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[NDArray[np.float32], Info]:
         super().reset(seed=seed)
         task, options = self.task, dict(options or {})
         draws = self.np_random.random(N_DRAWS).tolist()
@@ -87,7 +87,7 @@ class Trading(JudgedOnBars, gym.Env[Any, Any]):
         self._read()
         return self._observe(0), {}
 
-    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, Info]:
         task, before, n_steps = self.task, self.account, self._n_steps + 1
         if before.is_closed or n_steps > task.n_steps:
             raise gym.error.ResetNeeded("the episode has ended; call reset")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,9 +21,8 @@ from ml_pipeline.runs.checkpoint import best_or_latest, named_checkpoint
 from ml_pipeline.runs.console import user_command
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.worlds.trading.env import Trading
-from ml_pipeline.worlds.trading.judged import VALIDATION
 from ml_pipeline.worlds.trading.judgement import Judgement, judge
-from ml_pipeline.worlds.trading.task import TradingTask
+from ml_pipeline.worlds.trading.task import VALIDATION, TradingTask
 from ml_pipeline.worlds.trading.walk import Walk, walk
 
 _ALL = "all"  # the period with the bars of every other one
@@ -35,7 +33,7 @@ def judge_run(run_folder: Path | str, *, period: str, n_trials: int) -> Judgemen
     return judge_runs([run_folder], period=period, n_trials=n_trials)
 
 
-def facts_for_deployment(run: Path, n_trials: int) -> dict[str, Any]:
+def facts_for_deployment(run: Path, n_trials: int) -> dict[str, object]:
     """What the judge says about a run that shall be deployed; refuses one without an edge.
 
     ``n_trials`` counts the trials that the run was selected from.

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.analysis.statistics import Array, Estimate
+from ml_pipeline.analysis.statistics import Array, Estimate, estimate
+from ml_pipeline.metrics import counted
 from ml_pipeline.worlds.trading.data.market import periods_per_year
 from ml_pipeline.worlds.trading.statistics import (
     annual_return,
@@ -25,7 +26,6 @@ from ml_pipeline.worlds.trading.statistics import (
     block_length,
     calmar_ratio,
     deflated_sharpe,
-    interval,
     max_drawdown,
     sharpe_draws,
     sharpe_ratio,
@@ -118,14 +118,14 @@ def judge(walks: Mapping[str, Walk], *, period: str, n_trials: int, is_held_out:
     ratios = [sharpe_ratio(column) for column in returns.T]
     scale = math.sqrt(per_year)
     n_trials = max(n_trials, len(walks))
-    excess = interval(
+    excess = estimate(
         scale * (ratios[0] - max(ratios[1], 0.0)),
         scale * (draws[:, 0] - np.maximum(draws[:, 1], 0.0)),
     )
     deflated, best = deflated_sharpe(returns[:, 0], n_trials)
     why_not = _why_not(returns[:, 0], excess, deflated, scale * best, n_trials, is_held_out)
     figures, hold = (figures_of(curve, per_year) for curve in (equity, hold_equity))
-    sharpe = interval(scale * ratios[0], scale * draws[:, 0])
+    sharpe = estimate(scale * ratios[0], scale * draws[:, 0])
     return Judgement(
         claims_edge=not why_not,
         verdict=_verdict(period, sharpe, excess, deflated, n_trials, why_not),
@@ -176,7 +176,7 @@ def _part(name: str, walks: Sequence[Walk], columns: slice, per_year: float, n_t
         name,
         figures_of(equity, per_year),
         _activity(walks, columns, per_year),
-        interval(scale * sharpe_ratio(returns), scale * draws),
+        estimate(scale * sharpe_ratio(returns), scale * draws),
         deflated_sharpe(returns, n_trials)[0],
     )
 
@@ -229,11 +229,11 @@ def _verdict(
     shown = f"Sharpe ratio {sharpe.value:.2f} (95 % interval {sharpe.low:.2f} to {sharpe.high:.2f})"
     if why_not:
         return f"no edge can be claimed on the period {period}: {shown}; {'; '.join(why_not)}"
-    tried = "1 trial" if n_trials == 1 else f"{n_trials:,} trials"
     return (
         f"an edge can be claimed on the period {period}: {shown}, deflated Sharpe ratio "
-        f"{deflated:.3f} after {tried}, {excess.value:.2f} ({excess.low:.2f} to {excess.high:.2f}) "
-        "above the better of cash and buy-and-hold"
+        f"{deflated:.3f} after {counted(n_trials, 'trial')}, "
+        f"{excess.value:.2f} ({excess.low:.2f} to {excess.high:.2f}) above the better of cash and "
+        "buy-and-hold"
     )
 
 
@@ -268,15 +268,16 @@ def _remarks(
     return lines
 
 
-def as_json(judgement: Judgement) -> dict[str, Any]:
+def as_json(judgement: Judgement) -> dict[str, object]:
     """Everything but the curves; infinite ratios are null."""
+    first, last = iso_times(judgement.time[[0, -1]])
     return {
         "verdict": judgement.verdict,
         "claims_edge": judgement.claims_edge,
         "remarks": judgement.remarks,
         "period": judgement.period,
-        "from": _iso(judgement.time[0]),
-        "to": _iso(judgement.time[-1]),
+        "from": first,
+        "to": last,
         "bars": len(judgement.time) - 1,
         "periods_per_year": judgement.periods_per_year,
         "trials": judgement.n_trials,
@@ -293,7 +294,7 @@ def as_json(judgement: Judgement) -> dict[str, Any]:
     }
 
 
-def _part_json(part: Part) -> dict[str, Any]:
+def _part_json(part: Part) -> dict[str, object]:
     figures = _finite({**part.figures._asdict(), **part.activity._asdict()})
     interval = _numbers(part.sharpe)
     return {"name": part.name, **figures, "sharpe_interval": interval, "deflated": part.deflated}
@@ -307,5 +308,6 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def _iso(time: int) -> str:
-    return str(np.datetime64(int(time), "ns").astype("datetime64[s]"))
+def iso_times(time: NDArray[np.int64]) -> list[str]:
+    """Nanoseconds since 1970 -> 2024-01-31T00:00:00."""
+    return [str(each) for each in time.astype("datetime64[ns]").astype("datetime64[s]")]

@@ -18,9 +18,10 @@ import torch
 
 from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.errors import first_line, type_and_line
-from ml_pipeline.worlds.trading.account import NO_FILL, Account, Bar, Fill, fill, mark
+from ml_pipeline.worlds.trading.account import NO_FILL, Account, Bar, Fill, Number, fill, mark
 from ml_pipeline.worlds.trading.data.bars import Bars, text_of
 from ml_pipeline.worlds.trading.data.files import market_files
+from ml_pipeline.worlds.trading.data.layouts import FileFormat
 from ml_pipeline.worlds.trading.data.load import Recipe, new_market, read_new_bars
 from ml_pipeline.worlds.trading.data.market import Market
 from ml_pipeline.worlds.trading.paper_log import PaperError, PaperLog, Record
@@ -42,7 +43,7 @@ class Book:
     name: str
     column: int | slice  # of the symbols of the market
     account: Account
-    order: Any  # exposure in multiples of the equity, filled at the next open; None: closed
+    order: Number  # exposure in multiples of the equity, filled at the next open; None: closed
     memory: torch.Tensor | None  # of a recurrent policy
 
 
@@ -76,7 +77,7 @@ class PaperPolicy:
             raise PaperError(f"{path}: its market is damaged: {type_and_line(error)}") from error
         self.settings = {k: v for k, v in env["kwargs"].items() if k not in _NOT_LIVE}
         data = env["kwargs"].get("data") or {}
-        self.files = {key: data[key] for key in ("timezone", "label") if data.get(key) is not None}
+        self.files = {key: data[key] for key in FileFormat._fields if data.get(key) is not None}
 
     def task(self, market: Market) -> TradingTask:
         try:
@@ -263,12 +264,9 @@ def _record(task: TradingTask, row: int, done: list[tuple[Book, Fill, Fill]]) ->
 
 
 def _fills(symbols: tuple[str, ...], filled: Fill, why: str) -> list[Record]:
-    arrays = (np.broadcast_to(each, len(symbols)).tolist() for each in filled)
-    return [
-        {"symbol": symbol, "units": units, "price": price, "cost": cost, "why": why}
-        for symbol, units, price, cost in zip(symbols, *arrays, strict=True)
-        if units != 0.0
-    ]
+    names = ("symbol", "units", "price", "cost")
+    trades = filled.trades(symbols)
+    return [{**dict(zip(names, trade, strict=True)), "why": why} for trade in trades]
 
 
 def _restored(books: list[Book], task: TradingTask, record: Record) -> list[Book]:
@@ -289,6 +287,6 @@ def _restored(books: list[Book], task: TradingTask, record: Record) -> list[Book
     return books
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Number) -> Number:
     """A value of NumPy as one of Python, for JSON and for fast arithmetic."""
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value

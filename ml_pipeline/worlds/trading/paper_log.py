@@ -17,6 +17,7 @@ from typing import Any
 
 from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.locks import FileLock
+from ml_pipeline.runs.run_folder import sync_folder
 
 LOG_FILE = "paper.jsonl"
 
@@ -40,7 +41,7 @@ class PaperLog:
 
     @classmethod
     @contextmanager
-    def opened(cls, folder: Path, header: Mapping[str, Any]) -> Iterator[PaperLog]:
+    def opened(cls, folder: Path, header: Mapping[str, object]) -> Iterator[PaperLog]:
         """Create the log, or continue one with the same header; no other process may have it."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ class PaperLog:
             with _opened(path) as file:
                 log = cls(path, file)
                 log._begin(header)
-                _sync_folder(folder)
+                sync_folder(folder)
                 yield log
                 log.sync()
         finally:
@@ -78,7 +79,7 @@ class PaperLog:
         """Wait until the disk has every line."""
         os.fsync(self._file.fileno())
 
-    def _begin(self, header: Mapping[str, Any]) -> None:
+    def _begin(self, header: Mapping[str, object]) -> None:
         """Remove a last line without its end, check the first line, and read the last one.
 
         A log without bars is begun again.
@@ -118,7 +119,7 @@ class PaperLog:
             raise PaperError(f"{self.path}: not a log of this command; use another --log")
         return record
 
-    def _check(self, known: Record, header: Mapping[str, Any]) -> None:
+    def _check(self, known: Record, header: Mapping[str, object]) -> None:
         for key, value in header.items():
             if known.get(key) != value:
                 raise PaperError(
@@ -132,14 +133,3 @@ def _opened(path: Path) -> FileIO:
         return path.open("a+b", buffering=0)
     except OSError as error:
         raise PaperError(f"{path}: cannot be opened: {error.strerror}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the disk knows a new file."""
-    if os.name == "nt":
-        return  # Windows cannot open folders
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,8 +17,17 @@ from ml_pipeline.analysis import page
 from ml_pipeline.analysis.figures import Chart, interval_bar, plotly_text
 from ml_pipeline.analysis.statistics import Array
 from ml_pipeline.errors import shorten
+from ml_pipeline.metrics import counted
+from ml_pipeline.runs.console import plain_table
 from ml_pipeline.runs.run_folder import RunFolderError, write_text
-from ml_pipeline.worlds.trading.judgement import CONFIDENCE, Figures, Judgement, Part, as_json
+from ml_pipeline.worlds.trading.judgement import (
+    CONFIDENCE,
+    Figures,
+    Judgement,
+    Part,
+    as_json,
+    iso_times,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,9 +142,7 @@ def _shown_parts(judgement: Judgement, most: int | None = None) -> list[Part]:
 
 
 def table(judgement: Judgement) -> Table:
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for title in TITLES:
-        shown.add_column(title)
+    shown = plain_table(*TITLES)
     for row in rows(judgement):
         shown.add_row(*row)
     return shown
@@ -183,14 +190,15 @@ def write_results(folder: Path, judgement: Judgement) -> None:
     ]
     columns = [walk.equity for walk in judgement.walks.values()]
     values = np.column_stack([judgement.equity, judgement.hold_equity, *columns])
+    times = iso_times(judgement.time)
     _write_csv(
         folder / "equity.csv",
         ["bar_end_utc", "all", "buy_and_hold", *names],
-        ([time, *row] for time, row in zip(_iso(judgement.time), values.tolist(), strict=True)),
+        ([time, *row] for time, row in zip(times, values.tolist(), strict=True)),
     )
     trades: list[list[object]] = []
     for run, walk in judgement.walks.items():
-        times = _iso(np.array([trade.time for trade in walk.trades], dtype=np.int64))
+        times = iso_times(np.array([trade.time for trade in walk.trades], dtype=np.int64))
         trades += [[time, run, *trade[1:]] for time, trade in zip(times, walk.trades, strict=True)]
     _write_csv(
         folder / "trades.csv",
@@ -207,20 +215,15 @@ def _write_csv(path: Path, titles: Sequence[str], lines: Iterable[Sequence[objec
     write_text(path, text.getvalue())
 
 
-def _iso(time: NDArray[np.int64]) -> list[str]:
-    """Nanoseconds since 1970 -> 2024-01-31T00:00:00."""
-    return [str(each) for each in time.astype("datetime64[ns]").astype("datetime64[s]")]
-
-
 def write_report(folder: Path, judgement: Judgement) -> Path:
     """Write the page and the PNGs into ``folder``; returns the path of the page."""
     title = "An edge can be claimed" if judgement.claims_edge else "No edge can be claimed"
-    first, last = (each.replace("T", " ") for each in _iso(judgement.time[[0, -1]]))
+    first, last = (each.replace("T", " ") for each in iso_times(judgement.time[[0, -1]]))
     facts = (
-        f"{page.counted(len(judgement.walks), 'run')}, period {judgement.period} "
+        f"{counted(len(judgement.walks), 'run')}, period {judgement.period} "
         f"from {first} to {last} UTC, {len(judgement.time) - 1:,} bars, "
         f"{judgement.periods_per_year:,.0f} per year, "
-        f"greedy actions, {page.counted(judgement.n_trials, 'trial')}, judged on {page.now_text()}."
+        f"greedy actions, {counted(judgement.n_trials, 'trial')}, judged on {page.now_text()}."
     )
     overview: list[page.Part] = [
         page.Paragraph(f"{judgement.verdict}.", "bold"),

@@ -9,14 +9,15 @@ measure: the squared log-return, the growth of the drawdown, the bar's turnover.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from ml_pipeline.worlds.trading.account import Account
+from ml_pipeline.worlds.trading.account import Account, Maths, Number
 
 KINDS = ("log_return", "differential_sharpe", "risk_adjusted")
 RUIN = 1e-3  # a bar that leaves a smaller share of the equity counts as if it left this one
 MAX_SHARPE = 10.0  # the first returns of an episode have almost no variance
 MIN_VARIANCE = 1e-14
+
+Moments = tuple[Number, Number]  # running mean and mean square of the returns
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class RewardRules:
 
 
 def reward(
-    m: Any, rules: RewardRules, before: Account, after: Account, moments: tuple[Any, Any]
-) -> tuple[Any, tuple[Any, Any]]:
-    """The reward of a bar, and the running mean and mean square of the returns."""
+    m: Maths, rules: RewardRules, before: Account, after: Account, moments: Moments
+) -> tuple[Number, Moments]:
+    """The reward of a bar, and the next moments."""
     ratio = after.equity / before.equity
     ratio = m.where(ratio > RUIN, ratio, RUIN)
     if rules.kind == "differential_sharpe":
@@ -66,8 +67,8 @@ def reward(
 
 
 def _differential_sharpe(
-    m: Any, rate: float, bar_return: Any, moments: tuple[Any, Any]
-) -> tuple[Any, tuple[Any, Any]]:
+    m: Maths, rate: float, bar_return: Number, moments: Moments
+) -> tuple[Number, Moments]:
     mean, square = moments
     off_mean, off_square = bar_return - mean, bar_return * bar_return - square
     variance = square - mean * mean

@@ -16,10 +16,9 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.analysis.statistics import Array, Estimate
+from ml_pipeline.analysis.statistics import Array
 
 N_DRAWS = 2_000  # of a bootstrap
-_CONFIDENCE = 0.95
 _NORMAL = NormalDist()
 _EULER = 0.5772156649015329  # the Euler-Mascheroni constant
 _TINY = 1e-12  # a smaller deviation, relative to the size of the returns, is rounding
@@ -158,14 +157,14 @@ def block_length(values: Array) -> int:
     return min(max(math.ceil(math.pow(1.5 * slope**2 * n, 1 / 3)), least), most)
 
 
-def sharpe_draws(returns: Array, block: int, *, seed: int = 0) -> Array:
+def sharpe_draws(returns: Array, block: int) -> Array:
     """Sharpe ratios [n_draws, K] of resampled returns [T, K]; all columns share their blocks.
 
     Circular block bootstrap: a draw is as long as T in whole blocks, rounded down.
     """
     n, n_columns = returns.shape
     n_blocks = max(n // block, 1)
-    starts = np.random.default_rng([seed, n, block]).integers(0, n, (N_DRAWS, n_blocks))
+    starts = np.random.default_rng([0, n, block]).integers(0, n, (N_DRAWS, n_blocks))
     length = n_blocks * block
     draws = np.empty((N_DRAWS, n_columns))
     for column in range(n_columns):
@@ -178,13 +177,6 @@ def sharpe_draws(returns: Array, block: int, *, seed: int = 0) -> Array:
         scale = np.sqrt(np.where(varies, variance, 1.0))
         draws[:, column] = np.where(varies, (mean + centre) / scale, 0.0)
     return draws
-
-
-def interval(value: float, draws: Array) -> Estimate:
-    """A value with the 95 % percentile interval of its draws."""
-    tail = 0.5 * (1.0 - _CONFIDENCE)
-    low, high = np.quantile(draws, [tail, 1.0 - tail])
-    return Estimate(np.asarray(value), np.asarray(low), np.asarray(high))
 
 
 def _block_sums(values: Array, block: int) -> Array:

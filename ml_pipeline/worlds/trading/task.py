@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from ml_pipeline.envs.kinds import AnySpace
 from ml_pipeline.worlds.trading.account import (
     ARRAYS,
     FLOATS,
     Account,
     AccountRules,
     Bar,
+    Maths,
+    Number,
     open_account,
     settings_of,
     view,
@@ -26,6 +29,7 @@ from ml_pipeline.worlds.trading.data.market import Market
 from ml_pipeline.worlds.trading.rewards import RewardRules
 
 RANDOM, EACH = "random", "each"
+VALIDATION = "validation"
 N_DRAWS = 2  # random numbers of a start: the row and the symbol
 
 
@@ -67,7 +71,7 @@ class TradingTask:
         self.reward_rules = settings_of(RewardRules, settings.reward, key="reward.")
         self.window = settings.window
         self.portfolio = settings.portfolio
-        self.m: Any = ARRAYS if self.portfolio else FLOATS  # of the functions of trading_account
+        self.m: Maths = ARRAYS if self.portfolio else FLOATS  # of the functions of trading_account
         self.symbol = settings.symbol
         self.market = market = _market_of(settings)
         _check_spread(market, self.rules)
@@ -117,7 +121,7 @@ class TradingTask:
     def new_account(self) -> Account:
         return open_account(self.rules, np.zeros(self.n_assets) if self.portfolio else 0.0, 0.0)
 
-    def target(self, action: Any) -> Any:
+    def target(self, action: Any) -> Number:
         """The exposure that an action asks for, per asset, in multiples of the equity."""
         positions, leverage = self.positions, self.rules.leverage
         if not self.portfolio:
@@ -136,7 +140,7 @@ class TradingTask:
         seen = np.hstack(view(self.m, self.rules, account))
         return np.concatenate((rows, seen), axis=None, dtype=np.float32)
 
-    def outcome(self, account: Account) -> dict[str, Any]:
+    def outcome(self, account: Account) -> dict[str, Number]:
         """What a run logs of an ended episode."""
         return {
             "equity": account.equity,
@@ -159,7 +163,7 @@ class TradingTask:
             raise ValueError(f"positions={positions}: account.shorts=False; remove those below 0")
         return positions
 
-    def _action_space(self) -> spaces.Space[Any]:
+    def _action_space(self) -> AnySpace:
         if self.positions is None:
             return spaces.Box(self.low, 1.0, (self.n_assets,), dtype=np.float32)
         if self.portfolio:
@@ -167,7 +171,25 @@ class TradingTask:
         return spaces.Discrete(len(self.positions))
 
 
-def bar_of(columns: Any) -> Bar:
+class JudgedOnBars:
+    """The base of both trading envs; a ``JudgedEnv``."""
+
+    judge_command: ClassVar[str] = "judge"
+    judge: ClassVar[str] = "ml_pipeline.worlds.trading.judge.facts_for_deployment"
+
+    @classmethod
+    def why_not_select(cls, kwargs: Mapping[str, object]) -> str | None:
+        """Why a study must not select trials by these bars: those of train and test."""
+        period = kwargs.get("period", "train")
+        if period == VALIDATION:
+            return None
+        return (
+            f"eval_env.kwargs.period={period}: a study selects trials by their evaluations, and "
+            "the test period must stay unseen; add +eval_env.kwargs.period=validation"
+        )
+
+
+def bar_of(columns: Iterable[Number]) -> Bar:
     """A Bar from six numbers or six arrays."""
     opens, high, low, close, spread, tradable = columns
     return Bar(opens, high, low, close, spread, tradable > 0.5)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import torch
 from torch import Tensor
 
@@ -23,9 +22,8 @@ from ml_pipeline.worlds.trading.account import (
     within_limit,
 )
 from ml_pipeline.worlds.trading.env import Trading
-from ml_pipeline.worlds.trading.judged import JudgedOnBars
 from ml_pipeline.worlds.trading.rewards import reward
-from ml_pipeline.worlds.trading.task import EACH, N_DRAWS, TradingTask, bar_of
+from ml_pipeline.worlds.trading.task import EACH, N_DRAWS, JudgedOnBars, TradingTask, bar_of
 
 
 class Tensors:
@@ -34,7 +32,7 @@ class Tensors:
     log, log1p = staticmethod(torch.log), staticmethod(torch.log1p)
 
     @staticmethod
-    def where(condition: Tensor, yes: Any, no: Any) -> Tensor:
+    def where(condition: Tensor, yes: Tensor | float, no: Tensor | float) -> Tensor:
         if isinstance(yes, float) and isinstance(no, float):
             return no + (yes - no) * condition.to(torch.float64)  # torch.where: float32
         return torch.where(condition, yes, no)
@@ -123,7 +121,7 @@ class TorchTrading(JudgedOnBars, TorchVectorEnv):
         return {name: value[:, 0] for name, value in told.items()}
 
     @classmethod
-    def single_env(cls, **kwargs: Any) -> gym.Env[Any, Any]:
+    def single_env(cls, **kwargs: Any) -> Trading:
         return Trading(**kwargs)
 
     def _bar(self, row: Tensor, symbol: Tensor) -> Bar:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.analysis.statistics import Array
+from ml_pipeline.envs.kinds import AnyEnv
 from ml_pipeline.errors import UserError
 from ml_pipeline.policy.contracts import Policy
-from ml_pipeline.worlds.trading.account import FLOATS, NO_FILL, Fill, fill, mark, open_account
+from ml_pipeline.worlds.trading.account import FLOATS, NO_FILL, fill, mark, open_account
 from ml_pipeline.worlds.trading.data.market import Market
 from ml_pipeline.worlds.trading.env import Trading
 from ml_pipeline.worlds.trading.task import TradingTask, bar_of
@@ -49,7 +49,7 @@ class Walk(NamedTuple):
     closed: dict[str, int]  # account: when a margin call or the drawdown stop closed it
 
 
-def walk(policy: Policy, envs: Sequence[gym.Env[Any, Any]]) -> Walk:
+def walk(policy: Policy, envs: Sequence[AnyEnv]) -> Walk:
     """The policy's greedy actions in every env; each must play its whole period from row one."""
     cores = [_core(env) for env in envs]
     first = cores[0].task
@@ -92,7 +92,7 @@ def walk(policy: Policy, envs: Sequence[gym.Env[Any, Any]]) -> Walk:
     return Walk(names, time, shares, exposure, gross, hold, turnover, trades, closed)
 
 
-def _core(env: gym.Env[Any, Any]) -> Trading:
+def _core(env: AnyEnv) -> Trading:
     core = env.unwrapped
     if not isinstance(core, Trading):
         raise WalkError(f"{type(core).__name__}: not a trading env; judge a run of env=trading")
@@ -104,17 +104,11 @@ def _core(env: gym.Env[Any, Any]) -> Trading:
 def _trades(core: Trading, time: int, market: Market) -> list[Trade]:
     equity = float(core.account.equity)
     symbols = market.symbols if core.task.portfolio else (core.symbol,)
-    filled = []
-    for trade, reason in ((core.fill, "order"), (core.forced, "forced")):
-        columns = _per_asset(trade, len(symbols))
-        for symbol, units, price, cost in zip(symbols, *columns, strict=True):
-            if units != 0.0:
-                filled.append(Trade(time, symbol, units, price, cost, reason, equity))
-    return filled
-
-
-def _per_asset(trade: Fill, n_assets: int) -> list[list[float]]:
-    return [np.broadcast_to(each, n_assets).astype(float).tolist() for each in trade]
+    return [
+        Trade(time, *trade, reason, equity)
+        for filled, reason in ((core.fill, "order"), (core.forced, "forced"))
+        for trade in filled.trades(symbols)
+    ]
 
 
 def buy_and_hold(task: TradingTask, symbols: Sequence[str]) -> Array:

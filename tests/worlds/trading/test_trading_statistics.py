@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from ml_pipeline.analysis.statistics import estimate
 from ml_pipeline.worlds.trading.statistics import (
     annual_return,
     bar_returns,
@@ -15,7 +16,6 @@ from ml_pipeline.worlds.trading.statistics import (
     deflated_sharpe,
     effective_bars,
     expected_best_sharpe,
-    interval,
     max_drawdown,
     probabilistic_sharpe,
     shape,
@@ -168,7 +168,7 @@ def test_interval_covers_the_true_sharpe_ratio(phi: float) -> None:
         noise = np.random.default_rng(seed).normal(size=800)
         returns = true + autoregressive(noise, phi) * math.sqrt(1.0 - phi**2)
         for name, block in (("blocks", block_length(returns)), ("bars", 1)):
-            low, high = interval(true, sharpe_draws(returns[:, None], block)[:, 0])[1:]
+            low, high = estimate(true, sharpe_draws(returns[:, None], block)[:, 0])[1:]
             covers[name] += bool(low < true < high)
 
     assert covers["blocks"] / n_series > 0.91

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ml_pipeline.commands._arguments import RUN_HELP, add_root, add_trust, chosen_run
+from ml_pipeline.commands._arguments import RUN_HELP, add_shared, chosen_run
 from ml_pipeline.errors import UserError
 
 HELP = "check the replay buffer of an off-policy run and print what is in it"
@@ -12,8 +12,7 @@ HELP = "check the replay buffer of an off-policy run and print what is in it"
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
-    add_root(parser)
-    add_trust(parser)
+    add_shared(parser, "--root", "--trust")
 
 
 def run(options: Namespace) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ml_pipeline.worlds.trading.config import LABELS
+from ml_pipeline.metrics import counted
+from ml_pipeline.worlds.trading.commands._files import add_format, given_format
 
 HELP = "check market files and print their symbols, spans and gaps"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a file, a folder or a pattern")
-    parser.add_argument("--timezone", help="of times without a zone; default: UTC")
-    parser.add_argument("--label", choices=LABELS, default="start", help="the times of a table")
+    add_format(parser, zone="UTC", label="start")
 
 
 def run(options: Namespace) -> None:
@@ -20,10 +20,11 @@ def run(options: Namespace) -> None:
 
     from ml_pipeline.worlds.trading.data.bars import bar_text, text_of
     from ml_pipeline.worlds.trading.data.files import market_files, read_bars
+    from ml_pipeline.worlds.trading.data.layouts import FileFormat
 
     files = market_files(options.path)
-    symbols, length = read_bars(files, timezone=options.timezone, label=options.label)
-    n_files = "1 file" if len(files) == 1 else f"{len(files)} files"
+    symbols, length = read_bars(files, FileFormat(**given_format(options)))
+    n_files = counted(len(files), "file")
     print(f"{options.path}: {n_files}, bars of {bar_text(length)}, times are the ends in UTC")
     width = max(len("symbol"), *map(len, symbols))
     print(f"{'symbol':<{width}}  {'bars':>11}  {'first':<19}  {'last':<19}  {'gaps':>7}  longest")

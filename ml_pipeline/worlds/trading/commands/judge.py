@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from ml_pipeline.commands._arguments import (
     RUN_HELP,
-    add_root,
-    add_trust,
+    add_results,
+    add_shared,
     chosen_run,
     dated_folder,
     integer,
-    show_report,
+    show_results,
 )
 from ml_pipeline.errors import UserError
 
@@ -39,20 +39,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="how many runs these were chosen from; default: those of their study or sweep",
     )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="NAME",
-        help="best, latest or step_N; default: best if saved, else latest",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder of the results; default: runs/judgements/<env>_<period>_<date>_<time>",
-    )
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
-    add_root(parser)
-    add_trust(parser)
+    add_shared(parser, "--checkpoint")
+    add_results(parser, "judgements/<env>_<period>")
+    add_shared(parser, "--root", "--trust")
 
 
 def run(options: Namespace) -> None:
@@ -77,11 +66,7 @@ def run(options: Namespace) -> None:
     env = RunFolder.open(paths[0]).path.resolve().parent.name
     folder = options.out or dated_folder("judgements", f"{env}_{options.period}")
     write_results(folder, judgement)
-    has_report = show_report(
-        lambda: write_report(folder, judgement), is_asked_for=False, opens=options.open
-    )
-    if not has_report:
-        print(f"results: {folder}")
+    show_results(folder, lambda folder: write_report(folder, judgement), opens=options.open)
 
 
 def _n_trials(runs: list[RunFolder]) -> int:

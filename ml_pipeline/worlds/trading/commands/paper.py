@@ -6,8 +6,9 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ml_pipeline.commands._arguments import add_trust
-from ml_pipeline.worlds.trading.config import LABELS
+from ml_pipeline.commands._arguments import add_shared
+from ml_pipeline.metrics import counted
+from ml_pipeline.worlds.trading.commands._files import add_format, given_format
 
 if TYPE_CHECKING:
     from ml_pipeline.worlds.trading.paper import Walked
@@ -34,9 +35,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="DATE",
         help="walk bars that end after it, in UTC; default: bars newer than the training data",
     )
-    parser.add_argument("--timezone", help="of times without a zone; default: as in training")
-    parser.add_argument("--label", choices=LABELS, help="times of a table; default: as in training")
-    add_trust(parser)
+    add_format(parser, zone="as in training", label="as in training")
+    add_shared(parser, "--trust")
 
 
 def run(options: Namespace) -> None:
@@ -64,11 +64,9 @@ def run(options: Namespace) -> None:
     }
     # A deployed policy is in a hidden folder, to which a link leads.
     folder = options.log or Path("paper") / Path(exported.metadata["run"]).name.lstrip(".")
-    given = {"timezone": options.timezone, "label": options.label}
-    files = {key: value for key, value in given.items() if value is not None}
     market_files(options.data)  # a wrong path must not leave a log behind
     with PaperLog.opened(folder, header) as log, torch_threads(torch.device("cpu")):
-        walk = PaperWalk(policy, options.data, log, start=options.start, **files)
+        walk = PaperWalk(policy, options.data, log, start=options.start, **given_format(options))
         say(f"{exported.env_name}, {', '.join(policy.recipe.symbols[:5])}: {log.path}")
         if options.start is not None and options.start < policy.until:
             until = text_of(policy.until)
@@ -92,8 +90,6 @@ def _line(walked: Walked) -> str:
     """The bars since the last line, as text: the last bar, trades, equity and positions."""
     accounts = walked.record["accounts"].values()
     equity = sum(each["equity"] for each in accounts)
-    bars = "1 bar" if walked.n_bars == 1 else f"{walked.n_bars:,} bars"
-    trades = "1 trade" if walked.n_fills == 1 else f"{walked.n_fills:,} trades"
     orders = {
         symbol: exposure
         for each in accounts
@@ -102,8 +98,9 @@ def _line(walked: Walked) -> str:
     }
     wanted = ", ".join(f"{symbol} {exposure:+.2f}" for symbol, exposure in orders.items())
     return (
-        f"{walked.record['time']}  {bars}, {trades}, equity {equity:,.2f}, next exposure "
-        f"{wanted or 'none'}"
+        f"{walked.record['time']}  {counted(walked.n_bars, 'bar')}, "
+        f"{counted(walked.n_fills, 'trade')}, equity {equity:,.2f}, "
+        f"next exposure {wanted or 'none'}"
     )
 
 

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.worlds.trading.data.bars import PRICES, Bars, text_of
-from ml_pipeline.worlds.trading.data.errors import DataError
 from ml_pipeline.worlds.trading.data.features import Feature
-from ml_pipeline.worlds.trading.data.market import Market
+from ml_pipeline.worlds.trading.data.market import DataError, Market
 
 
 def aligned(bars: Mapping[str, Bars], features: Sequence[Feature]) -> Market:

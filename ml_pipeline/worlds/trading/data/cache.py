@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.locks import FileLock
-from ml_pipeline.worlds.trading.data.errors import DataError
-from ml_pipeline.worlds.trading.data.market import Market
+from ml_pipeline.worlds.trading.data.market import DataError, Market
 
 _MANIFEST = "manifest.json"
 _VERSION = 1  # raise it when the numbers in an entry change
@@ -62,7 +61,7 @@ def _writing(folder: Path) -> Iterator[None]:
         raise DataError(f"cache_dir={folder}: cannot be written: {error.strerror}") from error
 
 
-def key_of(settings: dict[str, Any], files: Sequence[Path], folder: Path) -> str:
+def key_of(settings: Mapping[str, object], files: Sequence[Path], folder: Path) -> str:
     """A name from the settings and the contents of the source files."""
     sources = [(str(path), _file_checksum(path, folder)) for path in files]
     text = json.dumps([_VERSION, settings, sources], sort_keys=True, default=str)
@@ -102,7 +101,7 @@ def _opened(path: Path) -> Entry | None:
         return None
 
 
-def _array(path: Path, known: dict[str, Any]) -> NDArray[Any]:
+def _array(path: Path, known: Mapping[str, object]) -> NDArray[Any]:
     # An unchanged stamp saves reading every byte again in each worker.
     if _stamp(path) != known["stamp"] and _checksum(path) != known["sha256"]:
         raise ValueError(f"{path} is damaged")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.worlds.trading.data.bars import Bars
-from ml_pipeline.worlds.trading.data.errors import DataError
+from ml_pipeline.worlds.trading.data.market import DataError
 from ml_pipeline.worlds.trading.data.rolling import recursive_mean, rolling_mean, rolling_std
 
 Array = NDArray[np.float64]

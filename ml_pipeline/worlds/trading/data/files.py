@@ -8,10 +8,17 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ml_pipeline.worlds.trading.data.bars import Bars, bar_text, joined, length_of, text_of
-from ml_pipeline.worlds.trading.data.errors import DataError
+from ml_pipeline.worlds.trading.data.bars import (
+    Bars,
+    bar_text,
+    joined,
+    length_of,
+    resampled,
+    text_of,
+)
+from ml_pipeline.worlds.trading.data.layouts import PLAIN, FileFormat
+from ml_pipeline.worlds.trading.data.market import DataError
 from ml_pipeline.worlds.trading.data.read import SUFFIXES, Read, read_file
-from ml_pipeline.worlds.trading.data.resample import resampled
 
 # The names that sites and terminals give to their files; the group is the symbol.
 _FILE_NAMES = (
@@ -40,33 +47,33 @@ def market_files(path: str) -> list[Path]:
 
 def read_bars(
     paths: Sequence[Path],
+    form: FileFormat = PLAIN,
     *,
-    timezone: str | None = None,
-    label: str = "start",
     symbols: Sequence[str] | None = None,
-    columns: Sequence[str] = (),
+    further: Sequence[str] = (),
     length: int | None = None,
     is_growing: bool = False,
 ) -> tuple[dict[str, Bars], int]:
     """The bars of each symbol, and their length in nanoseconds.
 
-    ``length`` resamples to longer bars. Several files of one symbol are joined in order of time.
+    ``further`` are the names of further columns to read. ``length`` resamples to longer bars.
+    Several files of one symbol are joined in order of time.
     ``is_growing``: the last line of a text file may be half written, and is then not read.
     """
     parts: dict[str, list[tuple[Path, Read, Bars]]] = {}
     for path in paths:
-        read = read_file(path, timezone=timezone, columns=columns, is_growing=is_growing)
-        if label == "end" and read.layout != "table":
+        read = read_file(path, form, further=further, is_growing=is_growing)
+        if form.label == "end" and read.layout != "table":
             raise DataError(
                 f"label=end: {path} looks like a file of {read.layout}, whose times are starts; "
-                "for a table of your own, call the column time"
+                "for a table of your own, name a column: columns={time: NAME}"
             )
         for name, bars in read.bars.items():
             parts.setdefault(name or symbol_of(path), []).append((path, read, bars))
     chosen = {name: parts[name] for name in _chosen(sorted(parts), symbols)}
     whole = {name: _joined(name, same) for name, same in chosen.items()}
     found = {name: length_of(bars, str(chosen[name][0][0])) for name, bars in whole.items()}
-    if label == "start":
+    if form.label == "start":
         whole = {name: _by_end(bars, found[name]) for name, bars in whole.items()}
     if length is None:
         length = _common(found)

@@ -19,10 +19,10 @@ from ml_pipeline.worlds.trading.config import DataConfig, FilesConfig, Synthetic
 from ml_pipeline.worlds.trading.data.align import aligned
 from ml_pipeline.worlds.trading.data.bars import Bars, bar_text, nanoseconds
 from ml_pipeline.worlds.trading.data.cache import Entry, cached, default_folder, key_of
-from ml_pipeline.worlds.trading.data.errors import DataError
 from ml_pipeline.worlds.trading.data.features import Feature, parsed
 from ml_pipeline.worlds.trading.data.files import market_files, read_bars
-from ml_pipeline.worlds.trading.data.market import Market
+from ml_pipeline.worlds.trading.data.layouts import FileFormat
+from ml_pipeline.worlds.trading.data.market import DataError, Market
 from ml_pipeline.worlds.trading.data.normalise import Statistics, fitted, normalised
 from ml_pipeline.worlds.trading.data.split import PERIODS, periods
 from ml_pipeline.worlds.trading.data.synthetic import synthetic_bars
@@ -98,14 +98,14 @@ def new_market(bars: Mapping[str, Bars], recipe: Recipe) -> Market:
 
 
 def read_new_bars(path: str, recipe: Recipe, **files: Any) -> dict[str, Bars]:
-    """The bars of files that may still grow; ``files`` are timezone and label."""
+    """The bars of files that may still grow; ``files`` are the fields of a ``FileFormat``."""
     return read_bars(
         market_files(path),
+        FileFormat(**files),
         symbols=recipe.symbols,
-        columns=recipe.columns,
+        further=recipe.columns,
         length=nanoseconds(recipe.bar),
         is_growing=True,
-        **files,
     )[0]
 
 
@@ -171,10 +171,9 @@ def _bars(
     if isinstance(config, FilesConfig):
         bars, length = read_bars(
             files,
-            timezone=config.timezone,
-            label=config.label,
+            FileFormat(config.timezone, config.label, config.columns or {}),
             symbols=config.symbols,
-            columns=columns,
+            further=columns,
             length=None if config.bar is None else nanoseconds(config.bar),
         )
         return bars, bar_text(length)

@@ -11,6 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ml_pipeline.errors import UserError
+
+
+class DataError(UserError):
+    """A market file or a setting that cannot be used; names the place and the reason."""
+
 
 class Market(NamedTuple):
     """Aligned bars; the arrays may be memory-mapped and must not be written to."""

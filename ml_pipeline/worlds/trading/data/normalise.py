@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ml_pipeline.worlds.trading.data.errors import DataError
-from ml_pipeline.worlds.trading.data.market import Market
+from ml_pipeline.worlds.trading.data.market import DataError, Market
 
 Array = NDArray[np.float64]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +14,17 @@ from numpy.typing import NDArray
 from ml_pipeline.errors import first_line
 from ml_pipeline.extras import import_extra
 from ml_pipeline.worlds.trading.data.bars import Bars, check_bars
-from ml_pipeline.worlds.trading.data.errors import DataError
-from ml_pipeline.worlds.trading.data.layouts import OHLC, OHLCV, Layout, our_names, recognised
-from ml_pipeline.worlds.trading.data.mistakes import first_mistake, line_of
+from ml_pipeline.worlds.trading.data.layouts import (
+    OHLC,
+    OHLCV,
+    FileFormat,
+    Layout,
+    first_mistake,
+    line_of,
+    our_names,
+    recognised,
+)
+from ml_pipeline.worlds.trading.data.market import DataError
 from ml_pipeline.worlds.trading.data.zones import to_utc
 
 TEXT = (".csv", ".txt", ".tsv")
@@ -23,6 +32,10 @@ SUFFIXES = (*TEXT, ".parquet")
 
 _OPTIONAL = ("symbol", "volume", "spread", "date", "clock")
 _FORMATS = {"histdata": "%Y%m%d %H%M%S", "mt5": "%Y.%m.%d"}
+
+
+Rows = slice | NDArray[np.int64]  # of a table
+Table = Any  # of pyarrow, which has no types
 
 
 class Read(NamedTuple):
@@ -33,17 +46,17 @@ class Read(NamedTuple):
 
 
 def read_file(
-    path: Path, *, timezone: str | None, columns: Sequence[str] = (), is_growing: bool = False
+    path: Path, form: FileFormat, *, further: Sequence[str] = (), is_growing: bool = False
 ) -> Read:
-    """``columns`` are further columns to read; ``timezone`` is that of times without a zone.
+    """``further`` are the names of further columns to read.
 
     In a text file that is still growing, a last line without its end is not read.
     """
     if path.suffix.lower() == ".parquet":
-        layout, table = _read_parquet(path, columns)
+        layout, table = _read_parquet(path, form, further)
     else:
-        layout = recognised(path)
-        table = _read_text(path, layout, columns, is_growing)
+        layout = recognised(path, form.columns)
+        table = _read_text(path, layout, further, is_growing)
     if table.num_rows == 0:
         raise DataError(f"{path}: too short: it has no bars")
 
@@ -52,10 +65,10 @@ def read_file(
             return f"{path}: row {row + 1}"
         return f"{path}:{line_of(path, row, layout.n_header)}"
 
-    time = _utc(path, layout, table, timezone, place)
+    time = _utc(path, layout, table, form.timezone, place)
     bars: dict[str | None, Bars] = {}
-    for part in _symbols(table, columns):
-        bars[part.symbol] = _bars(table, time, part, columns, layout.point)
+    for part in _symbols(table, further):
+        bars[part.symbol] = _bars(table, time, part, further, layout.point)
         check_bars(bars[part.symbol], partial(_place_in, part.rows, place))
     return Read(layout.name, bars)
 
@@ -64,21 +77,21 @@ class _Part(NamedTuple):
     """One symbol of a table."""
 
     symbol: str | None
-    rows: Any  # a slice or an array of integers
+    rows: Rows
     names: dict[str, str]  # our names -> columns of the table
 
 
-def _place_in(rows: Any, place: Callable[[int], str], row: int) -> str:
+def _place_in(rows: Rows, place: Callable[[int], str], row: int) -> str:
     return place(row if isinstance(rows, slice) else int(rows[row]))
 
 
-def _arrow(module: str) -> Any:
+def _arrow(module: str) -> ModuleType:
     return import_extra(module, needed_by="market data")
 
 
-def _read_text(path: Path, layout: Layout, columns: Sequence[str], is_growing: bool) -> Any:
+def _read_text(path: Path, layout: Layout, further: Sequence[str], is_growing: bool) -> Table:
     arrow, csv = _arrow("pyarrow"), _arrow("pyarrow.csv")
-    wanted = _wanted(path, layout.columns, columns)
+    wanted = _wanted(path, layout.columns, further)
     numbers = {name: arrow.float64() for name in wanted}
     times = {
         "epoch": arrow.int64(),
@@ -107,12 +120,12 @@ def _whole_lines(path: Path) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
-def _read_parquet(path: Path, columns: Sequence[str]) -> tuple[Layout, Any]:
+def _read_parquet(path: Path, form: FileFormat, further: Sequence[str]) -> tuple[Layout, Table]:
     arrow, parquet = _arrow("pyarrow"), _arrow("pyarrow.parquet")
     try:
         theirs = parquet.read_schema(path).names
-        ours = our_names(path, theirs)
-        wanted = _wanted(path, ours, columns)
+        ours = our_names(path, theirs, form.columns)
+        wanted = _wanted(path, ours, further)
         table = parquet.read_table(path, columns=[theirs[ours.index(name)] for name in wanted])
         table = table.rename_columns(wanted)
         for index, name in enumerate(wanted):
@@ -135,20 +148,20 @@ def _nanoseconds(column: Any, clock: str) -> Any:
     return column.cast(arrow.timestamp("ns", None if clock == "local" else "UTC"))
 
 
-def _wanted(path: Path, found: Sequence[str], columns: Sequence[str]) -> list[str]:
+def _wanted(path: Path, found: Sequence[str], further: Sequence[str]) -> list[str]:
     """The names of the columns to read, in the order of the file."""
     per_symbol = [name for name in found if name.partition(" ")[0] in OHLCV and " " in name]
     if per_symbol:
         return ["time", *per_symbol]
-    for name in columns:
+    for name in further:
         if name not in found:
             raise DataError(f"{path}:1: column {name} is missing, which features names")
-    ours = ("time", *OHLC, *_OPTIONAL, *columns)
+    ours = ("time", *OHLC, *_OPTIONAL, *further)
     return [name for name in found if name in ours]
 
 
 def _utc(
-    path: Path, layout: Layout, table: Any, timezone: str | None, place: Callable[[int], str]
+    path: Path, layout: Layout, table: Table, timezone: str | None, place: Callable[[int], str]
 ) -> NDArray[np.int64]:
     """The times as UTC nanoseconds."""
     for name in ("time", "date", "clock", "symbol"):
@@ -192,8 +205,8 @@ def _since_1970(value: NDArray[np.int64]) -> NDArray[np.int64]:
     return value * scale
 
 
-def _symbols(table: Any, columns: Sequence[str]) -> list[_Part]:
-    plain = {name: name for name in (*OHLCV, "spread", *columns) if name in table.column_names}
+def _symbols(table: Table, further: Sequence[str]) -> list[_Part]:
+    plain = {name: name for name in (*OHLCV, "spread", *further) if name in table.column_names}
     if "symbol" in table.column_names:
         texts = table["symbol"].combine_chunks().dictionary_encode()
         codes = np.asarray(texts.indices)
@@ -209,7 +222,7 @@ def _symbols(table: Any, columns: Sequence[str]) -> list[_Part]:
     return [_own_columns(table, symbol) for symbol in names]
 
 
-def _own_columns(table: Any, symbol: str) -> _Part:
+def _own_columns(table: Table, symbol: str) -> _Part:
     """A symbol with columns of its own; rows that are empty in all of them are not its bars."""
     own = {name: f"{name} {symbol}" for name in OHLCV if f"{name} {symbol}" in table.column_names}
     is_bar = np.zeros(table.num_rows, dtype=np.bool_)
@@ -219,7 +232,7 @@ def _own_columns(table: Any, symbol: str) -> _Part:
 
 
 def _bars(
-    table: Any, time: NDArray[np.int64], part: _Part, columns: Sequence[str], point: float
+    table: Table, time: NDArray[np.int64], part: _Part, further: Sequence[str], point: float
 ) -> Bars:
     own = time[part.rows]
 
@@ -229,5 +242,5 @@ def _bars(
         return np.asarray(table[part.names[name]].to_numpy()[part.rows], dtype=np.float64)
 
     prices = {name: values(name) for name in OHLCV}
-    further = {name: values(name) for name in columns}
-    return Bars(time=own, **prices, spread=values("spread") * point, columns=further)
+    columns = {name: values(name) for name in further}
+    return Bars(time=own, **prices, spread=values("spread") * point, columns=columns)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.worlds.trading.data.bars import text_of
-from ml_pipeline.worlds.trading.data.errors import DataError
+from ml_pipeline.worlds.trading.data.market import DataError
 
 PERIODS = ("train", "validation", "test", "all")
 _SHORTEST = 2  # rows: an order fills in the next one
 
 
 def periods(
-    time: NDArray[np.int64], *, validation: Any, test: Any, embargo: int
+    time: NDArray[np.int64], *, validation: float | str, test: float | str, embargo: int
 ) -> dict[str, slice]:
     """The rows of each period.
 
@@ -45,7 +43,7 @@ def periods(
     return found
 
 
-def _start(time: NDArray[np.int64], value: Any, end: int, name: str) -> int:
+def _start(time: NDArray[np.int64], value: float | str, end: int, name: str) -> int:
     """The first row of a period that is a share of all rows before ``end``, or starts at a date."""
     if not isinstance(value, str):
         return end - int(value * len(time))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.worlds.trading.data.bars import Bars, nanoseconds
-from ml_pipeline.worlds.trading.data.errors import DataError
+from ml_pipeline.worlds.trading.data.market import DataError
 
 Array = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.extras import import_extra
-from ml_pipeline.worlds.trading.data.errors import DataError
+from ml_pipeline.worlds.trading.data.market import DataError
 
 _MINUTE = 60_000_000_000
 

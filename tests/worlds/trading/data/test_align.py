@@ -9,11 +9,9 @@ import pytest
 from market_rows import HOUR, random_bars, utc
 
 from ml_pipeline.worlds.trading.data.align import aligned
-from ml_pipeline.worlds.trading.data.bars import Bars, bar_text, nanoseconds
-from ml_pipeline.worlds.trading.data.errors import DataError
+from ml_pipeline.worlds.trading.data.bars import Bars, bar_text, nanoseconds, resampled
 from ml_pipeline.worlds.trading.data.features import parsed
-from ml_pipeline.worlds.trading.data.market import periods_per_year
-from ml_pipeline.worlds.trading.data.resample import resampled
+from ml_pipeline.worlds.trading.data.market import DataError, periods_per_year
 from ml_pipeline.worlds.trading.data.split import periods
 
 START = utc("2024-01-01")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from market_rows import FILES, random_bars, write_table
 
-from ml_pipeline.worlds.trading.data.errors import DataError
 from ml_pipeline.worlds.trading.data.files import market_files, read_bars
+from ml_pipeline.worlds.trading.data.layouts import PLAIN, FileFormat
+from ml_pipeline.worlds.trading.data.market import DataError
 
 HEADER = "time,open,high,low,close,volume"
 GOOD = [f"2024-01-01 0{hour}:00:00,10,12,9,11,5" for hour in range(6)]
@@ -35,9 +37,9 @@ BAD_LINES = {
 }
 
 
-def refusal(path: Path, **options: object) -> str:
+def refusal(path: Path, form: FileFormat = PLAIN, **options: Any) -> str:
     with pytest.raises(DataError) as caught:
-        read_bars(market_files(str(path)), **options)  # type: ignore[arg-type]
+        read_bars(market_files(str(path)), form, **options)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -83,17 +85,43 @@ def test_bad_bar_of_one_symbol_among_others_is_named_by_its_line(tmp_path: Path)
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
-        ("time,open,high,low,volume,x", ":1: column close is missing; found time open"),
-        ("when,open,high,low,close,volume", ":1: column time is missing"),
-        ("time,open,high,low,close,close", ":1: column close appears twice"),
-        ("time|open|high|low|close|volume", ":1: column time is missing; found time|open"),
+        (
+            "when,open,high,low,last,volume",
+            "it lacks time, close; found when open high low last volume; "
+            "name them: env.kwargs.data.columns={time: NAME, close: NAME}",
+        ),
+        (
+            "time,open,high,low,close,close",
+            "it has close twice; found time open high low close close; "
+            "name them: env.kwargs.data.columns={close: NAME}",
+        ),
+        (
+            "timestamp,date,open,high,low,close",
+            "it has time twice; found timestamp date open high low close; "
+            "name them: env.kwargs.data.columns={time: NAME}",
+        ),
+        (
+            "time|open|high|low|close|volume",
+            "it lacks time, open, high, low, close; found time|open|high|low|close|volume; "
+            "separate columns by commas, semicolons or tabs",
+        ),
     ],
 )
-def test_wrong_header_is_refused(tmp_path: Path, header: str, reason: str) -> None:
+def test_unknown_header_is_refused_with_the_map_to_write(
+    tmp_path: Path, header: str, reason: str
+) -> None:
     path = tmp_path / "X.csv"
     path.write_text("\n".join([header, *GOOD]))
 
-    assert f"{path}{reason}" in refusal(path)
+    assert refusal(path) == f"{path}:1: not a known layout: {reason}"
+
+
+def test_named_column_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "X.csv"
+    path.write_text("\n".join([HEADER, *GOOD]))
+
+    text = refusal(path, FileFormat(columns={"volume": "lots"}))
+    assert "it lacks volume; found time open high low close volume; name them" in text
 
 
 @pytest.mark.parametrize("text", ["", HEADER, "\n\n"])
@@ -109,7 +137,7 @@ def test_file_that_is_not_text_is_refused(tmp_path: Path, content: bytes) -> Non
     path = tmp_path / "X.csv"
     path.write_bytes(content)
 
-    assert f"{path}:1: column time is missing" in refusal(path)
+    assert f"{path}:1: not a known layout: it lacks time, open, high, low, close" in refusal(path)
 
 
 def test_one_bar_is_too_short(tmp_path: Path) -> None:
@@ -156,20 +184,20 @@ def test_bars_of_different_lengths_need_a_common_one(tmp_path: Path) -> None:
     write_table(tmp_path / "A.csv", random_bars(9))
     write_table(tmp_path / "B.csv", random_bars(9, length=4 * 3_600_000_000_000))
 
-    assert "A of 1h and B of 4h; set bar=4h" in refusal(tmp_path, label="end")
+    assert "A of 1h and B of 4h; set bar=4h" in refusal(tmp_path, FileFormat(label="end"))
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"timezone": "Mars/Olympus"}, "timezone=Mars/Olympus"),
+        ({"form": FileFormat("Mars/Olympus")}, "timezone=Mars/Olympus"),
         ({"symbols": ["Y"]}, "symbols=Y: not in the files; found X"),
-        ({"columns": ["signal"]}, "column signal is missing"),
+        ({"further": ["signal"]}, "column signal is missing"),
         ({"length": 60_000_000_000}, "bar=1m: must be a multiple of the bars of X, which have 1h"),
     ],
 )
 def test_settings_that_do_not_fit_the_file_are_refused(
-    tmp_path: Path, options: dict[str, object], reason: str
+    tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
     path = tmp_path / "X.csv"
     path.write_text("\n".join([HEADER, *GOOD]))
@@ -180,22 +208,23 @@ def test_settings_that_do_not_fit_the_file_are_refused(
 def test_timezone_is_refused_where_times_have_one() -> None:
     path = FILES / "ccxt_plain.csv"
 
-    assert "have a zone; remove the key" in refusal(path, timezone="Europe/Berlin")
+    assert "have a zone; remove the key" in refusal(path, FileFormat("Europe/Berlin"))
 
 
 def test_label_is_refused_where_the_layout_decides() -> None:
     path = FILES / "BTCUSDT-1h-2024-12.csv"
 
-    assert f"label=end: {path} looks like a file of binance" in refusal(path, label="end")
+    assert f"label=end: {path} looks like a file of binance" in refusal(
+        path, FileFormat(label="end")
+    )
 
 
 def test_skipped_hour_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "X.csv"
     path.write_text(f"{HEADER}\n2024-03-31 01:00,1,1,1,1,1\n2024-03-31 02:30,1,1,1,1,1\n")
 
-    assert f"{path}:3: the clock of Europe/Berlin skips this time" in refusal(
-        path, timezone="Europe/Berlin"
-    )
+    text = refusal(path, FileFormat("Europe/Berlin"))
+    assert f"{path}:3: the clock of Europe/Berlin skips this time" in text
 
 
 @pytest.mark.parametrize("name", ["missing.csv", "empty"])
@@ -227,7 +256,7 @@ def test_damaged_file_is_read_or_refused_but_never_crashes(tmp_path: Path, file:
         path.write_bytes(content)
         zone = "Europe/Athens" if file.name.startswith("EURUSD_M1") else None
         try:
-            read_bars([path], timezone=zone)
+            read_bars([path], FileFormat(zone))
         except DataError as error:
             refusals.append(str(error))
 

@@ -18,7 +18,6 @@ from market_rows import HOUR, random_bars, write_table
 
 from ml_pipeline.assembly.compose import ConfigError, compose_config
 from ml_pipeline.worlds.trading.config import MARKETS, FilesConfig, SyntheticConfig
-from ml_pipeline.worlds.trading.data.errors import DataError
 from ml_pipeline.worlds.trading.data.load import (
     Recipe,
     load_market,
@@ -26,7 +25,7 @@ from ml_pipeline.worlds.trading.data.load import (
     new_market,
     read_new_bars,
 )
-from ml_pipeline.worlds.trading.data.market import Market
+from ml_pipeline.worlds.trading.data.market import DataError, Market
 
 ARRAYS = Market._fields[2:]
 
@@ -229,6 +228,21 @@ def test_recipe_gives_new_bars_the_features_of_the_market(files: dict[str, Any])
     again = new_market(bars, recipe)
 
     assert equal(market, again)
+
+
+def test_named_columns_give_the_same_market(tmp_path: Path, files: dict[str, Any]) -> None:
+    renamed = tmp_path / "renamed"
+    renamed.mkdir()
+    for path in Path(files["path"]).glob("*.csv"):
+        text = path.read_text().replace("time", "when", 1).replace("close", "last", 1)
+        (renamed / path.name).write_text(text)
+    named = {**files, "path": str(renamed), "columns": {"time": "When", "close": "last"}}
+
+    assert equal(load_market(period="all", **files), load_market(period="all", **named))
+    with pytest.raises(DataError, match=r"lacks time, close; .*columns={time: NAME, close: NAME}"):
+        load_market(period="all", **{**named, "columns": None})
+    with pytest.raises(DataError, match=r"env\.kwargs\.data\.columns=.*must be NAME of the file"):
+        load_market(period="all", **{**named, "columns": {"when": "time"}})
 
 
 def test_tail_of_the_bars_suffices_for_the_newest_row(files: dict[str, Any]) -> None:

@@ -11,11 +11,11 @@ from market_rows import HOUR, changed_after, random_bars, write_table
 
 from ml_pipeline.worlds.trading.config import NORMALISERS
 from ml_pipeline.worlds.trading.data.align import aligned
+from ml_pipeline.worlds.trading.data.bars import resampled
 from ml_pipeline.worlds.trading.data.features import _MAKERS, parsed
 from ml_pipeline.worlds.trading.data.load import load_market
 from ml_pipeline.worlds.trading.data.market import Market
 from ml_pipeline.worlds.trading.data.normalise import fitted, normalised
-from ml_pipeline.worlds.trading.data.resample import resampled
 
 EXAMPLES = (
     *("return_1", "return_24", "rsi_14", "ema_50", "atr_14", "bollinger_20_2", "volatility_24"),

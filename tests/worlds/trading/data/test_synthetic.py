@@ -12,8 +12,8 @@ from ml_pipeline.worlds.trading.config import MARKETS
 from ml_pipeline.worlds.trading.data.align import aligned
 from ml_pipeline.worlds.trading.data.bars import Bars, check_bars
 from ml_pipeline.worlds.trading.data.edge import optimal_sharpe
-from ml_pipeline.worlds.trading.data.errors import DataError
 from ml_pipeline.worlds.trading.data.features import parsed
+from ml_pipeline.worlds.trading.data.market import DataError
 from ml_pipeline.worlds.trading.data.synthetic import synthetic_bars
 
 N_BARS = 200_000
