@@ -14,8 +14,7 @@ from ml_pipeline.envs.choice import choose_mode
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.envs.workers.cores import available_cores
-from ml_pipeline.games.self_play import SelfPlayEnv
-from ml_pipeline.games.tensor_opponents import TensorOpponentPool
+from ml_pipeline.games.self_play import ArrayOpponents, SelfPlayEnv
 from ml_pipeline.games.tensor_self_play import TensorSelfPlay
 from ml_pipeline.targets import import_dotted
 
@@ -66,10 +65,7 @@ def make_tensor_env(
         kwargs["opponent"] = None
     try:
         env = env_class(n_envs, device=device, seed=seed, **kwargs)
-        if not isinstance(pool, TensorOpponentPool):
-            return env
-        pool.env = TensorSelfPlay(env, pool)
-        return pool.env
+        return env if pool is None else TensorSelfPlay(env, pool)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env.target={config.env.target}: {error}") from error
 
@@ -118,9 +114,10 @@ def _with_opponents(
     plan: RunPlan, envs: Sequence[VectorEnv[Any, Any, Any]], pool: OpponentPool
 ) -> list[VectorEnv[Any, Any, Any]]:
     moves = plan.self_play.moves if plan.self_play is not None else None
+    opponents = ArrayOpponents(pool, moves=moves)
     first_envs = accumulate((env.num_envs for env in envs[:-1]), initial=0)
     return [
-        SelfPlayEnv(env, pool, first_env=first, moves=moves)
+        SelfPlayEnv(env, opponents, first_env=first, moves=moves)
         for env, first in zip(envs, first_envs, strict=True)
     ]
 

@@ -1,7 +1,7 @@
 """SelfPlayEnv: a two-player VectorEnv as an ordinary one, whose second player is an opponent.
 
 The agent is player 0 of every env. Opponents are chosen when an episode starts and stay until it
-ends; those of all envs act in one call.
+ends; those of all envs act in one call, which ``ArrayOpponents`` computes for an opponent pool.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from gymnasium.spaces import Discrete
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
 
+from ml_pipeline.games.opponent_pool import Member, OpponentPool
 from ml_pipeline.games.two_players import player_space
 
 
@@ -146,3 +150,79 @@ class SelfPlayEnv(VectorEnv[Any, Any, Any]):
 
     def close_extras(self, **kwargs: Any) -> None:
         self.env.close(**kwargs)
+
+
+class ArrayOpponents:
+    """The members of ``pool`` as the opponents of host envs.
+
+    ``moves`` [k, *act]: the env's action for each discrete one of past selves.
+    """
+
+    def __init__(self, pool: OpponentPool, *, moves: NDArray[Any] | None = None) -> None:
+        self._pool = pool
+        self._moves = moves
+        self._tables: dict[range, _Table] = {}
+        self.choose = pool.choose
+        self.record = pool.record
+        self.set_mix = pool.set_mix
+
+    def act(self, envs: range, obs: NDArray[Any]) -> NDArray[Any]:
+        members = [self._pool.playing[env] for env in envs]
+        table = self._tables.get(envs)
+        if table is None or table.members != members:
+            table = self._tables[envs] = _Table(members)
+        return table.act(self._pool.greedy, obs, self._moves)
+
+
+class _Table:
+    """The opponents of some envs, arranged so that all past selves act in one forward pass.
+
+    ``[k, m]``: k different past selves with at most m envs each; a row with fewer repeats env 0.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        rows: dict[Member, list[int]] = {}
+        for row, member in enumerate(members):
+            rows.setdefault(member, []).append(row)
+        self._scripted = [(m.player, own) for m, own in rows.items() if m.player is not None]
+        learned = {member: own for member, own in rows.items() if member.player is None}
+        self._rows = [row for own in learned.values() for row in own]
+        size = max(map(len, learned.values()), default=0)
+        self._table = np.array([own + [0] * (size - len(own)) for own in learned.values()])
+        self._is_used = np.array(
+            [[i < len(own) for i in range(size)] for own in learned.values()], dtype=bool
+        )
+        names = next(iter(learned)).weights if learned else {}
+        self._weights = {
+            name: torch.stack([member.weights[name] for member in learned]) for name in names
+        }
+
+    def act(self, greedy: nn.Module, obs: NDArray[Any], moves: NDArray[Any] | None) -> NDArray[Any]:
+        actions: NDArray[Any] | None = None
+        if self._rows:
+            chosen = _forward(greedy, self._weights, torch.from_numpy(obs[self._table]))
+            chosen = chosen if moves is None else moves[chosen]
+            actions = np.empty((len(obs), *chosen.shape[2:]), chosen.dtype)
+            actions[self._rows] = chosen[self._is_used]
+        for player, rows in self._scripted:
+            theirs = player.act_batch(obs[rows])
+            if actions is None:
+                actions = np.empty((len(obs), *theirs.shape[1:]), theirs.dtype)
+            actions[rows] = theirs
+        assert actions is not None, "an env without an opponent"
+        return actions
+
+
+@torch.no_grad()
+def _forward(greedy: nn.Module, weights: dict[str, Tensor], obs: Tensor) -> NDArray[Any]:
+    """[k, m, *obs] -> [k, m, *act]"""
+
+    def one(weights: dict[str, Tensor], obs: Tensor) -> Tensor:
+        action: Tensor = functional_call(greedy, weights, ({"obs": obs},))["action"]
+        return action
+
+    if len(obs) == 1:  # without vmap, which costs more than a small network
+        alone = one({key: each[0] for key, each in weights.items()}, obs[0])
+        return np.asarray(alone.numpy()[np.newaxis])
+    return np.asarray(vmap(one)(weights, obs).numpy())
