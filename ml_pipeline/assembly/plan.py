@@ -111,7 +111,7 @@ def make_plan(
     if state is None:  # an old run may have the setting
         _check_actions(config, trial)
     # Its steps will be compiled. After an error, a rank must end at once, without the import.
-    if tensor_env is not None and context.world.size == 1:
+    if tensor_env is not None and not context.world.is_awaited:
         context.programs.import_compiler()
     with memory_explained(context.device, lambda: NETWORK_ADVICE):
         agent = build_agent(config, trial, context)
@@ -191,9 +191,9 @@ def _make_context(config: TrainConfig) -> RunContext:
         torch.cuda.set_device(device)
     world = join_world(device, config.rank_timeout_seconds)
     mode = program_mode(config.compile, device)
-    if world.size > 1 and mode == "graph":
+    if mode == "graph" and (reason := world.why_no_graphs()):
         mode = "compiled"
-        say(f"compile={config.compile}: {world.size} ranks use no graphs; none has an all-reduce")
+        say(f"compile={config.compile}: {reason}")
     programs = Programs(device, mode, tell=say)
     return RunContext(device, config.seed, config.precision, programs, world)
 

@@ -12,8 +12,7 @@ from ml_pipeline.training.contracts import Agent, RunContext
 
 def check_ranks(config: TrainConfig, context: RunContext, agent: Agent) -> None:
     """Refuse settings that need one process, and sizes that are too small for all ranks."""
-    if context.world.size == 1:
-        return
+    world = context.world
     modules = getattr(agent, "model", nn.Module()).modules()
     has_batch_norm = any(isinstance(each, _BatchNorm) for each in modules)
     for is_wrong, key in (
@@ -23,9 +22,7 @@ def check_ranks(config: TrainConfig, context: RunContext, agent: Agent) -> None:
         (config.curriculum is not None, "curriculum"),
     ):
         if is_wrong:
-            raise ConfigError(
-                f"{key}: does not train on {context.world.size} ranks; start one process, without "
-                "torchrun"
-            )
-    if reason := config.agent.why_not(context.world.size * int(config.n_envs)):
-        raise ConfigError(f"{context.world.size} ranks: {reason}")
+            reason = f"{key}: does not train on {world.name}; start one process, without torchrun"
+            world.refuse(reason, ConfigError)
+    if reason := config.agent.why_not(world.all_envs(int(config.n_envs))):
+        world.refuse(f"{world.name}: {reason}", ConfigError)

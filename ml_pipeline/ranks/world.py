@@ -151,6 +151,19 @@ class World:
         self._is_over = False
         self._is_apart = False
 
+    @property
+    def name(self) -> str:
+        """For the user: "1 rank" or "2 ranks"."""
+        return _counted(self.size)
+
+    def where(self, device: torch.device) -> str:
+        """For the user: "cpu", or "2 ranks, cpu"."""
+        return f"{device}" if self.size == 1 else f"{self.name}, {device}"
+
+    def all_envs(self, n_envs: int) -> int:
+        """How many envs all ranks have; each has ``n_envs``."""
+        return self.size * n_envs
+
     def envs(self, n_envs: int) -> slice:
         """The envs of this rank among those of all; each rank has ``n_envs``."""
         return slice(self.rank * n_envs, (self.rank + 1) * n_envs)
@@ -270,10 +283,25 @@ class World:
         """``make()`` of all ranks, in their order; empty for one, whose state is the whole."""
         return [] if self.size == 1 else self.gathered(make())
 
-    def refuse(self, what: str) -> None:
-        """Raise if there are several ranks; ``what`` they cannot do, and the fix."""
+    def misfit(self, n_ranks: int) -> str:
+        """Why parts that ``n_ranks`` saved do not fit these ranks; empty if they do."""
+        if n_ranks == self.size:
+            return ""
+        return f"{_counted(n_ranks)} saved them, this run has {self.size}"
+
+    def refuse(self, reason: str, error: type[UserError] = UserError) -> None:
+        """Raise ``error`` if there are several ranks."""
         if self.size > 1:
-            raise UserError(f"{self.size} ranks cannot {what}")
+            raise error(reason)
+
+    def why_no_graphs(self) -> str:
+        """Why the work of a gradient step cannot be captured; empty if it can."""
+        return "" if self.size == 1 else f"{self.name} use no graphs; none has an all-reduce"
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether others wait for this rank; then it must end at once after an error."""
+        return self.size > 1
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -359,6 +387,10 @@ class World:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}" if self._hosts else f"rank {rank}"
+
+
+def _counted(n_ranks: int) -> str:
+    return "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
 
 
 def _answer(ask: Callable[[], Value]) -> Value | None:
