@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from ml_pipeline.config.checks import integer_steps
 from ml_pipeline.metrics import EVAL_RETURN, shown_return
@@ -17,7 +17,7 @@ class PrunableTrial(Protocol):
 
     def should_prune(self) -> bool: ...
 
-    def set_user_attr(self, key: str, value: Any) -> None: ...
+    def set_user_attr(self, key: str, value: object) -> None: ...
 
 
 class Pruning(Callback):

@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from ml_pipeline.games.opponent_pool import Member, OpponentPool
-from ml_pipeline.games.two_players import player_space
+from ml_pipeline.games.two_players import Array, Info, player_space
+
+# Observations, rewards, terminated, truncated and infos, [n, ...] each.
+Step = tuple[Array, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], Info]
 
 
 class Opponents(Protocol):
@@ -28,7 +31,7 @@ class Opponents(Protocol):
     def choose(self, envs: Sequence[int]) -> None:
         """Choose an opponent for each of ``envs``, whose episodes start."""
 
-    def act(self, envs: range, obs: NDArray[Any]) -> NDArray[Any]:
+    def act(self, envs: range, obs: Array) -> Array:
         """[n, *obs] -> [n, *act]: the actions of the opponents in ``envs``."""
 
     def record(self, env: int, winner: int) -> None:
@@ -44,7 +47,7 @@ class SelfPlayEnv(VectorEnv[Any, Any, Any]):
         opponents: Opponents,
         *,
         first_env: int = 0,
-        moves: NDArray[Any] | None = None,
+        moves: Array | None = None,
     ) -> None:
         """``first_env``: the number of env 0 among all envs of the run.
 
@@ -61,7 +64,7 @@ class SelfPlayEnv(VectorEnv[Any, Any, Any]):
         self.metadata, self.spec = env.metadata, env.spec
         self.render_mode = env.render_mode
         self._use_size()
-        self._view: NDArray[Any] = np.zeros(0)  # [n, *obs]: what the opponents see
+        self._view: Array = np.zeros(0)  # [n, *obs]: what the opponents see
 
     def _use_size(self) -> None:
         self.num_envs = self.env.num_envs
@@ -85,31 +88,31 @@ class SelfPlayEnv(VectorEnv[Any, Any, Any]):
         self,
         *,
         seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
+        options: Info | None = None,
+    ) -> tuple[Array, Info]:
         obs, infos = self.env.reset(seed=seed, options=options)
         mask = (options or {}).get("reset_mask")
         rows = range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist()
         self.opponents.choose([self.first_env + row for row in rows])
         return self._split(obs), infos
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def step(self, actions: Array) -> Step:
         self.step_async(actions)
         return self.step_wait()
 
-    def step_async(self, actions: Any) -> None:
+    def step_async(self, actions: Array) -> None:
         own = np.asarray(actions) if self._moves is None else self._moves[actions]
         theirs = self.opponents.act(self._envs, self._view)
         self.env.step_async(np.stack([own, theirs], axis=1))
 
-    def step_wait(self, **kwargs: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def step_wait(self, **kwargs: Any) -> Step:
         obs, reward, terminated, truncated, infos = self.env.step_wait(**kwargs)
         ended = np.flatnonzero(terminated | truncated).tolist()
         if ended:
             infos = self._end_games(ended, infos)
         return self._split(obs), reward, terminated, truncated, infos
 
-    def _end_games(self, ended: list[int], infos: dict[str, Any]) -> dict[str, Any]:
+    def _end_games(self, ended: list[int], infos: Info) -> Info:
         final = infos.get("final_info", {})
         for row in ended:
             # A game without a winner was cut off: its worker has been restarted.
@@ -121,12 +124,12 @@ class SelfPlayEnv(VectorEnv[Any, Any, Any]):
             finals[row] = None if finals[row] is None else finals[row][0]
         return {**infos, "final_obs": finals}
 
-    def _split(self, obs: NDArray[Any]) -> NDArray[Any]:
+    def _split(self, obs: Array) -> Array:
         """The agent's part of the observations; keeps that of the opponents."""
         self._view = np.array(obs[:, 1])
         return np.array(obs[:, 0])
 
-    def resize(self, n_envs: int) -> tuple[Any, dict[str, Any]]:
+    def resize(self, n_envs: int) -> tuple[Array, Info]:
         before = self.num_envs
         obs, infos = self.env.resize(n_envs)
         self._use_size()
@@ -158,7 +161,7 @@ class ArrayOpponents:
     ``moves`` [k, *act]: the env's action for each discrete one of past selves.
     """
 
-    def __init__(self, pool: OpponentPool, *, moves: NDArray[Any] | None = None) -> None:
+    def __init__(self, pool: OpponentPool, *, moves: Array | None = None) -> None:
         self._pool = pool
         self._moves = moves
         self._tables: dict[range, _Table] = {}
@@ -166,7 +169,7 @@ class ArrayOpponents:
         self.record = pool.record
         self.set_mix = pool.set_mix
 
-    def act(self, envs: range, obs: NDArray[Any]) -> NDArray[Any]:
+    def act(self, envs: range, obs: Array) -> Array:
         members = [self._pool.playing[env] for env in envs]
         table = self._tables.get(envs)
         if table is None or table.members != members:
@@ -198,8 +201,8 @@ class _Table:
             name: torch.stack([member.weights[name] for member in learned]) for name in names
         }
 
-    def act(self, greedy: nn.Module, obs: NDArray[Any], moves: NDArray[Any] | None) -> NDArray[Any]:
-        actions: NDArray[Any] | None = None
+    def act(self, greedy: nn.Module, obs: Array, moves: Array | None) -> Array:
+        actions: Array | None = None
         if self._rows:
             chosen = _forward(greedy, self._weights, torch.from_numpy(obs[self._table]))
             chosen = chosen if moves is None else moves[chosen]
@@ -215,7 +218,7 @@ class _Table:
 
 
 @torch.no_grad()
-def _forward(greedy: nn.Module, weights: dict[str, Tensor], obs: Tensor) -> NDArray[Any]:
+def _forward(greedy: nn.Module, weights: dict[str, Tensor], obs: Tensor) -> Array:
     """[k, m, *obs] -> [k, m, *act]"""
 
     def one(weights: dict[str, Tensor], obs: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from ml_pipeline.ranks.rendezvous import (
     launched_rank,
     meet,
 )
-from ml_pipeline.ranks.shared_memory import MOST_BYTES, RankMemory, is_usable, new_file
+from ml_pipeline.ranks.shared_memory import MOST_BYTES, Number, RankMemory, is_usable, new_file
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -75,7 +75,6 @@ def join_world(device: torch.device, timeout_seconds: float) -> World:
     has_nccl = has_own_gpu and dist.is_nccl_available()
     choose_interface()
     store, _ = meet("", timeout_seconds)
-    hosts: list[Any] = [None] * size
     memory = None
     try:
         dist.init_process_group(
@@ -85,7 +84,7 @@ def join_world(device: torch.device, timeout_seconds: float) -> World:
             world_size=size,
             timeout=timedelta(seconds=timeout_seconds),
         )
-        dist.all_gather_object(hosts, platform.node())
+        hosts = _gathered(platform.node(), size)
         if is_usable():
             memory = _join_memory(rank, size, timeout_seconds)
     except (RuntimeError, ValueError) as error:
@@ -111,14 +110,12 @@ def _join_memory(rank: int, size: int, timeout_seconds: float) -> RankMemory | N
     file = None
     with suppress(OSError):
         file = new_file(size) if rank == 0 else None
-    places: list[Any] = [None] * size
-    dist.all_gather_object(places, (file, os.getpid()))
+    places = _gathered((file, os.getpid()), size)
     file, memory = places[0][0], None
     with suppress(OSError):
         pids = [pid for _, pid in places]
         memory = None if file is None else RankMemory(file, rank, pids, timeout_seconds)
-    have_joined: list[Any] = [None] * size
-    dist.all_gather_object(have_joined, memory is not None)
+    have_joined = _gathered(memory is not None, size)
     if rank == 0 and file is not None:
         file.unlink()
     return memory if all(have_joined) else None
@@ -181,7 +178,7 @@ class World:
                 self._memory.add(own.view(-1).numpy())
         return tensor if own is tensor else tensor.copy_(own)
 
-    def sum_array(self, array: NDArray[Any]) -> None:
+    def sum_array(self, array: NDArray[Number]) -> None:
         """``sum`` of a flat array."""
         if self._memory is not None and array.nbytes <= MOST_BYTES:
             with self._others_named():
@@ -214,12 +211,10 @@ class World:
         """The values of all ranks, in their order."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
         with self._others_named():
             if self._memory is not None and (found := self._memory.objects(value)) is not None:
                 return found
-            dist.all_gather_object(values, value)
-        return values
+            return _gathered(value, self.size)
 
     def joined(self, items: list[Value]) -> list[Value]:
         """The items of all ranks in one list."""
@@ -387,6 +382,12 @@ class World:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}" if self._hosts else f"rank {rank}"
+
+
+def _gathered(value: Value, size: int) -> list[Value]:
+    values: list[Value | None] = [None] * size
+    dist.all_gather_object(values, value)
+    return cast("list[Value]", values)
 
 
 def _counted(n_ranks: int) -> str:
