@@ -4,7 +4,7 @@ Gloo sends every tensor through sockets and threads. For a small network that ta
 gradient itself. Here each rank writes its part into shared memory and waits until all parts are
 there. Then it adds them in the order of the ranks, so all ranks compute the same bits.
 
-Two ranks of PPO with 8 CartPoles each make 1.75 times as many env steps per second as with Gloo,
+Two ranks with 8 CartPoles each make 1.75 times as many env steps per second as with Gloo,
 and 1.55 times with 256 units per layer; docs/scale.md has the measurement.
 """
 
