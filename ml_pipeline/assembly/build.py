@@ -21,7 +21,6 @@ from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.trial import EnvTrial
 from ml_pipeline.games.opponent_pool import OpponentPool
-from ml_pipeline.games.tensor_opponents import TensorOpponentPool
 from ml_pipeline.games.tensor_self_play import TensorSelfPlay
 from ml_pipeline.policy.contracts import Policy, Spaces
 from ml_pipeline.ranks.world import World
@@ -94,10 +93,7 @@ def make_tensor_env(
         kwargs["opponent"] = None
     try:
         env = env_class(n_envs, device=device, seed=seed, **kwargs)
-        if not isinstance(pool, TensorOpponentPool):
-            return env
-        pool.env = TensorSelfPlay(env, pool)
-        return pool.env
+        return env if pool is None else TensorSelfPlay(env, pool)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env.target={config.env.target}: {error}") from error
 

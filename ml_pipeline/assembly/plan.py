@@ -102,7 +102,7 @@ class RunPlan(NamedTuple):
     @property
     def wanted_steps(self) -> int:
         """Env steps of the complete run, in the envs of all ranks."""
-        return self.config.wanted_steps_of(self.context.world.size)
+        return _wanted_steps(self.config, self.context)
 
     @property
     def no_snapshot(self) -> str | None:
@@ -160,7 +160,7 @@ def make_plan(
     if state is None:  # an old run may have the setting
         _check_actions(config, trial)
     # Its steps will be compiled. After an error, a rank must end at once, without the import.
-    if tensor_env is not None and context.world.size == 1:
+    if tensor_env is not None and not context.world.is_awaited:
         context.programs.import_compiler()
     with memory_explained(context.device, lambda: NETWORK_ADVICE):
         env_spaces = Spaces(trial.observation_space, trial.action_space)
@@ -180,7 +180,7 @@ def make_plan(
     reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
     if reason is not None:
         raise ConfigError(reason)
-    if unexpected := config.agent.remark(config.wanted_steps_of(context.world.size)):
+    if unexpected := config.agent.remark(_wanted_steps(config, context)):
         say(unexpected)
     check_ranks(config, context, agent)
     pool = None
@@ -212,7 +212,7 @@ def _resumed(config: TrainConfig, path: str, context: RunContext) -> tuple[RunFo
     with errors_of_resume(path):
         state = load_checkpoint(run_folder, named_checkpoint(path) or LATEST)
     with misfit_explained(run_folder):
-        done, wanted = int(state["env_steps"]), config.wanted_steps_of(context.world.size)
+        done, wanted = int(state["env_steps"]), _wanted_steps(config, context)
     if done >= wanted:
         raise ConfigError(
             f"resume={run_folder.path}: the run is complete, {done:,} of {wanted:,} env steps; "
@@ -241,9 +241,9 @@ def _make_context(config: TrainConfig) -> RunContext:
         torch.cuda.set_device(device)
     world = join_world(device, config.rank_timeout_seconds)
     mode = program_mode(config.compile, device)
-    if world.size > 1 and mode == "graph":
+    if mode == "graph" and (reason := world.why_no_graphs()):
         mode = "compiled"
-        say(f"compile={config.compile}: {world.size} ranks use no graphs; none has an all-reduce")
+        say(f"compile={config.compile}: {reason}")
     programs = Programs(device, mode, tell=say)
     return RunContext(device, config.seed, config.precision, programs, world)
 
@@ -336,10 +336,14 @@ def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> Non
             )
 
 
+def _wanted_steps(config: TrainConfig, context: RunContext) -> int:
+    """Env steps of the whole run, in the envs of all ranks."""
+    return config.wanted_steps_in(context.world.all_envs(int(config.n_envs)))
+
+
 def check_ranks(config: TrainConfig, context: RunContext, agent: Agent) -> None:
     """Refuse settings that need one process, and sizes that are too small for all ranks."""
-    if context.world.size == 1:
-        return
+    world = context.world
     modules = getattr(agent, "model", nn.Module()).modules()
     has_batch_norm = any(isinstance(each, _BatchNorm) for each in modules)
     for is_wrong, key in (
@@ -349,12 +353,10 @@ def check_ranks(config: TrainConfig, context: RunContext, agent: Agent) -> None:
         (config.curriculum is not None, "curriculum"),
     ):
         if is_wrong:
-            raise ConfigError(
-                f"{key}: does not train on {context.world.size} ranks; start one process, without "
-                "torchrun"
-            )
-    if reason := config.agent.why_not(context.world.size * int(config.n_envs)):
-        raise ConfigError(f"{context.world.size} ranks: {reason}")
+            fix = "start one process, without torchrun"
+            world.refuse(f"{key}: does not train on {world.name}; {fix}", ConfigError)
+    if reason := config.agent.why_not(world.all_envs(int(config.n_envs))):
+        world.refuse(f"{world.name}: {reason}", ConfigError)
 
 
 def _with_cpu_threads(config: TrainConfig, agent: Agent, context: RunContext) -> TrainConfig:

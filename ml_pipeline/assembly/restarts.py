@@ -1,28 +1,29 @@
 """Restarts by torchrun: the same command continues the run of the ranks that died.
 
-With ``--max-restarts``, rank 0 notes its run folder in a file under ``run_root``. The name of the
-file identifies the process of torchrun: its restarts have the same one, other runs another one.
+With ``--max-restarts``, rank 0 notes its run folder in the store of torchrun. The store outlives
+the ranks and ends with torchrun, so restarts find the note and other runs do not.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from omegaconf import DictConfig
 
 from ml_pipeline.assembly.compose import checked_config, resumed_folder
-from ml_pipeline.errors import UserError
-from ml_pipeline.ranks.rendezvous import is_launched, launched_rank, meet
+from ml_pipeline.ranks.rendezvous import is_launched, launched_rank, launcher_store, meet
 from ml_pipeline.runs.console import say
-from ml_pipeline.runs.run_folder import RunFolder, remove, write_text
+from ml_pipeline.runs.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_NOTE = "ml_pipeline/run"  # in the store: the folder, its checkpoint at the start, the restarts
 _LOCK_SECONDS = 20.0  # how long workers of the rank that died may keep the folder locked
 
 
@@ -49,11 +50,12 @@ def find_start(cfg: DictConfig, overrides: Sequence[str]) -> Start:
         return Start(cfg, overrides, None)
     if cfg.resume is None:
         checked_config(cfg)  # a mistake stops all ranks here
+    timeout_seconds = float(cfg.rank_timeout_seconds)
     decision = _Decision()
     if launched_rank() == 0:
-        decision = _decide(cfg, _Note(Path(cfg.run_root)))
+        decision = _decide(cfg, launcher_store(timeout_seconds))
     if is_launched():
-        answer = meet(json.dumps(decision), float(cfg.rank_timeout_seconds))[1]
+        answer = meet(json.dumps(decision), timeout_seconds)[1]
         decision = _Decision(*json.loads(answer))
     if decision.resume is None:
         return Start(cfg, overrides, RunFolder(Path(decision.new)) if decision.new else None)
@@ -64,17 +66,18 @@ def find_start(cfg: DictConfig, overrides: Sequence[str]) -> Start:
     return Start(cfg, [f"resume='{quoted}'"], None, decision.is_complete)
 
 
-def _decide(cfg: DictConfig, note: _Note) -> _Decision:
+def _decide(cfg: DictConfig, store: Store) -> _Decision:
     from ml_pipeline.assembly.plan import new_folder
     from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
 
-    before = note.read()
-    number = 0 if before is None else int(before["restarts"]) + 1
-    if before is not None:
+    number = 0
+    if store.check([_NOTE]):
+        before = json.loads(store.get(_NOTE))
+        number = int(before["restarts"]) + 1
         run = RunFolder(Path(before["run"]))
         title = f"restart {number} of torchrun: "
         if _saved(run) != before["saved"]:
-            note.write(before["run"], before["saved"], number)
+            store.set(_NOTE, json.dumps({**before, "restarts": number}))
             _wait_for_workers(run)
             is_complete = run.read_summary().get("status") == "finished"
             env_steps = int(load_checkpoint(run, LATEST)["env_steps"])
@@ -87,7 +90,8 @@ def _decide(cfg: DictConfig, note: _Note) -> _Decision:
     else:
         run = new_folder(checked_config(cfg))
         new = str(run.path)
-    note.write(str(run.path), _saved(run), number)
+    note = {"run": str(run.path), "saved": _saved(run), "restarts": number}
+    store.set(_NOTE, json.dumps(note))
     return _Decision(new=new)
 
 
@@ -107,57 +111,3 @@ def _wait_for_workers(run: RunFolder) -> None:
     deadline = time.monotonic() + _LOCK_SECONDS
     while run.is_locked() and time.monotonic() < deadline:
         time.sleep(0.1)
-
-
-class _Note:
-    """The run of this torchrun: its folder, its checkpoint at the start, and the restarts."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._launcher = _process(str(os.getppid()))
-        text = json.dumps([os.environ.get("TORCHELASTIC_RUN_ID"), *self._launcher])
-        self._file = root / f".torchrun-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-    def read(self) -> dict[str, Any] | None:
-        """None if this torchrun has not noted a run."""
-        content = _content(self._file)
-        return content if content and content.get("launcher") == self._launcher else None
-
-    def write(self, run: str, saved: list[int] | None, restarts: int) -> None:
-        values = {"launcher": self._launcher, "run": run, "saved": saved, "restarts": restarts}
-        try:
-            self._root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"run_root={self._root}: cannot be created: {error}") from error
-        self._sweep()
-        write_text(self._file, json.dumps(values) + "\n")
-
-    def _sweep(self) -> None:
-        """Remove the notes of launchers on this machine that have ended."""
-        for file in self._root.glob(".torchrun-*.json"):
-            launcher: list[str] = (_content(file) or {}).get("launcher", [])
-            is_of_here = launcher[:2] == self._launcher[:2]
-            if is_of_here and launcher != _process(str(launcher[2])):
-                remove(file)
-
-
-def _content(file: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # missing, or not a note
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _process(pid: str) -> list[str]:
-    """The machine, its last boot, the process and its start; unknown parts are empty."""
-    stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    started = stat[19] if len(stat) > 19 else ""
-    return [platform.node(), _read("/proc/sys/kernel/random/boot_id").strip(), pid, started]
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:  # the process has ended, or the system has no /proc
-        return ""

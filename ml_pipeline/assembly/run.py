@@ -228,9 +228,8 @@ def read_saved_episodes(plan: RunPlan) -> SavedEpisodes | None:
     env, world = dataclasses.asdict(plan.config.env), plan.context.world
     saved = read_episodes(plan.run, plan.state, env, trust=plan.config.trust)
     n_ranks = plan.state["n_ranks"]
-    if n_ranks != world.size and not saved.why_not:
-        reason = f"{n_ranks} ranks saved them, this run has {world.size}"
-        return SavedEpisodes([], reason.replace("1 ranks", "1 rank"))
+    if (misfit := world.misfit(n_ranks)) and not saved.why_not:
+        return SavedEpisodes([], misfit)
     return saved._replace(snapshots=saved.snapshots[world.envs(len(saved.snapshots) // n_ranks)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.trial import EnvTrial
 from ml_pipeline.games.opponent_pool import OpponentPool
-from ml_pipeline.games.tensor_opponents import TensorOpponentPool
+from ml_pipeline.games.two_players import Scripted
 from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.contracts import Agent, RunContext
@@ -50,17 +51,12 @@ class SelfPlay(NamedTuple):
                 "network=mlp"
             )
         greedy, seed = agent.greedy(), stream_seed(context.seed, "opponents")
-        players = {
+        players: Mapping[str, Scripted | None] = {
             name: load_player(name, self.arena, noise_seed=0).policy for name in self.player_names
         }
-        pool: OpponentPool
-        if self.tensor_env is None:
-            pool = OpponentPool(greedy, self.config, players, seed=seed, moves=self.moves)
-        else:
-            on_device = self.tensor_env.scripted_players
-            pool = TensorOpponentPool(
-                greedy, self.config, on_device, seed=seed, device=context.device
-            )
+        if self.tensor_env is not None:
+            players = dict.fromkeys(self.tensor_env.scripted_players)
+        pool = OpponentPool(greedy, self.config, players, seed=seed)
         pool.add(greedy, 0)
         return pool
 

@@ -14,7 +14,7 @@ from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.games.opponent_pool import OpponentPool
-from ml_pipeline.games.self_play import SelfPlayEnv
+from ml_pipeline.games.self_play import ArrayOpponents, SelfPlayEnv
 
 ProcessEnv = ParallelEnv | SerialEnv | SelfPlayEnv
 
@@ -78,9 +78,10 @@ def _with_opponents(
     plan: RunPlan, envs: Sequence[ParallelEnv | SerialEnv], pool: OpponentPool
 ) -> list[SelfPlayEnv]:
     moves = plan.self_play.moves if plan.self_play is not None else None
+    opponents = ArrayOpponents(pool, moves=moves)
     first_envs = accumulate((env.num_envs for env in envs[:-1]), initial=0)
     return [
-        SelfPlayEnv(env, pool, first_env=first, moves=moves)
+        SelfPlayEnv(env, opponents, first_env=first, moves=moves)
         for env, first in zip(envs, first_envs, strict=True)
     ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Protocol
 
 from ml_pipeline.config.curriculum import CurriculumConfig, PhaseConfig, UntilConfig
 from ml_pipeline.errors import UserError
@@ -17,6 +17,12 @@ from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.runs.console import say
 from ml_pipeline.training.contracts import Callback, Forgets, RunningLoop
 from ml_pipeline.training.episode_window import N_RECENT
+
+
+class Opponents(Protocol):
+    """The opponents of a two-player env."""
+
+    def set_mix(self, shares: Mapping[str, float]) -> None: ...
 
 
 class Curriculum(Callback):
@@ -97,8 +103,9 @@ class Curriculum(Callback):
         mix = next((each for each in reversed(mixes) if each), None)
         if mix is None:
             return
-        pool: Any = getattr(loop.envs[0], "opponents", None)
-        pool.set_mix(dict(mix))
+        opponents: Opponents | None = getattr(loop.envs[0], "opponents", None)
+        assert opponents is not None, "a phase with opponents needs a two-player env"
+        opponents.set_mix(dict(mix))
 
     def state_dict(self) -> StateDict:
         return {

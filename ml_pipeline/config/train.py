@@ -205,11 +205,11 @@ class TrainConfig:
     @property
     def wanted_steps(self) -> int:
         """Env steps of the complete run: the whole iterations that fit, at least one."""
-        return self.wanted_steps_of(1)
+        return self.wanted_steps_in(int(self.n_envs))
 
-    def wanted_steps_of(self, n_ranks: int) -> int:
-        """``wanted_steps`` if each of ``n_ranks`` has ``n_envs``."""
-        iteration = n_ranks * self.agent.iteration_steps(int(self.n_envs))
+    def wanted_steps_in(self, n_envs: int) -> int:
+        """``wanted_steps`` if all ranks together have ``n_envs``."""
+        iteration = self.agent.iteration_steps(n_envs)
         if self.num_episodes is not None:
             return self.num_episodes * iteration
         return max(int(self.total_steps) // iteration, 1) * iteration

@@ -14,7 +14,7 @@ from torch import Tensor
 from ml_pipeline.analysis.evaluate import MAX_EPISODE_STEPS, Evaluation, evaluate_batch
 from ml_pipeline.envs.episode_stats import Episode
 from ml_pipeline.errors import UserError
-from ml_pipeline.games.two_players import Scripted
+from ml_pipeline.games.two_players import Array, Scripted
 from ml_pipeline.policy.contracts import Policy
 
 WINNER = "winner"  # in the info of the last step: 1, 0 or -1 for player 0
@@ -32,25 +32,25 @@ class ScriptedPolicy:
 
     def act_batch(
         self,
-        obs: Any,
+        obs: Array,
         deterministic: bool = False,
         *,
         action_mask: NDArray[np.bool_] | None = None,
         memory: Tensor | None = None,
-    ) -> NDArray[np.generic]:
+    ) -> Array:
         return self._opponent.act_batch(obs, deterministic)
 
     def new_memory(self, n_envs: int) -> None:
         return None
 
-    def mask_of(self, infos: Mapping[str, Any]) -> None:
+    def mask_of(self, infos: Mapping[str, object]) -> None:
         return None
 
 
 class DiscretePolicy:
     """A policy with discrete actions that plays in the continuous version of its env."""
 
-    def __init__(self, policy: Policy, moves: NDArray[Any]) -> None:
+    def __init__(self, policy: Policy, moves: Array) -> None:
         """``moves`` [n, *act]: the continuous action of each discrete one."""
         self._policy = policy
         self._moves = moves
@@ -58,12 +58,12 @@ class DiscretePolicy:
 
     def act_batch(
         self,
-        obs: Any,
+        obs: Array,
         deterministic: bool = False,
         *,
         action_mask: NDArray[np.bool_] | None = None,
         memory: Tensor | None = None,
-    ) -> NDArray[np.generic]:
+    ) -> Array:
         action: Any = self._policy.act_batch(
             obs, deterministic, action_mask=action_mask, memory=memory
         )
@@ -81,12 +81,12 @@ class PairPolicy:
 
     def act_batch(
         self,
-        obs: NDArray[Any],
+        obs: Array,
         deterministic: bool = False,
         *,
         action_mask: NDArray[np.bool_] | None = None,
         memory: Tensor | None = None,
-    ) -> NDArray[np.generic]:
+    ) -> Array:
         """[n_envs, 2, *obs] -> [n_envs, 2, *act]"""
         memories = self._split(memory, len(obs))
         actions = [
@@ -109,7 +109,7 @@ class PairPolicy:
         used = [each for each in memories if each is not None]
         return torch.cat(used, dim=1) if used else None
 
-    def mask_of(self, infos: Mapping[str, Any]) -> None:
+    def mask_of(self, infos: Mapping[str, object]) -> None:
         return None
 
 

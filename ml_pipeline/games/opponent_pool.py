@@ -1,26 +1,28 @@
 """OpponentPool: past selves of the agent and scripted players, who play against it.
 
-The pool owns everything that a resume needs: the weights of its members, their results, and who
-plays in which env. A member that leaves the pool finishes its games.
+The pool decides who plays, counts the results, and owns everything that a resume needs. It does not
+act: ``ArrayOpponents`` and ``TensorSelfPlay`` compute the actions of its members. A member that
+leaves the pool finishes its games.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
 
 from ml_pipeline.config.opponent import OpponentConfig, check_shares
 from ml_pipeline.games.two_players import Scripted
+from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.records import StateDict
 
 AGENT = "agent"  # its name in the games since it last joined the pool
+N_SEATS = 4  # of past selves in tensor envs; each acts for all envs, so more seats cost more
 
 _PRIOR_GAMES = 2  # drawn games that every score starts with
 _MOST_GAMES = 200  # results are halved from here on, so that a score follows the agent
@@ -49,34 +51,52 @@ class Member:
         return (wins + 0.5 * draws + 0.5 * _PRIOR_GAMES) / (sum(self.results) + _PRIOR_GAMES)
 
 
+class Seats(Protocol):
+    """The opponents of tensor envs: past selves in ``N_SEATS`` seats, then the scripted players.
+
+    Each episode draws its seat on the device, so one seat has games in many envs.
+    """
+
+    def sit_down(self, seat: int, member: Member) -> None:
+        """The games of a seat are against ``member`` from now on."""
+
+    def set_chances(self, chances: Sequence[float]) -> None:
+        """How often an episode draws each seat."""
+
+    def games(self) -> Tensor:
+        """[n_seats, 3]: wins, draws and losses of the agent in every seat since the last reset."""
+
+    def players(self) -> Tensor:
+        """[n_seats]: how many envs play in every seat."""
+
+
 class OpponentPool:
     """``greedy`` is a policy of the agent's form: it computes the actions of all past selves."""
 
     def __init__(
         self,
-        greedy: nn.Module,
+        greedy: GreedyPolicy,
         config: OpponentConfig,
         scripted: Mapping[str, Scripted | None],
         *,
         seed: int,
-        moves: NDArray[Any] | None = None,
     ) -> None:
         """``scripted`` has at least the players whose shares the config names.
 
-        They are None if they act elsewhere, as in a ``TensorOpponentPool``.
-
-        ``moves`` [k, *act]: the env's action for each discrete one of past selves.
+        They are None if they act on a device.
         """
+        self.greedy = greedy
         self.config = config
         self.selves: list[Member] = []  # from the oldest to the newest
         self.scripted = {name: Member(name, player=each) for name, each in scripted.items()}
         self.shares = dict(config.scripted)
         self.games: dict[tuple[str, str], list[int]] = {}  # (agent's name, opponent) -> results
-        self._greedy = greedy
-        self._moves = moves
+        self.playing: dict[int, Member] = {}  # of host envs, by the number of the env
+        self.seated: list[Member] = []  # of tensor envs
+        self._seats: Seats | None = None
+        self._closed: int | None = None  # a seat whose games come to an end
+        self._counted = torch.zeros(N_SEATS + len(scripted), 3, dtype=torch.int64)
         self._generator = torch.Generator().manual_seed(seed)
-        self._playing: dict[int, Member] = {}  # by the number of the env
-        self._seats: dict[range, _Seats] = {}  # outdated ones are removed
 
     def add(self, greedy: nn.Module, env_steps: int) -> None:
         """A copy of the agent joins; the oldest leaves if the pool is full."""
@@ -96,6 +116,7 @@ class OpponentPool:
             raise ValueError(f"{unknown[0]!r}: this env has no such player, only {known}")
         check_shares("shares", dict(shares))
         self.shares = dict(shares)
+        self._set_chances()
 
     @property
     def anchor(self) -> str:
@@ -109,13 +130,10 @@ class OpponentPool:
         wins, draws, losses = (sum(each[i] for each in own) for i in range(3))
         return wins, draws, losses
 
-    def between_iterations(self) -> None:
-        """Called after each iteration; nothing to do here: games are counted as they end."""
-
     def choose(self, envs: Sequence[int]) -> None:
+        """Draw an opponent for each of ``envs``, whose episodes start."""
         for env in envs:
-            self._playing[env] = self._drawn()
-        self._seats.clear()
+            self.playing[env] = self._drawn()
 
     def _drawn(self) -> Member:
         """A member at random; draws two numbers whatever the settings are."""
@@ -142,13 +160,8 @@ class OpponentPool:
             return np.asarray(lost * (1.0 - lost))
         return np.ones(len(lost))
 
-    def act(self, envs: range, obs: NDArray[Any]) -> NDArray[Any]:
-        if envs not in self._seats:
-            self._seats[envs] = _Seats([self._playing[env] for env in envs])
-        return self._seats[envs].act(self._greedy, obs, self._moves)
-
     def record(self, env: int, winner: int) -> None:
-        self.count(self._playing[env], [int(winner == kind) for kind in (1, 0, -1)])
+        self.count(self.playing[env], [int(winner == kind) for kind in (1, 0, -1)])
 
     def count(self, member: Member, results: Sequence[int]) -> None:
         """Add wins, draws and losses of the agent against ``member``."""
@@ -160,22 +173,65 @@ class OpponentPool:
         known = self.games.setdefault((AGENT, member.name), [0, 0, 0])
         known[:] = [old + new for old, new in zip(known, results, strict=True)]
 
+    def use_seats(self, seats: Seats) -> None:
+        """Play in tensor envs; the oldest past self has all seats until others take them."""
+        self._seats = seats
+        self._fill(seats, [self.selves[0]] * N_SEATS)
+
+    def between_iterations(self) -> None:
+        """Count the games in the seats, and let another past self take one; waits for the device.
+
+        Past selves take turns: one seat after the other is closed, and changes hands when its last
+        game has ended. Host envs record each game and draw for each episode instead.
+        """
+        if self._seats is None:
+            return
+        games = self._seats.games().to("cpu", torch.int64)
+        members = [*self.seated, *self.scripted.values()]
+        for member, new in zip(members, (games - self._counted).tolist(), strict=True):
+            self.count(member, new)
+        self._counted = games
+        if self._closed is None:
+            self._closed = 0
+        elif self._seats.players()[self._closed] == 0:
+            which = torch.rand((), dtype=torch.float64, generator=self._generator).item()
+            self.seated[self._closed] = self._self_at(which)
+            self._seats.sit_down(self._closed, self.seated[self._closed])
+            self._closed = (self._closed + 1) % N_SEATS
+        self._set_chances()
+
+    def _fill(self, seats: Seats, members: list[Member]) -> None:
+        self.seated = members
+        for seat, member in enumerate(members):
+            seats.sit_down(seat, member)
+        self._set_chances()
+
+    def _set_chances(self) -> None:
+        if self._seats is None:
+            return
+        open_seats = [seat for seat in range(N_SEATS) if seat != self._closed]
+        rest = max(1.0 - sum(self.shares.values()), 0.0)
+        chances = [rest / len(open_seats) if s in open_seats else 0.0 for s in range(N_SEATS)]
+        self._seats.set_chances([*chances, *(self.shares.get(n, 0.0) for n in self.scripted)])
+
     def state_dict(self) -> StateDict:
-        leaving = [each for each in self._playing.values() if each not in self.selves]
-        members = [*self.selves, *dict.fromkeys(each for each in leaving if each.player is None)]
+        busy = [*self.seated, *(each for each in self.playing.values() if each.player is None)]
+        members = list(dict.fromkeys([*self.selves, *busy]))  # also those who have left the pool
         numbers = {member: number for number, member in enumerate(members)}
-        return {
+        state = {
             "selves": [each.state_dict() for each in members],
             "n_selves": len(self.selves),
             "scripted": {name: list(each.results) for name, each in self.scripted.items()},
             "shares": dict(self.shares),
-            "playing": [
-                [env, each.name if each.player is not None else numbers[each]]
-                for env, each in self._playing.items()
-            ],
+            "playing": [[env, numbers.get(each, each.name)] for env, each in self.playing.items()],
             "games": [[*names, *results] for names, results in self.games.items()],
             "generator": self._generator.get_state(),
         }
+        if self._seats is not None:
+            state["seated"] = [numbers[each] for each in self.seated]
+            state["closed"] = self._closed
+            state["counted"] = self._counted.clone()
+        return state
 
     def load_state_dict(self, state: StateDict) -> None:
         members = [Member.from_state(each) for each in state["selves"]]
@@ -184,66 +240,16 @@ class OpponentPool:
             if name in self.scripted:
                 self.scripted[name].results = list(results)
         self.shares = {n: share for n, share in state["shares"].items() if n in self.scripted}
-        self._playing = {
+        self.playing = {
             env: members[who] if isinstance(who, int) else self.scripted[who]
             for env, who in state["playing"]
         }
-        self._seats.clear()
         self.games = {(one, other): list(results) for one, other, *results in state["games"]}
         self._generator.set_state(state["generator"])
-
-
-class _Seats:
-    """The opponents of some envs, arranged so that all past selves act in one forward pass.
-
-    ``[k, m]``: k different past selves with at most m envs each; a row with fewer repeats env 0.
-    """
-
-    def __init__(self, members: Sequence[Member]) -> None:
-        rows: dict[Member, list[int]] = {}
-        for row, member in enumerate(members):
-            rows.setdefault(member, []).append(row)
-        self._scripted = [(m.player, own) for m, own in rows.items() if m.player is not None]
-        learned = {member: own for member, own in rows.items() if member.player is None}
-        self._rows = [row for own in learned.values() for row in own]
-        size = max(map(len, learned.values()), default=0)
-        self._table = np.array([own + [0] * (size - len(own)) for own in learned.values()])
-        self._is_used = np.array(
-            [[i < len(own) for i in range(size)] for own in learned.values()], dtype=bool
-        )
-        names = next(iter(learned)).weights if learned else {}
-        self._weights = {
-            name: torch.stack([member.weights[name] for member in learned]) for name in names
-        }
-
-    def act(self, greedy: nn.Module, obs: NDArray[Any], moves: NDArray[Any] | None) -> NDArray[Any]:
-        actions: NDArray[Any] | None = None
-        if self._rows:
-            chosen = _forward(greedy, self._weights, torch.from_numpy(obs[self._table]))
-            chosen = chosen if moves is None else moves[chosen]
-            actions = np.empty((len(obs), *chosen.shape[2:]), chosen.dtype)
-            actions[self._rows] = chosen[self._is_used]
-        for player, rows in self._scripted:
-            theirs = player.act_batch(obs[rows])
-            if actions is None:
-                actions = np.empty((len(obs), *theirs.shape[1:]), theirs.dtype)
-            actions[rows] = theirs
-        assert actions is not None, "an env without an opponent"
-        return actions
-
-
-@torch.no_grad()
-def _forward(greedy: nn.Module, weights: dict[str, Tensor], obs: Tensor) -> NDArray[Any]:
-    """[k, m, *obs] -> [k, m, *act]"""
-
-    def one(weights: dict[str, Tensor], obs: Tensor) -> Tensor:
-        action: Tensor = functional_call(greedy, weights, ({"obs": obs},))["action"]
-        return action
-
-    if len(obs) == 1:  # without vmap, which costs more than a small network
-        alone = one({key: each[0] for key, each in weights.items()}, obs[0])
-        return np.asarray(alone.numpy()[np.newaxis])
-    return np.asarray(vmap(one)(weights, obs).numpy())
+        if self._seats is not None:
+            self._closed = state["closed"]
+            self._counted = state["counted"].clone()
+            self._fill(self._seats, [members[number] for number in state["seated"]])
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

@@ -5,18 +5,20 @@ Importing this module needs the extra pettingzoo.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium as gym
 import numpy as np
 
 from ml_pipeline.extras import missing_extra
-from ml_pipeline.games.two_players import player_space
+from ml_pipeline.games.two_players import Array, Info, Space, player_space
 
 try:
     from pettingzoo import ParallelEnv
 except ImportError as error:
     raise missing_extra(__name__, error) from error
+
+Value = TypeVar("Value")
 
 
 class TwoPlayerParallelEnv(ParallelEnv):  # type: ignore[misc]  # PettingZoo has no types
@@ -25,7 +27,7 @@ class TwoPlayerParallelEnv(ParallelEnv):  # type: ignore[misc]  # PettingZoo has
     If ``env`` reports no ``reward_opponent``, the game is zero-sum.
     """
 
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
+    def __init__(self, env: gym.Env[Array, Array]) -> None:
         self._env = env
         self.possible_agents = ["player_0", "player_1"]
         self.agents: list[str] = []
@@ -39,27 +41,27 @@ class TwoPlayerParallelEnv(ParallelEnv):  # type: ignore[misc]  # PettingZoo has
         self.render_mode = env.render_mode
         self.metadata = {**env.metadata, "name": type(env.unwrapped).__name__}
 
-    def observation_space(self, agent: str) -> gym.Space[Any]:
+    def observation_space(self, agent: str) -> Space:
         return self.observation_spaces[agent]
 
-    def action_space(self, agent: str) -> gym.Space[Any]:
+    def action_space(self, agent: str) -> Space:
         return self.action_spaces[agent]
 
     def reset(
-        self, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        self, seed: int | None = None, options: Info | None = None
+    ) -> tuple[dict[str, Array], dict[str, Info]]:
         obs, info = self._env.reset(seed=seed, options=options)
         self.agents = list(self.possible_agents)
         return self._by_agent(*obs), self._by_agent(info, {})
 
     def step(
-        self, actions: dict[str, Any]
+        self, actions: dict[str, Array]
     ) -> tuple[
-        dict[str, Any],
+        dict[str, Array],
         dict[str, float],
         dict[str, bool],
         dict[str, bool],
-        dict[str, dict[str, Any]],
+        dict[str, Info],
     ]:
         action = np.stack([actions[agent] for agent in self.possible_agents])
         obs, reward, terminated, truncated, info = self._env.step(action)
@@ -82,5 +84,5 @@ class TwoPlayerParallelEnv(ParallelEnv):  # type: ignore[misc]  # PettingZoo has
     def close(self) -> None:
         self._env.close()
 
-    def _by_agent(self, first: Any, second: Any) -> dict[str, Any]:
+    def _by_agent(self, first: Value, second: Value) -> dict[str, Value]:
         return dict(zip(self.possible_agents, (first, second), strict=True))

@@ -6,20 +6,20 @@ episode ends as soon as one agent is done. The agent with the larger sum of rewa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.utils import EzPickle
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from ml_pipeline.extras import import_extra
-from ml_pipeline.games.two_players import N_PLAYERS, both_spaces
+from ml_pipeline.games.two_players import N_PLAYERS, Array, Info, both_spaces
 from ml_pipeline.targets import import_entry
 
 
-class PettingZoo(gym.Env[Any, Any]):
+class PettingZoo(gym.Env[Array, Array]):
     """``game``: the ``_target_`` of a class or function that makes the ParallelEnv, and its kwargs.
 
     This env's generator gives each episode of the game its seed.
@@ -32,7 +32,7 @@ class PettingZoo(gym.Env[Any, Any]):
         render_mode: str | None = None,
     ) -> None:
         self._game = _make_game(game, render_mode)
-        self._agents = list(self._game.possible_agents)
+        self._agents: list[Hashable] = list(self._game.possible_agents)
         _check_agents(self._game, f"game._target_={game['_target_']}")
         self.observation_space = both_spaces(self._game.observation_space(self._agents[0]))
         self.action_space = both_spaces(self._game.action_space(self._agents[0]))
@@ -42,9 +42,7 @@ class PettingZoo(gym.Env[Any, Any]):
         self._is_swapped = False
         self._returns = np.zeros(N_PLAYERS)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[NDArray[Any], dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Array, Info]:
         super().reset(seed=seed)
         if self.swap_sides:
             # If every episode is seeded, both sides must occur too.
@@ -53,19 +51,18 @@ class PettingZoo(gym.Env[Any, Any]):
             self._is_swapped = bool(swap)
         obs, _ = self._game.reset(seed=int(self.np_random.integers(2**31)), options=options)
         self._returns = np.zeros(N_PLAYERS)
-        return self._by_player(obs, self.observation_space.dtype), {}
+        return self._by_player(obs), {}
 
-    def step(self, action: Any) -> tuple[NDArray[Any], float, bool, bool, dict[str, Any]]:
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, Info]:
         actions = dict(zip(self._players(), action, strict=True))
         obs, rewards, terminated, truncated, _ = self._game.step(actions)
-        both = self._by_player(rewards, np.float64)
+        both = np.array([rewards[agent] for agent in self._players()], np.float64)
         self._returns += both
-        info: dict[str, Any] = {"reward_opponent": float(both[1])}
+        info: Info = {"reward_opponent": float(both[1])}
         is_terminated, is_truncated = any(terminated.values()), any(truncated.values())
         if is_terminated or is_truncated:
             info["winner"] = int(np.sign(self._returns[0] - self._returns[1]))
-        obs = self._by_player(obs, self.observation_space.dtype)
-        return obs, float(both[0]), is_terminated, is_truncated, info
+        return self._by_player(obs), float(both[0]), is_terminated, is_truncated, info
 
     def render(self) -> Any:
         return self._game.render()
@@ -73,14 +70,15 @@ class PettingZoo(gym.Env[Any, Any]):
     def close(self) -> None:
         self._game.close()
 
-    def _players(self) -> list[Any]:
+    def _players(self) -> list[Hashable]:
         """The agents, player 0 first."""
         return self._agents[::-1] if self._is_swapped else self._agents
 
-    def _by_player(self, values: Mapping[Any, Any], dtype: Any) -> NDArray[Any]:
-        return np.stack([np.asarray(values[agent], dtype=dtype) for agent in self._players()])
+    def _by_player(self, obs: Mapping[Hashable, ArrayLike]) -> Array:
+        dtype = self.observation_space.dtype
+        return np.stack([np.asarray(obs[agent], dtype=dtype) for agent in self._players()])
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         kind = type(self._game.unwrapped)
         if getattr(kind, "__setstate__", None) is EzPickle.__setstate__:
             raise TypeError(f"{kind.__name__} is an EzPickle, which is unpickled as a new env")

@@ -1,7 +1,7 @@
 """SelfPlayEnv: a two-player VectorEnv as an ordinary one, whose second player is an opponent.
 
 The agent is player 0 of every env. Opponents are chosen when an episode starts and stay until it
-ends; those of all envs act in one call.
+ends; those of all envs act in one call, which ``ArrayOpponents`` computes for an opponent pool.
 """
 
 from __future__ import annotations
@@ -10,12 +10,19 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from gymnasium.spaces import Discrete
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
 
-from ml_pipeline.games.two_players import player_space
+from ml_pipeline.games.opponent_pool import Member, OpponentPool
+from ml_pipeline.games.two_players import Array, Info, player_space
+
+# Observations, rewards, terminated, truncated and infos, [n, ...] each.
+Step = tuple[Array, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], Info]
 
 
 class Opponents(Protocol):
@@ -24,7 +31,7 @@ class Opponents(Protocol):
     def choose(self, envs: Sequence[int]) -> None:
         """Choose an opponent for each of ``envs``, whose episodes start."""
 
-    def act(self, envs: range, obs: NDArray[Any]) -> NDArray[Any]:
+    def act(self, envs: range, obs: Array) -> Array:
         """[n, *obs] -> [n, *act]: the actions of the opponents in ``envs``."""
 
     def record(self, env: int, winner: int) -> None:
@@ -40,7 +47,7 @@ class SelfPlayEnv(VectorEnv[Any, Any, Any]):
         opponents: Opponents,
         *,
         first_env: int = 0,
-        moves: NDArray[Any] | None = None,
+        moves: Array | None = None,
     ) -> None:
         """``first_env``: the number of env 0 among all envs of the run.
 
@@ -57,7 +64,7 @@ class SelfPlayEnv(VectorEnv[Any, Any, Any]):
         self.metadata, self.spec = env.metadata, env.spec
         self.render_mode = env.render_mode
         self._use_size()
-        self._view: NDArray[Any] = np.zeros(0)  # [n, *obs]: what the opponents see
+        self._view: Array = np.zeros(0)  # [n, *obs]: what the opponents see
 
     def _use_size(self) -> None:
         self.num_envs = self.env.num_envs
@@ -81,31 +88,31 @@ class SelfPlayEnv(VectorEnv[Any, Any, Any]):
         self,
         *,
         seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
+        options: Info | None = None,
+    ) -> tuple[Array, Info]:
         obs, infos = self.env.reset(seed=seed, options=options)
         mask = (options or {}).get("reset_mask")
         rows = range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist()
         self.opponents.choose([self.first_env + row for row in rows])
         return self._split(obs), infos
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def step(self, actions: Array) -> Step:
         self.step_async(actions)
         return self.step_wait()
 
-    def step_async(self, actions: Any) -> None:
+    def step_async(self, actions: Array) -> None:
         own = np.asarray(actions) if self._moves is None else self._moves[actions]
         theirs = self.opponents.act(self._envs, self._view)
         self.env.step_async(np.stack([own, theirs], axis=1))
 
-    def step_wait(self, **kwargs: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def step_wait(self, **kwargs: Any) -> Step:
         obs, reward, terminated, truncated, infos = self.env.step_wait(**kwargs)
         ended = np.flatnonzero(terminated | truncated).tolist()
         if ended:
             infos = self._end_games(ended, infos)
         return self._split(obs), reward, terminated, truncated, infos
 
-    def _end_games(self, ended: list[int], infos: dict[str, Any]) -> dict[str, Any]:
+    def _end_games(self, ended: list[int], infos: Info) -> Info:
         final = infos.get("final_info", {})
         for row in ended:
             # A game without a winner was cut off: its worker has been restarted.
@@ -117,12 +124,12 @@ class SelfPlayEnv(VectorEnv[Any, Any, Any]):
             finals[row] = None if finals[row] is None else finals[row][0]
         return {**infos, "final_obs": finals}
 
-    def _split(self, obs: NDArray[Any]) -> NDArray[Any]:
+    def _split(self, obs: Array) -> Array:
         """The agent's part of the observations; keeps that of the opponents."""
         self._view = np.array(obs[:, 1])
         return np.array(obs[:, 0])
 
-    def resize(self, n_envs: int) -> tuple[Any, dict[str, Any]]:
+    def resize(self, n_envs: int) -> tuple[Array, Info]:
         before = self.num_envs
         obs, infos = self.env.resize(n_envs)
         self._use_size()
@@ -146,3 +153,79 @@ class SelfPlayEnv(VectorEnv[Any, Any, Any]):
 
     def close_extras(self, **kwargs: Any) -> None:
         self.env.close(**kwargs)
+
+
+class ArrayOpponents:
+    """The members of ``pool`` as the opponents of host envs.
+
+    ``moves`` [k, *act]: the env's action for each discrete one of past selves.
+    """
+
+    def __init__(self, pool: OpponentPool, *, moves: Array | None = None) -> None:
+        self._pool = pool
+        self._moves = moves
+        self._tables: dict[range, _Table] = {}
+        self.choose = pool.choose
+        self.record = pool.record
+        self.set_mix = pool.set_mix
+
+    def act(self, envs: range, obs: Array) -> Array:
+        members = [self._pool.playing[env] for env in envs]
+        table = self._tables.get(envs)
+        if table is None or table.members != members:
+            table = self._tables[envs] = _Table(members)
+        return table.act(self._pool.greedy, obs, self._moves)
+
+
+class _Table:
+    """The opponents of some envs, arranged so that all past selves act in one forward pass.
+
+    ``[k, m]``: k different past selves with at most m envs each; a row with fewer repeats env 0.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        rows: dict[Member, list[int]] = {}
+        for row, member in enumerate(members):
+            rows.setdefault(member, []).append(row)
+        self._scripted = [(m.player, own) for m, own in rows.items() if m.player is not None]
+        learned = {member: own for member, own in rows.items() if member.player is None}
+        self._rows = [row for own in learned.values() for row in own]
+        size = max(map(len, learned.values()), default=0)
+        self._table = np.array([own + [0] * (size - len(own)) for own in learned.values()])
+        self._is_used = np.array(
+            [[i < len(own) for i in range(size)] for own in learned.values()], dtype=bool
+        )
+        names = next(iter(learned)).weights if learned else {}
+        self._weights = {
+            name: torch.stack([member.weights[name] for member in learned]) for name in names
+        }
+
+    def act(self, greedy: nn.Module, obs: Array, moves: Array | None) -> Array:
+        actions: Array | None = None
+        if self._rows:
+            chosen = _forward(greedy, self._weights, torch.from_numpy(obs[self._table]))
+            chosen = chosen if moves is None else moves[chosen]
+            actions = np.empty((len(obs), *chosen.shape[2:]), chosen.dtype)
+            actions[self._rows] = chosen[self._is_used]
+        for player, rows in self._scripted:
+            theirs = player.act_batch(obs[rows])
+            if actions is None:
+                actions = np.empty((len(obs), *theirs.shape[1:]), theirs.dtype)
+            actions[rows] = theirs
+        assert actions is not None, "an env without an opponent"
+        return actions
+
+
+@torch.no_grad()
+def _forward(greedy: nn.Module, weights: dict[str, Tensor], obs: Tensor) -> Array:
+    """[k, m, *obs] -> [k, m, *act]"""
+
+    def one(weights: dict[str, Tensor], obs: Tensor) -> Tensor:
+        action: Tensor = functional_call(greedy, weights, ({"obs": obs},))["action"]
+        return action
+
+    if len(obs) == 1:  # without vmap, which costs more than a small network
+        alone = one({key: each[0] for key, each in weights.items()}, obs[0])
+        return np.asarray(alone.numpy()[np.newaxis])
+    return np.asarray(vmap(one)(weights, obs).numpy())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rich.table import Table
@@ -40,14 +40,14 @@ class Tournament(NamedTuple):
     """A finished tournament; players are ordered by rating, the best first."""
 
     env: str
-    facts: dict[str, Any]  # how it was played: seed, games, actions
+    facts: Mapping[str, int | str]  # how it was played: seed, games, actions
     matches: list[Match]
     ratings: list[Rating]
     results: Results
 
 
 def rated(
-    env: str, facts: dict[str, Any], matches: Sequence[Match], anchor: str | None
+    env: str, facts: Mapping[str, int | str], matches: Sequence[Match], anchor: str | None
 ) -> Tournament:
     results = results_of(Pairing(each.first, each.second, *each.games.counts) for each in matches)
     ratings = rate(results, anchor=anchor)
@@ -161,7 +161,7 @@ def write_results(folder: Path, tournament: Tournament) -> None:
     write_text(folder / "results.json", json.dumps(values, indent=2) + "\n")
 
 
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
+def _csv(rows: Sequence[Mapping[str, object]]) -> str:
     file = io.StringIO()
     writer = csv.DictWriter(file, fieldnames=list(rows[0]))
     writer.writeheader()

@@ -16,14 +16,18 @@ from numpy.typing import NDArray
 
 N_PLAYERS = 2
 
+Array = NDArray[np.generic]  # observations or actions, of any dtype
+Space = gym.Space[Any]
+Info = dict[str, Any]  # of an env: it may hold anything
+
 
 class Scripted(Protocol):
     """A player without a network; the class of a two-player env names its own in ``scripted``."""
 
-    def act_batch(self, obs: Any, deterministic: bool = True) -> NDArray[Any]: ...
+    def act_batch(self, obs: Array, deterministic: bool = True) -> Array: ...
 
 
-def both_spaces(space: gym.Space[Any]) -> gym.Space[Any]:
+def both_spaces(space: Space) -> Space:
     """The space of both players, from that of one."""
     if isinstance(space, spaces.Box):
         low, high = (np.stack([bound] * N_PLAYERS) for bound in (space.low, space.high))
@@ -33,7 +37,7 @@ def both_spaces(space: gym.Space[Any]) -> gym.Space[Any]:
     raise ValueError(f"{space}: a player of two needs a Box, or a Discrete that starts at 0")
 
 
-def player_space(space: gym.Space[Any]) -> gym.Space[Any]:
+def player_space(space: Space) -> Space:
     """The space of one player, from that of both."""
     if isinstance(space, spaces.Box):
         low, high = space.low, space.high

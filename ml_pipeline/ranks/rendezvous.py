@@ -50,8 +50,8 @@ def meet(message: str, timeout_seconds: float) -> tuple[Store, str]:
     from torch._C._distributed_c10d import PrefixStore
 
     rank, size = launched_rank(), int(os.environ["WORLD_SIZE"])
+    shared = launcher_store(timeout_seconds)
     try:
-        shared = _shared_store(timeout_seconds)
         # Ranks meet in the same order; a rank may reach the next meeting first.
         lobby = PrefixStore(f"meeting {next(_meetings)}", shared)
         if rank == 0:
@@ -67,10 +67,15 @@ def meet(message: str, timeout_seconds: float) -> tuple[Store, str]:
         store.set(f"met/{rank}", "")
         return store, message
     except (RuntimeError, TimeoutError, ValueError) as error:
-        raise RankError(
-            f"WORLD_SIZE={size}: not all ranks joined rank {rank} within {timeout_seconds:g} s "
-            f"({shorten(last_line(error))}); look for the first error among the others"
-        ) from error
+        raise _not_joined(error, timeout_seconds) from error
+
+
+def _not_joined(error: Exception, seconds: float) -> RankError:
+    rank, size = launched_rank(), os.environ["WORLD_SIZE"]
+    return RankError(
+        f"WORLD_SIZE={size}: not all ranks joined rank {rank} within {seconds:g} s "
+        f"({shorten(last_line(error))}); look for the first error among the others"
+    )
 
 
 def _welcome(lobby: Store, store: Store, size: int, message: str, seconds: float) -> None:
@@ -88,13 +93,17 @@ def _welcome(lobby: Store, store: Store, size: int, message: str, seconds: float
 
 
 @cache
-def _shared_store(timeout_seconds: float) -> Store:
+def launcher_store(timeout_seconds: float) -> Store:
+    """The store of torchrun; it outlives the ranks, also if torchrun restarts them."""
     from torch.distributed.rendezvous import rendezvous
 
     rank, size = launched_rank(), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=timeout_seconds)
     store: Store
-    store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+    try:
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+    except (RuntimeError, TimeoutError, ValueError) as error:
+        raise _not_joined(error, timeout_seconds) from error
     return store
 
 

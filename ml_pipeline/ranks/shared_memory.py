@@ -3,6 +3,9 @@
 Gloo sends every tensor through sockets and threads. For a small network that takes as long as the
 gradient itself. Here each rank writes its part into shared memory and waits until all parts are
 there. Then it adds them in the order of the ranks, so all ranks compute the same bits.
+
+Two ranks with 8 CartPoles each make 1.75 times as many env steps per second as with Gloo,
+and 1.55 times with 256 units per layer; docs/scale.md has the measurement.
 """
 
 from __future__ import annotations
@@ -15,10 +18,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+Number = TypeVar("Number", bound=np.number)
+Value = TypeVar("Value")
 
 MOST_BYTES = 1 << 20  # of one part; larger sums take their time anyway
 _WORD_BYTES = 4096
@@ -69,7 +75,7 @@ class RankMemory:
         self._parts = parts.reshape(_N_SLOTS, len(pids), MOST_BYTES)
         self._number = 0
 
-    def parts(self, values: NDArray[Any]) -> NDArray[Any]:
+    def parts(self, values: NDArray[Number]) -> NDArray[Number]:
         """The ``values`` of all ranks, [n_ranks, n]; valid until the next call.
 
         Raises RuntimeError if another rank is missing.
@@ -84,11 +90,11 @@ class RankMemory:
         _order_memory()
         return slot
 
-    def add(self, values: NDArray[Any]) -> None:
+    def add(self, values: NDArray[Number]) -> None:
         """Replace ``values`` by their sums over all ranks."""
         np.add.reduce(self.parts(values), axis=0, out=values)
 
-    def objects(self, value: Any) -> list[Any] | None:
+    def objects(self, value: Value) -> list[Value] | None:
         """The values of all ranks; None if one of them is too large."""
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = self.parts(np.array([len(data)]))[:, 0].tolist()

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from ml_pipeline.ranks.rendezvous import (
     launched_rank,
     meet,
 )
-from ml_pipeline.ranks.shared_memory import MOST_BYTES, RankMemory, is_usable, new_file
+from ml_pipeline.ranks.shared_memory import MOST_BYTES, Number, RankMemory, is_usable, new_file
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -77,7 +77,6 @@ def join_world(device: torch.device, timeout_seconds: float) -> World:
     has_nccl = has_own_gpu and dist.is_nccl_available()
     choose_interface()
     store, _ = meet("", timeout_seconds)
-    hosts: list[Any] = [None] * size
     memory = None
     try:
         dist.init_process_group(
@@ -87,7 +86,7 @@ def join_world(device: torch.device, timeout_seconds: float) -> World:
             world_size=size,
             timeout=timedelta(seconds=timeout_seconds),
         )
-        dist.all_gather_object(hosts, platform.node())
+        hosts = _gathered(platform.node(), size)
         if is_usable():
             memory = _join_memory(rank, size, timeout_seconds)
     except (RuntimeError, ValueError) as error:
@@ -113,14 +112,12 @@ def _join_memory(rank: int, size: int, timeout_seconds: float) -> RankMemory | N
     file = None
     with suppress(OSError):
         file = new_file(size) if rank == 0 else None
-    places: list[Any] = [None] * size
-    dist.all_gather_object(places, (file, os.getpid()))
+    places = _gathered((file, os.getpid()), size)
     file, memory = places[0][0], None
     with suppress(OSError):
         pids = [pid for _, pid in places]
         memory = None if file is None else RankMemory(file, rank, pids, timeout_seconds)
-    have_joined: list[Any] = [None] * size
-    dist.all_gather_object(have_joined, memory is not None)
+    have_joined = _gathered(memory is not None, size)
     if rank == 0 and file is not None:
         file.unlink()
     return memory if all(have_joined) else None
@@ -154,17 +151,21 @@ class World:
         self._is_apart = False
 
     @property
-    def has_others(self) -> bool:
-        """Whether there are other ranks; for work that only they need, such as joining them."""
-        return self.size > 1
+    def name(self) -> str:
+        """For the user: "1 rank" or "2 ranks"."""
+        return _counted(self.size)
+
+    def where(self, device: torch.device) -> str:
+        """For the user: "cpu", or "2 ranks, cpu"."""
+        return f"{device}" if self.size == 1 else f"{self.name}, {device}"
+
+    def all_envs(self, n_envs: int) -> int:
+        """How many envs all ranks have; each has ``n_envs``."""
+        return self.size * n_envs
 
     def envs(self, n_envs: int) -> slice:
         """The envs of this rank among those of all; each rank has ``n_envs``."""
         return slice(self.rank * n_envs, (self.rank + 1) * n_envs)
-
-    def all_envs(self, n_envs: int) -> int:
-        """The envs of all ranks; each has ``n_envs``."""
-        return self.size * n_envs
 
     def minibatches(
         self, n_rows: int, n_envs: int, n_minibatches: int
@@ -194,7 +195,7 @@ class World:
                 self._memory.add(own.view(-1).numpy())
         return tensor if own is tensor else tensor.copy_(own)
 
-    def sum_array(self, array: NDArray[Any]) -> None:
+    def sum_array(self, array: NDArray[Number]) -> None:
         """``sum`` of a flat array."""
         if self._memory is not None and array.nbytes <= MOST_BYTES:
             with self._others_named():
@@ -227,12 +228,10 @@ class World:
         """The values of all ranks, in their order."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
         with self._others_named():
             if self._memory is not None and (found := self._memory.objects(value)) is not None:
                 return found
-            dist.all_gather_object(values, value)
-        return values
+            return _gathered(value, self.size)
 
     def joined(self, items: list[Value]) -> list[Value]:
         """The items of all ranks in one list."""
@@ -297,10 +296,25 @@ class World:
         """``make()`` of all ranks, in their order; empty for one, whose state is the whole."""
         return [] if self.size == 1 else self.gathered(make())
 
-    def refuse(self, what: str) -> None:
-        """Raise if there are several ranks; ``what`` they cannot do, and the fix."""
+    def misfit(self, n_ranks: int) -> str:
+        """Why parts that ``n_ranks`` saved do not fit these ranks; empty if they do."""
+        if n_ranks == self.size:
+            return ""
+        return f"{_counted(n_ranks)} saved them, this run has {self.size}"
+
+    def refuse(self, reason: str, error: type[UserError] = UserError) -> None:
+        """Raise ``error`` if there are several ranks."""
         if self.size > 1:
-            raise UserError(f"{self.size} ranks cannot {what}")
+            raise error(reason)
+
+    def why_no_graphs(self) -> str:
+        """Why the work of a gradient step cannot be captured; empty if it can."""
+        return "" if self.size == 1 else f"{self.name} use no graphs; none has an all-reduce"
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether others wait for this rank: it must join them, and end at once after an error."""
+        return self.size > 1
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -386,6 +400,16 @@ class World:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}" if self._hosts else f"rank {rank}"
+
+
+def _gathered(value: Value, size: int) -> list[Value]:
+    values: list[Value | None] = [None] * size
+    dist.all_gather_object(values, value)
+    return cast("list[Value]", values)
+
+
+def _counted(n_ranks: int) -> str:
+    return "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
 
 
 def _answer(ask: Callable[[], Value]) -> Value | None:

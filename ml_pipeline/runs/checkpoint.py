@@ -82,7 +82,7 @@ def drop_numbered(run: RunFolder, *, keep: int, last: int) -> None:
             remove(checkpoint_path(run, numbered_name(each)))
 
 
-def check_plain(value: Any, what: str) -> None:
+def check_plain(value: object, what: str) -> None:
     """Raise an error for a value that ``weights_only=True`` would refuse to load."""
     if isinstance(value, (dict, list, tuple)):
         parts = value.items() if isinstance(value, dict) else enumerate(value)

@@ -59,7 +59,7 @@ class _SafeStdout:
     """Standard output that ignores a closed pipe (``| head``) or terminal."""
 
     def __init__(self) -> None:
-        self._file: Any = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, stays open
+        self._file: TextIO = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, stays open
 
     def write(self, text: str) -> int:
         with suppress(OSError, ValueError):

@@ -55,7 +55,7 @@ class TensorBoardLogger:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, env_steps)
 
-    def log_histograms(self, values: Mapping[str, NDArray[Any]], *, env_steps: int) -> None:
+    def log_histograms(self, values: Mapping[str, NDArray[np.number]], *, env_steps: int) -> None:
         for name, array in values.items():
             if np.isfinite(array).all():
                 self._writer.add_histogram(name, array, env_steps)
@@ -64,9 +64,9 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, str | int | float]:
     """Dotted keys, and only the types that TensorBoard accepts."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, str | int | float] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")
@@ -87,9 +87,9 @@ class TrackioLogger:
         sweep: str | None,
         project: str = "ml_pipeline",
     ) -> None:
-        self._trackio: Any = import_extra("trackio", needed_by="logger=trackio")
+        self._trackio = import_extra("trackio", needed_by="logger=trackio")
         with contextlib.redirect_stdout(io.StringIO()):  # hides a long greeting
-            self._run: Any = self._trackio.init(
+            self._run = self._trackio.init(
                 project=project,
                 name=run.name,
                 group=sweep,

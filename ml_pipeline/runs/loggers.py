@@ -17,9 +17,10 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 from urllib.parse import urlparse
 
@@ -76,7 +77,7 @@ class CsvLogger:
         except OSError as error:
             raise RunFolderError(f"could not write {self._path}: {error}") from error
 
-    def _text(self, rows: list[Any], *, header: bool) -> str:
+    def _text(self, rows: Sequence[Mapping[str, object]], *, header: bool) -> str:
         text = io.StringIO()
         writer = csv.DictWriter(text, self._columns, restval="", lineterminator="\n")
         if header:
@@ -137,7 +138,7 @@ class WandbLogger:
         self._timeout_seconds = timeout_seconds
         self._sync = f"{python_command()} -m wandb sync {shlex.quote(str(run.shown / 'wandb'))}"
         env_name, agent = str(run_config["env_name"]), str(run_config["agent_name"])
-        arguments: dict[str, Any] = {
+        arguments = {
             "project": project,
             "entity": entity,
             "group": group or sweep or f"{env_name}-{agent}",
@@ -167,7 +168,9 @@ class WandbLogger:
         except Exception as error:  # W&B refuses some settings
             self.status = f"W&B off: {first_line(error)}"
 
-    def _start(self, wandb: Any, arguments: Mapping[str, Any], timeout_seconds: float) -> None:
+    def _start(
+        self, wandb: ModuleType, arguments: Mapping[str, object], timeout_seconds: float
+    ) -> None:
         """Start a run in the requested mode; if that fails, offline; if that fails, not at all."""
         self.mode = self._resolved(self.mode)
         modes, trouble = [self.mode, "offline"], ""
@@ -194,7 +197,7 @@ class WandbLogger:
         self.status = f"W&B off{trouble}"
 
     @staticmethod
-    def _set_global_mode(wandb: Any, mode: str) -> None:
+    def _set_global_mode(wandb: ModuleType, mode: str) -> None:
         """Set the mode of W&B itself, not only of the run.
 
         Otherwise even an offline run contacts the server at exit, and waits up to 10 seconds.
@@ -203,7 +206,7 @@ class WandbLogger:
             wandb.teardown()
             wandb.setup(wandb.Settings(mode=mode))
 
-    def log(self, metrics: Mapping[str, Any], *, env_steps: int) -> None:
+    def log(self, metrics: Mapping[str, object], *, env_steps: int) -> None:
         if self.wandb_run is None:
             return
         try:

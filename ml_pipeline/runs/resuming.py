@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -96,7 +96,7 @@ class SavedEpisodes(NamedTuple):
 
 
 def read_episodes(
-    run: RunFolder, state: StateDict, env: Mapping[str, Any], *, trust: bool
+    run: RunFolder, state: StateDict, env: Mapping[str, object], *, trust: bool
 ) -> SavedEpisodes:
     """Call it before the resume changes a file; ``env`` is the config of the env.
 
@@ -117,7 +117,7 @@ def read_episodes(
         return SavedEpisodes([], last_line(error))
 
 
-def _saved_env(run: RunFolder, state: StateDict) -> Any:
+def _saved_env(run: RunFolder, state: StateDict) -> object:
     with misfit_explained(run):
         check_yaml(state["config"])
         return (yaml.safe_load(state["config"]) or {}).get("env")

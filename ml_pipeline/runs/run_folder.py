@@ -140,7 +140,7 @@ class RunFolder:
             raise RunFolderError(f"{self.summary} is not a JSON object")
         return summary
 
-    def update_summary(self, facts: Mapping[str, Any]) -> None:
+    def update_summary(self, facts: Mapping[str, object]) -> None:
         """Add entries to summary.json, or replace them."""
         text = json.dumps({**self.read_summary(), **facts}, indent=2, allow_nan=False)
         write_text(self.summary, text + "\n")

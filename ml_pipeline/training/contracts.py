@@ -64,8 +64,7 @@ class RunContext(NamedTuple):
         return cls(device, seed, precision, Programs(device), World())
 
     def __str__(self) -> str:
-        n_ranks = self.world.size
-        return f"{self.device}" if n_ranks == 1 else f"{n_ranks} ranks, {self.device}"
+        return self.world.where(self.device)
 
 
 class Observer(Protocol):

@@ -147,7 +147,8 @@ class Loop:
     def resize(self, n_envs: int) -> int:
         """Train in about ``n_envs`` envs from the next iteration on; returns the actual number."""
         self._world.refuse(
-            f"change n_envs to {n_envs} during a run; remove the callback that does it"
+            f"{self._world.name} cannot change n_envs to {n_envs} during a run; remove the "
+            "callback that does it"
         )
         if not isinstance(self.trainer, Resizes):
             raise TypeError(f"{type(self.trainer).__name__} cannot change its number of envs")
@@ -259,7 +260,7 @@ def state_of_rank(state: StateDict, world: World) -> tuple[StateDict, list[State
     checkpoint of one process has no key ``ranks``.
     """
     parts: list[StateDict] = state.get("ranks", [{}])
-    own = parts[world.rank] if len(parts) == world.size else parts[0]
+    own = parts[0] if world.misfit(len(parts)) else parts[world.rank]
     rest = {name: value for name, value in state.items() if name != "ranks"}
     merged = {
         name: {**rest[name], **value} if isinstance(value, dict) and name in rest else value

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from two_player_games import PULLS, Puller
 
@@ -16,11 +15,11 @@ from ml_pipeline.algorithms.sac.agent import SACAgent
 from ml_pipeline.algorithms.sac.config import SACConfig
 from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.games.opponent_pool import OpponentPool
+from ml_pipeline.games.self_play import ArrayOpponents
 from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.training.contracts import RunContext
 
-CPU = torch.device("cpu")
 OBS = spaces.Box(-4.0, 4.0, (2,), np.float32)
 
 
@@ -35,8 +34,7 @@ def agent_of(seed: int, *, discrete: bool = False) -> Any:
 def pool_of(n_selves: int, *, discrete: bool = False, **settings: Any) -> OpponentPool:
     agents = [agent_of(seed, discrete=discrete).greedy() for seed in range(n_selves)]
     players = {"weak": Puller(0.3), "strong": Puller(1.0)}
-    moves = PULLS if discrete else None
-    pool = OpponentPool(agents[0], OpponentConfig(**settings), players, seed=1, moves=moves)
+    pool = OpponentPool(agents[0], OpponentConfig(**settings), players, seed=1)
     for number, greedy in enumerate(agents):
         pool.add(greedy, 100 * number)
     return pool
@@ -61,7 +59,8 @@ def test_past_selves_and_scripted_players_act_together_as_each_would_alone(discr
     names = drawn(pool, 40)
     obs = np.random.default_rng(0).normal(size=(40, 2)).astype(np.float32)
 
-    actions = pool.act(range(40), obs)
+    moves = PULLS if discrete else None
+    actions = ArrayOpponents(pool, moves=moves).act(range(40), obs)
 
     alone = {f"self at {100 * seed}": agent_of(seed, discrete=discrete) for seed in range(5)}
     assert set(names) == {*alone, "weak"}
@@ -79,19 +78,21 @@ def test_a_pool_with_one_past_self_acts_like_it() -> None:
     pool.choose(range(3))
     obs = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)
     expected = agent_of(0).act_batch(obs, True)
-    np.testing.assert_allclose(pool.act(range(3), obs), expected, atol=1e-6)
+    actions = ArrayOpponents(pool).act(range(3), obs)
+    np.testing.assert_allclose(actions, expected, atol=1e-6)
 
 
 def test_the_oldest_leaves_a_full_pool_and_finishes_its_games() -> None:
     pool = pool_of(3, capacity=3, sampling="latest")
     names = drawn(pool, 2)
     assert names == ["self at 200"] * 2
-    before = pool.act(range(2), np.ones((2, 2), np.float32))
+    opponents, obs = ArrayOpponents(pool), np.ones((2, 2), np.float32)
+    before = opponents.act(range(2), obs)
     for number in (3, 4, 5):
         pool.add(agent_of(number).greedy(), 100 * number)
 
     assert [each.name for each in pool.selves] == ["self at 300", "self at 400", "self at 500"]
-    np.testing.assert_array_equal(pool.act(range(2), np.ones((2, 2), np.float32)), before)
+    np.testing.assert_array_equal(opponents.act(range(2), obs), before)
     pool.record(0, 1)
     pool.choose([0])
     assert [each["name"] for each in _seats(pool)] == ["self at 500", "self at 200"]
@@ -168,12 +169,15 @@ def test_a_restored_pool_continues_bit_for_bit() -> None:
     pool.add(agent_of(9).greedy(), 900)
     pool.record(3, 1)
     other = pool_of(1, capacity=2, sampling="hard", scripted={"weak": 0.3})
+    obs = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
+    opponents = ArrayOpponents(other)
+    other.choose(range(8))
+    opponents.act(range(8), obs)  # what it has arranged for these members must not stay
+
     other.load_state_dict(pool.state_dict())
 
-    obs = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
-    for each in (pool, other):
-        each.act(range(8), obs)
-    np.testing.assert_array_equal(pool.act(range(8), obs), other.act(range(8), obs))
+    expected = ArrayOpponents(pool).act(range(8), obs)
+    np.testing.assert_array_equal(opponents.act(range(8), obs), expected)
     assert drawn(pool, 50) == drawn(other, 50)
     assert pool.games == other.games
 

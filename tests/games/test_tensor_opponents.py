@@ -1,4 +1,4 @@
-"""TensorSelfPlay and TensorOpponentPool: the same games, counted, and seats that change hands."""
+"""TensorSelfPlay: the same games, counted by an opponent pool, and seats that change hands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ml_pipeline.algorithms.sac.config import SACConfig
 from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
 from ml_pipeline.envs.tensor_env import join_position, position_parts
-from ml_pipeline.games.tensor_opponents import TensorOpponentPool
+from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.tensor_self_play import TensorSelfPlay
 from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.policy.networks import MLP
@@ -21,26 +21,18 @@ from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.worlds.hockey.env import ACTIONS, OBSERVATIONS
 from ml_pipeline.worlds.hockey.tensor_env import TorchHockey
 
-CPU = torch.device("cpu")
-
 
 def agent_of(seed: int) -> Any:
     context = RunContext.alone(seed=seed)
     return SACAgent(Spaces(OBSERVATIONS, ACTIONS), MLP, SACConfig(), context)
 
 
-def made(n_envs: int, **settings: Any) -> tuple[TensorSelfPlay, TensorOpponentPool]:
-    pool = TensorOpponentPool(
-        agent_of(0).greedy(),
-        OpponentConfig(**settings),
-        TorchHockey.scripted_players,
-        seed=1,
-        device=CPU,
-    )
+def made(n_envs: int, **settings: Any) -> tuple[TensorSelfPlay, OpponentPool]:
+    players = dict.fromkeys(TorchHockey.scripted_players)
+    pool = OpponentPool(agent_of(0).greedy(), OpponentConfig(**settings), players, seed=1)
     pool.add(agent_of(0).greedy(), 0)
     inner = TorchHockey(n_envs, opponent=None, mode="shooting", seed=7)
-    pool.env = TensorSelfPlay(inner, pool)
-    return pool.env, pool
+    return TensorSelfPlay(inner, pool), pool
 
 
 def actions_of(obs: torch.Tensor, t: int) -> torch.Tensor:
@@ -73,12 +65,12 @@ def test_past_selves_act_in_their_seats_as_they_do_alone() -> None:
     env, pool = made(8)
     for number in (1, 2):
         pool.add(agent_of(number).greedy(), number)
-    pool._sit_down(1, pool.selves[1])
-    pool._sit_down(3, pool.selves[2])
+    env.sit_down(1, pool.selves[1])
+    env.sit_down(3, pool.selves[2])
     obs = torch.randn((8, 18), generator=torch.Generator().manual_seed(0))
     seat = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
 
-    actions = pool.seat_players(obs, seat)
+    actions = env.act_in_seats(obs, seat)
 
     for row, number in enumerate([0, 1, 0, 2] * 2):
         expected = agent_of(number).act_batch(obs[row : row + 1].numpy(), True)[0]
@@ -90,7 +82,7 @@ def test_past_selves_act_in_their_seats_as_they_do_alone() -> None:
 def test_a_seat_changes_hands_only_when_nobody_plays_in_it() -> None:
     env, pool = made(32, sampling="latest", capacity=3)
     env.reset(seed=1)
-    before = {name: each.clone() for name, each in pool._weights.items()}
+    before = {name: each.clone() for name, each in env._weights.items()}
     seats_of_newest = 0
     for t in range(8):
         pool.add(agent_of(t + 1).greedy(), 100 * (t + 1))
@@ -101,11 +93,11 @@ def test_a_seat_changes_hands_only_when_nobody_plays_in_it() -> None:
         for seat in range(4):
             changed = any(
                 not torch.equal(before[name][seat], each[seat])
-                for name, each in pool._weights.items()
+                for name, each in env._weights.items()
             )
             assert not (changed and playing[seat])
             seats_of_newest += changed
-        before = {name: each.clone() for name, each in pool._weights.items()}
+        before = {name: each.clone() for name, each in env._weights.items()}
     assert seats_of_newest >= 2
     assert sum(pool.results()) + sum(
         sum(each) for (agent, _), each in pool.games.items() if agent != "agent"
@@ -143,7 +135,7 @@ def test_a_restored_pool_continues_bit_for_bit() -> None:
             pool.between_iterations()
             other.between_iterations()
     assert pool.games == other.games
-    torch.testing.assert_close(pool.chances, other.chances, rtol=0, atol=0)
+    torch.testing.assert_close(env._chances, other_env._chances, rtol=0, atol=0)
 
 
 def test_a_task_for_one_player_is_refused() -> None:
@@ -168,7 +160,7 @@ def test_a_step_with_opponents_compiles_to_one_graph_that_sees_new_weights() -> 
         before = compiled(parts, actions)
         torch.testing.assert_close(before, step(parts, actions))
         for seat in range(4):
-            pool._sit_down(seat, pool.selves[-1])
+            env.sit_down(seat, pool.selves[-1])
         after = compiled(parts, actions)
         torch.testing.assert_close(after, step(parts, actions))
     assert not torch.equal(before[6], after[6])  # x of the opponent

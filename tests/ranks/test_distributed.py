@@ -13,6 +13,7 @@ from rank_runs import CASES, of_two_ranks, trained
 
 from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config
 from ml_pipeline.assembly.plan import check_ranks, make_plan
+from ml_pipeline.errors import UserError
 from ml_pipeline.ranks.world import World, launched_rank
 from ml_pipeline.training.loop import state_of_rank
 
@@ -87,6 +88,19 @@ def test_one_rank_returns_its_input() -> None:
     assert whole.normalised(grad, whole.of(order)) is grad
     assert world.batches(2).part(order) == (None, order)
     assert world.batches(2).errors(grad, None) is grad
+    world.refuse("one rank refuses nothing")
+
+
+def test_world_words_for_the_user_count_the_ranks() -> None:
+    cpu = torch.device("cpu")
+
+    assert [World().where(cpu), World(0, 2).where(cpu)] == ["cpu", "2 ranks, cpu"]
+    assert World().why_no_graphs() == World().misfit(1) == ""
+    assert World(1, 3).why_no_graphs() == "3 ranks use no graphs; none has an all-reduce"
+    assert World(1, 3).misfit(1) == "1 rank saved them, this run has 3"
+    assert World().misfit(2) == "2 ranks saved them, this run has 1"
+    with pytest.raises(UserError, match="2 ranks: too few"):
+        World(0, 2).refuse(f"{World(0, 2).name}: too few")
 
 
 def test_parts_of_all_ranks_form_the_minibatches_of_one_process() -> None:

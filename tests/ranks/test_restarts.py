@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import small
@@ -24,10 +25,12 @@ from started_ranks import (
     run_folder,
 )
 from stopped_runs import checkpoint_numbers
+from torch.distributed import TCPStore
 
 from ml_pipeline.assembly.compose import compose_config
 from ml_pipeline.assembly.restarts import Start, find_start
 from ml_pipeline.assembly.run import run as run_command
+from ml_pipeline.ranks.rendezvous import RankError, launcher_store
 
 SIZE = "total_steps=3840"  # 15 iterations
 # Several launches of torchrun, and a run that several tests share.
@@ -106,14 +109,23 @@ def test_ranks_of_a_killed_torchrun_save_and_stop(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+def new_launcher() -> TCPStore:
+    """The store of a torchrun."""
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Start]:
-    """Starts the command of a torchrun with one rank; ``launcher`` is the process of torchrun."""
+    """Starts the command of a torchrun with one rank."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
 
-    def find(launcher: int, *more: str) -> Start:
+    def find(launcher: TCPStore, *more: str) -> Start:
         overrides = [*small(run_root=tmp_path), "~callbacks.evaluation", *more]
-        monkeypatch.setattr(os, "getppid", lambda: launcher)
+        monkeypatch.setenv("MASTER_PORT", str(launcher.port))
+        launcher_store.cache_clear()  # a restarted rank is a new process
         return find_start(compose_config(overrides), overrides)
 
     return find
@@ -122,7 +134,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Sta
 def test_only_the_same_torchrun_finds_its_run_again(
     launch: Callable[..., Start], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own, other = os.getpid(), 1  # both are running
+    own, other = new_launcher(), new_launcher()
     first = launch(own)
     again = launch(own)
     assert "has no new checkpoint yet, so the command starts again" in capsys.readouterr().out
@@ -141,27 +153,30 @@ def test_only_the_same_torchrun_finds_its_run_again(
 def test_resumed_checkpoint_is_used_again_until_a_newer_one_exists(
     launch: Callable[..., Start], tmp_path: Path
 ) -> None:
-    start = launch(os.getpid())
+    start = launch(new_launcher())
     run = run_command(start.cfg, start.overrides, folder=start.folder).run_dir
     resume = f"resume={run}/checkpoints/latest.pt"
 
-    assert launch(1, resume).cfg.resume == f"{run}/checkpoints/latest.pt"
-    restarted = launch(1, resume)
+    other = new_launcher()
+    assert launch(other, resume).cfg.resume == f"{run}/checkpoints/latest.pt"
+    restarted = launch(other, resume)
     assert restarted.cfg.resume == f"{run}/checkpoints/latest.pt"
     assert resume in restarted.overrides
     os.utime(run / "checkpoints" / "latest.pt")  # a save
-    assert launch(1, resume).cfg.resume == str(run)
+    assert launch(other, resume).cfg.resume == str(run)
 
 
-@needs_proc
-def test_notes_of_ended_launchers_are_removed(launch: Callable[..., Start], tmp_path: Path) -> None:
-    launcher = subprocess.Popen(["sleep", "100"])
-    launch(launcher.pid)
-    (old,) = tmp_path.glob(".torchrun-*")
-    launcher.kill()
-    launcher.wait()
+def test_a_launch_leaves_no_file_for_later_runs(
+    launch: Callable[..., Start], tmp_path: Path
+) -> None:
+    launcher = new_launcher()
+    launch(launcher)
+    launch(launcher)
 
-    launch(os.getpid())
+    assert list(tmp_path.iterdir()) == []
 
-    (new,) = tmp_path.glob(".torchrun-*")
-    assert new != old
+
+def test_launcher_without_an_answer_is_an_error_in_one_line(launch: Callable[..., Start]) -> None:
+    launcher = SimpleNamespace(port=1)  # nothing listens there
+    with pytest.raises(RankError, match="WORLD_SIZE=1: not all ranks joined rank 0 within 1 s"):
+        launch(launcher, "rank_timeout_seconds=1")

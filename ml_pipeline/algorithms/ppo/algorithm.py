@@ -32,7 +32,7 @@ def make_agent(
         check_loss(agent)
     if remark := agent.check_fast():
         context.programs.tell(remark)
-    if context.world.has_others and agent.fast is not None and context.device.type != "cpu":
+    if context.world.is_awaited and agent.fast is not None and context.device.type != "cpu":
         agent.fast = None
         context.programs.tell(
             "plain torch runs: the GPU kernels cannot average gradients over ranks"
@@ -63,7 +63,7 @@ def join_ranks(agent: PPOAgent, world: World) -> str:
     ``normalised`` was edited, each rank calls it for its own part instead. Returns a remark, or
     an empty text.
     """
-    if not world.has_others:
+    if not world.is_awaited:
         return ""
     agent.load_state_dict(world.agreed(agent.state_dict()))
     agent.adam.world = world

@@ -47,7 +47,7 @@ class ReplayLearning:
         self._agent = agent
         self._world = world
         self._batches = world.batches(replay.n_envs)
-        if world.has_others:
+        if world.is_awaited:
             agent.join(world)
         self._replay = replay
         self._programs = programs
