@@ -25,7 +25,7 @@ def state_of_rank(
     With another number of ranks, ``rank_segments`` lists the files of each that saved it.
     """
     _check_n_envs(state["replay"].get("n_envs"), world, n_envs)
-    if len(parts) == world.size:
+    if not world.misfit(len(parts)):
         return state
     if state["replay"]["n_saved"] < state["replay"]["n_written"]:
         raise UserError(
@@ -44,14 +44,13 @@ def state_of_rank(
 
 def _check_n_envs(n_saved: int | None, world: World, n_own: int) -> None:
     """Refuse another number of envs than that of the replay; old checkpoints do not have it."""
-    n_envs = world.size * n_own
+    n_envs = world.all_envs(n_own)
     if n_saved is None or n_saved == n_envs:
         return
-    n_fitting, rest = divmod(n_saved, world.size)
+    n_fitting, rest = divmod(n_saved, world.all_envs(1))
     fix = f"a number of ranks that divides {n_saved}" if rest else f"n_envs={n_fitting}"
-    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     raise UserError(
-        f"n_envs={n_own}: this run has {n_envs} envs on {ranks}, but its replay has {n_saved}; "
+        f"n_envs={n_own}: this run has {n_envs} envs on {world.name}, but its replay has {n_saved}; "
         f"use {fix}"
     )
 
@@ -77,7 +76,7 @@ def _joined(positions: Sequence[Any]) -> StateDict | None:
 
 def _own_columns(position: StateDict, world: World) -> StateDict:
     """The part of this rank; new episodes start, so its statistics do not matter."""
-    own = world.envs(len(position["episode_start"]) // world.size)
+    own = world.envs(len(position["episode_start"]) // world.all_envs(1))
     mask = position["mask"]
     return {
         **position,
