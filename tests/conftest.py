@@ -37,6 +37,14 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Continue after a test has crashed its worker or timed out."""
+    from crash_scheduling import CrashScheduling  # needs xdist, unlike most runs of a few tests
+
+    return CrashScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
 def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection, which some tests trigger often."""
     gc.collect()
