@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import itertools
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from conftest import REPOSITORY, TESTS, only_run, read_rows
+from warm_python import WarmPython
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own_algorithm")]
 
 FOLDER = TESTS / "own_algorithm"
 SETTINGS = ["agent=reinforce", "n_envs=4", "seed=1", "device=cpu", "logger=none", "vec_env=serial"]
 
 
+class Call(Protocol):
+    """Runs a script of the repository, or a command of the package, in a folder."""
+
+    def __call__(self, folder: Path, script: str, *arguments: str, fails: bool = False) -> str: ...
+
+
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def call() -> Iterator[Call]:
+    with contextlib.closing(WarmPython()) as python:
+        numbers = itertools.count()
+
+        def call(folder: Path, script: str, *arguments: str, fails: bool = False) -> str:
+            command = ["-m", "ml_pipeline"] if script == "-m" else [REPOSITORY / script]
+            done = python.run(
+                *command,
+                *arguments,
+                cwd=folder,
+                output=folder / f"output {next(numbers)}",
+                environments=[{"PYTHONPATH": str(REPOSITORY)}],
+            )
+            assert done.returncode == int(fails), done.output
+            return done.output
+
+        yield call
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory, call: Call) -> Path:
     """A user's folder with the algorithm and one trained run."""
     folder = tmp_path_factory.mktemp("own") / "folder"
     shutil.copytree(FOLDER, folder)
@@ -24,23 +54,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def call(folder: Path, script: str, *arguments: str, fails: bool = False) -> str:
-    command = ["-m", "ml_pipeline"] if script == "-m" else [str(REPOSITORY / script)]
-    done = subprocess.run(
-        [sys.executable, *command, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == int(fails), done.stdout + done.stderr
-    return done.stderr if fails else done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("own_algorithm")
 def test_own_algorithm_learns(here: Path) -> None:
     rows = read_rows(only_run(here))
 
@@ -48,9 +61,7 @@ def test_own_algorithm_learns(here: Path) -> None:
     assert float(rows[-1]["rollout/episode_return_mean_100"]) > 35.0  # random actions reach 22
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("own_algorithm")
-def test_own_algorithm_evaluates_exports_and_plays(here: Path) -> None:
+def test_own_algorithm_evaluates_exports_and_plays(here: Path, call: Call) -> None:
     run = str(only_run(here).relative_to(here))
 
     evaluated = call(here, "-m", "evaluate", run, "--deterministic", "--episodes", "3")
@@ -62,9 +73,7 @@ def test_own_algorithm_evaluates_exports_and_plays(here: Path) -> None:
     assert "seed 0: return" in played
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("own_algorithm")
-def test_own_algorithm_resumes_and_compares(here: Path, tmp_path: Path) -> None:
+def test_own_algorithm_resumes_and_compares(here: Path, call: Call, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(here, other)
     run = str(only_run(other).relative_to(other))
@@ -77,9 +86,7 @@ def test_own_algorithm_resumes_and_compares(here: Path, tmp_path: Path) -> None:
     assert "learning_rate=0.003" in compared
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("own_algorithm")
-def test_own_algorithm_works_in_a_study(here: Path) -> None:
+def test_own_algorithm_works_in_a_study(here: Path, call: Call) -> None:
     settings = [*SETTINGS, "total_steps=512", "space=space.yaml", "n_trials=2"]
 
     call(here, "-m", "study", "start", "own", *settings)
@@ -88,8 +95,7 @@ def test_own_algorithm_works_in_a_study(here: Path) -> None:
     assert "2 of 2 trials" in status
 
 
-@pytest.mark.slow
-def test_wrong_key_of_an_own_algorithm_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_wrong_key_of_an_own_algorithm_is_refused_with_its_name(call: Call, tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
 
     error = call(tmp_path, "train_ppo.py", *SETTINGS, "+agent.clip_range=0.2", fails=True)
