@@ -195,9 +195,9 @@ def await_line(process: subprocess.Popen[str], beginning: str) -> None:
     assert any(line.startswith(beginning) for line in process.stdout), "the process has ended"
 
 
-def read_rows(run_dir: Path) -> list[dict[str, str]]:
-    """metrics.csv without the columns that measure the machine."""
-    with (run_dir / "metrics.csv").open(newline="") as file:
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The metrics.csv of a run, or another file, without the columns that measure the machine."""
+    with (path / "metrics.csv" if path.is_dir() else path).open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [
         {k: v for k, v in row.items() if not k.startswith(("time/", "workers/", "gpu/"))}
