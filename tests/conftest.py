@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from vec_envs import forked
+from warm_python import WarmPython
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TESTS = Path(__file__).resolve().parent
@@ -155,6 +156,13 @@ def call(
         timeout=timeout,
         stdin=subprocess.DEVNULL,
     )
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    """Runs programs without the time that imports take."""
+    with contextlib.closing(WarmPython()) as python:
+        yield python
 
 
 @pytest.fixture

@@ -10,16 +10,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-
-class Done(NamedTuple):
-    returncode: int
-    output: str  # stdout and stderr
+from typing import Any
 
 
 class WarmPython:
@@ -31,26 +27,21 @@ class WarmPython:
         )
 
     def run(
-        self,
-        *command: str | Path,
-        cwd: Path,
-        output: Path,
-        environments: Sequence[dict[str, str]] = ({},),
-    ) -> Done:
-        """One process per environment, all at once; ``output`` is a file for what they print."""
+        self, *command: str | Path, cwd: Path, environments: Sequence[Mapping[str, str]] = ({},)
+    ) -> tuple[list[int], str]:
+        """One process per environment, all at once; returns their exit codes and their output."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        words = [str(word) for word in command]
-        request = {
-            "command": words,
-            "cwd": str(cwd),
-            "output": str(output),
-            "environments": [{**os.environ, **each} for each in environments],
-        }
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        codes = json.loads(self._process.stdout.readline())
-        return Done(max(codes, key=abs), output.read_text())
+        with tempfile.NamedTemporaryFile("r") as output:
+            request = {
+                "command": [str(word) for word in command],
+                "cwd": str(cwd),
+                "output": output.name,
+                "environments": [{**os.environ, **each} for each in environments],
+            }
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline()), output.read()
 
     def close(self) -> None:
         self._process.communicate()
@@ -60,7 +51,7 @@ def _run(request: dict[str, Any], environment: dict[str, str]) -> int:
     """Become the program; returns its exit code."""
     import runpy
 
-    file = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(file, number)
     os.chdir(request["cwd"])

@@ -6,11 +6,9 @@ the first update, and say which fast code stepped aside.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 import socket
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -91,12 +89,6 @@ EDITS = {
 }
 
 
-@pytest.fixture(scope="module")
-def python() -> Iterator[WarmPython]:
-    with contextlib.closing(WarmPython()) as python:
-        yield python
-
-
 def first_row(
     python: WarmPython, package: Path, mode: str, folder: Path
 ) -> tuple[dict[str, str], str]:
@@ -108,15 +100,10 @@ def first_row(
         ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         ranks["MASTER_PORT"] = str(port)
         environments = [{**ranks, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    done = python.run(
-        package / "train_ppo.py",
-        *MODES[mode],
-        cwd=folder,
-        output=folder / "output",
-        environments=environments,
-    )
-    assert done.returncode == 0, done.output
-    return read_rows(only_run(folder))[0], done.output
+    command = [package / "train_ppo.py", *MODES[mode]]
+    codes, output = python.run(*command, cwd=folder, environments=environments)
+    assert not any(codes), output
+    return read_rows(only_run(folder))[0], output
 
 
 def copied(folder: Path) -> Path:
