@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import Capture
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.assembly.run import train
@@ -16,7 +17,7 @@ from ml_pipeline.runs.loggers import read_metrics
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_default_run_solves_cartpole_within_100k_steps(
-    here: Path, seed: int, capsys: pytest.CaptureFixture[str]
+    here: Path, seed: int, capsys: Capture
 ) -> None:
     result = train([f"seed={seed}"])
     capsys.readouterr()
