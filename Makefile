@@ -87,7 +87,7 @@ test-all: setup-dev  ## run every test that this machine can run
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
 
 notebooks: setup-dev  ## run every notebook
-	$(BIN)/python -m pytest --nbmake -p no:xdist notebooks $(ARGS)
+	$(BIN)/python -m pytest --nbmake -n auto notebooks $(ARGS)
 
 check: setup-dev  ## check lint, format, types and imports
 	$(BIN)/ruff check .

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from vec_envs import forked
+from warm_python import WarmPython
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TESTS = Path(__file__).resolve().parent
@@ -35,6 +36,14 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Continue after a test has crashed its worker or timed out."""
+    from crash_scheduling import CrashScheduling  # needs xdist, unlike most runs of a few tests
+
+    return CrashScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 def pytest_collection_finish() -> None:
@@ -149,6 +158,13 @@ def call(
     )
 
 
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    """Runs programs without the time that imports take."""
+    with contextlib.closing(WarmPython()) as python:
+        yield python
+
+
 @pytest.fixture
 def door(here: Path) -> Door:
     """``door("n_envs=2")`` runs train_ppo.py in a new process and waits for it."""
@@ -187,9 +203,9 @@ def await_line(process: subprocess.Popen[str], beginning: str) -> None:
     assert any(line.startswith(beginning) for line in process.stdout), "the process has ended"
 
 
-def read_rows(run_dir: Path) -> list[dict[str, str]]:
-    """metrics.csv without the columns that measure the machine."""
-    with (run_dir / "metrics.csv").open(newline="") as file:
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The metrics.csv of a run, or another file, without the columns that measure the machine."""
+    with (path / "metrics.csv" if path.is_dir() else path).open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [
         {k: v for k, v in row.items() if not k.startswith(("time/", "workers/", "gpu/"))}

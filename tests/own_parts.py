@@ -64,17 +64,43 @@ class AwaitTwoTrials(Callback):
             time.sleep(0.1)
 
 
-class CrashAt(Callback):
-    """Crashes if the variable CRASH is set: by SIGKILL (``kill``) or an error (``raise``)."""
+class EndAt(Callback):
+    """Ends a run after an iteration in the way that the variable ENDING names, if it is set."""
 
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration
 
+    def on_iteration_end(self, loop: Trainer, metrics: Metrics) -> None:
+        if loop.iteration == self.iteration and os.environ.get("ENDING") == "stop":
+            loop.request_stop("the test asked for it")
+
     def on_iteration_logged(self, loop: Trainer, metrics: Mapping[str, float]) -> None:
-        if loop.iteration == self.iteration and "CRASH" in os.environ:
-            if os.environ["CRASH"] == "kill":
+        if loop.iteration != self.iteration:
+            return
+        match os.environ.get("ENDING"):
+            case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError(f"crash at iteration {self.iteration}")
+            case "error":
+                raise RuntimeError(f"error at iteration {self.iteration}")
+            case "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+class SignalAt(gym.Wrapper[Any, Any, Any, Any]):
+    """Sends SIGTERM to its own process in a step, and hangs, if the variable ENDING says so."""
+
+    def __init__(self, env: gym.Env[Any, Any], step: int, hang_seconds: float = 0.0) -> None:
+        super().__init__(env)
+        self.steps_left = step
+        self.hang_seconds = hang_seconds
+
+    def step(self, action: Any) -> Any:
+        self.steps_left -= 1
+        is_run = signal.getsignal(signal.SIGTERM) != signal.SIG_DFL  # and not a trial of the env
+        if is_run and self.steps_left == 0 and os.environ.get("ENDING") == "signal in a rollout":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(self.hang_seconds)
+        return self.env.step(action)
 
 
 class KillAWorkerAt(Callback):

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from conftest import TESTS, door_command, only_run, wait_until
+from conftest import TESTS, door_command, only_run, read_rows, wait_until
+
+from ml_pipeline.assembly import run
 
 FOLDER = TESTS / "fixtures" / "reference"
 
@@ -61,12 +64,14 @@ def overrides(name: str) -> list[str]:
 
 def train(name: str, folder: Path) -> list[dict[str, str]]:
     """Train a reference run in ``folder``; returns the rows of its metrics.csv."""
-    command = door_command(*overrides(name))
-    if name == "cartpole_killed":
-        _train_until_killed(command, folder)
-        command = door_command(f"resume={only_run(folder)}")
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=100)
-    return read_rows(only_run(folder) / "metrics.csv")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        if name == "cartpole_killed":
+            _train_until_killed(door_command(*overrides(name)), folder)
+            run.train([f"resume={only_run(folder)}"])
+        else:
+            run.train(overrides(name))
+    return read_rows(only_run(folder))
 
 
 def _train_until_killed(command: list[str], folder: Path) -> None:
@@ -78,16 +83,6 @@ def _train_until_killed(command: list[str], folder: Path) -> None:
         wait_until(lambda: process.poll() is not None or any(folder.glob(saved)), seconds=100)
         assert process.poll() is None, "the run ended before it could be killed"
         process.kill()
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """A metrics.csv without the columns that measure this machine."""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "workers/", "gpu/"))}
-        for row in rows
-    ]
 
 
 def fingerprint() -> str:

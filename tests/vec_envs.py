@@ -37,8 +37,8 @@ each_way_shared_slow = pytest.mark.parametrize(
 
 
 def starts(*fast: tuple[str, int]) -> pytest.MarkDecorator:
-    """All start methods and numbers of workers; those that are not ``fast`` are slow tests."""
-    every = [(method, n) for method in ("fork", "spawn") for n in (1, 2, 4)]
+    """Start methods with one worker for all envs, for two, and for each; some are slow tests."""
+    every = [("fork", 1), ("spawn", 2), ("fork", 4)]
     ways = [
         pytest.param(
             partial(ParallelEnv, start_method=method, n_workers=n),

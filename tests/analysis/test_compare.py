@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import small
+from conftest import Capture, small
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.analysis.compare import Group, figures, grouped, remarks, runs_table, verdicts
@@ -254,7 +254,7 @@ def run(runs: dict[str, str], here: Path) -> str:
 
 
 def test_tables_show_runs_groups_and_the_supported_claims(
-    run: str, runs: dict[str, str], capsys: pytest.CaptureFixture[str]
+    run: str, runs: dict[str, str], capsys: Capture
 ) -> None:
     assert main(["compare", run, runs["second"], "--report", "report"]) == 0
 
@@ -269,9 +269,7 @@ def test_tables_show_runs_groups_and_the_supported_claims(
 
 
 @pytest.mark.slow
-def test_folder_given_twice_through_a_link_counts_once(
-    run: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_given_twice_through_a_link_counts_once(run: str, capsys: Capture) -> None:
     Path("link").symlink_to(run)
 
     assert main(["compare", run, "link", "--report", "report"]) == 0
@@ -324,7 +322,7 @@ def test_folder_of_a_sweep_or_a_study_stands_for_its_runs(
     runs: dict[str, str],
     here: Path,
     record: Callable[[list[str]], str],
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     paths = local(runs)
     folder = record(paths)
@@ -347,7 +345,7 @@ def test_folder_of_a_sweep_or_a_study_stands_for_its_runs(
 def test_sweep_is_found_from_another_folder_and_a_study_is_refused(
     runs: dict[str, str],
     here: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paths = local(runs)
@@ -378,7 +376,7 @@ def test_bad_input_prints_one_line_and_exits_with_code_1(
     here: Path,
     arguments: list[str],
     words: str,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     Path("taken").touch()
 
@@ -389,9 +387,7 @@ def test_bad_input_prints_one_line_and_exits_with_code_1(
     assert all(line.startswith("left out: ") for line in lines[:-1])
 
 
-def test_other_folders_and_empty_runs_are_left_out_and_named(
-    run: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_folders_and_empty_runs_are_left_out_and_named(run: str, capsys: Capture) -> None:
     Path("half").mkdir()
     shutil.copytree(run, "empty")
     Path("empty/metrics.csv").write_text("env_steps\n")
@@ -407,7 +403,7 @@ def test_other_folders_and_empty_runs_are_left_out_and_named(
 
 
 def test_without_the_packages_for_a_report_the_tables_are_shown(
-    run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)  # as if not installed
 
@@ -420,7 +416,7 @@ def test_without_the_packages_for_a_report_the_tables_are_shown(
 
 @pytest.mark.slow
 def test_wandb_runs_are_downloaded_into_folders_that_compare_reads(
-    run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """A stand-in for W&B's client returns the data that a run has logged."""
     config = yaml.safe_load((Path(run) / "config.yaml").read_text())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import small
+from conftest import Capture, small
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.analysis.listing import find_runs, prune, runs_table
@@ -40,9 +40,7 @@ def runs(trained: Path, here: Path) -> list[RunFolder]:
     return folders
 
 
-def test_runs_are_listed_with_their_status(
-    runs: list[RunFolder], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_listed_with_their_status(runs: list[RunFolder], capsys: Capture) -> None:
     with runs[2].locked():
         assert main(["runs"]) == 0
 
@@ -78,7 +76,7 @@ def test_keys_that_differ_are_columns_as_far_as_they_fit(runs: list[RunFolder]) 
 
 
 def test_unfitting_columns_are_named_on_a_narrow_terminal(
-    runs: list[RunFolder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    runs: list[RunFolder], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     monkeypatch.setenv("COLUMNS", "60")
@@ -98,7 +96,7 @@ def five_hours_behind_utc() -> Iterator[None]:
 
 @pytest.mark.usefixtures("five_hours_behind_utc")
 def test_runs_are_sorted_by_start_and_shown_in_local_time(
-    runs: list[RunFolder], capsys: pytest.CaptureFixture[str]
+    runs: list[RunFolder], capsys: Capture
 ) -> None:
     starts = ["2026-01-02T12:00:00+05:00", "2026-01-02T08:30:00+00:00", "2026-01-02T06:00:00+00:00"]
     for run, start in zip(runs, starts, strict=True):
@@ -125,7 +123,7 @@ def test_recorded_times_have_the_offset_of_this_machine(trained: Path) -> None:
 
 @pytest.mark.parametrize("command", ["evaluate", "play"])
 def test_latest_is_the_run_that_started_last(
-    runs: list[RunFolder], command: str, capsys: pytest.CaptureFixture[str]
+    runs: list[RunFolder], command: str, capsys: Capture
 ) -> None:
     runs[1].update_summary({"started": "2999-01-01T00:00:00+00:00"})
 
@@ -134,18 +132,14 @@ def test_latest_is_the_run_that_started_last(
     assert capsys.readouterr().out.splitlines()[0] == f"latest: {runs[1].path}"
 
 
-def test_folder_called_latest_is_that_folder(
-    runs: list[RunFolder], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_called_latest_is_that_folder(runs: list[RunFolder], capsys: Capture) -> None:
     Path("latest").mkdir()
 
     assert main(["evaluate", "latest"]) == 1
     assert "latest is not a run folder: it has no config.yaml" in capsys.readouterr().err
 
 
-def test_latest_without_runs_is_a_one_line_error(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_latest_without_runs_is_a_one_line_error(here: Path, capsys: Capture) -> None:
     assert main(["export", "latest"]) == 1
 
     error = capsys.readouterr().err
@@ -153,9 +147,7 @@ def test_latest_without_runs_is_a_one_line_error(
     assert error.count("\n") == 1
 
 
-def test_damaged_run_is_listed_too(
-    runs: list[RunFolder], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_run_is_listed_too(runs: list[RunFolder], capsys: Capture) -> None:
     runs[0].summary.write_text("{")
     runs[0].config.write_text("a: [")
 
@@ -164,7 +156,7 @@ def test_damaged_run_is_listed_too(
 
 
 def test_prune_removes_only_the_requested_runs_and_only_with_yes(
-    runs: list[RunFolder], capsys: pytest.CaptureFixture[str]
+    runs: list[RunFolder], capsys: Capture
 ) -> None:
     assert main(["runs", "prune"]) == 1
     assert "--status failed" in capsys.readouterr().err
@@ -187,7 +179,7 @@ def test_prune_keeps_a_run_that_is_being_trained(runs: list[RunFolder]) -> None:
     assert runs[2].path.is_dir()
 
 
-def test_missing_root_is_a_one_line_error(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_root_is_a_one_line_error(here: Path, capsys: Capture) -> None:
     assert main(["runs"]) == 1
 
     error = capsys.readouterr().err

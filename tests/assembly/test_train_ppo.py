@@ -173,10 +173,10 @@ def test_mistake_prints_one_line_and_exits_with_code_1(
 def test_unexpected_error_keeps_its_traceback_without_frames_of_hydra(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CRASH", "raise")
+    monkeypatch.setenv("ENDING", "error")
 
-    with pytest.raises(RuntimeError, match="crash at iteration 1") as caught:
-        command(*small(), "+callbacks.bad={_target_: own_parts.CrashAt, iteration: 1}")
+    with pytest.raises(RuntimeError, match="error at iteration 1") as caught:
+        command(*small(), "+callbacks.bad={_target_: own_parts.EndAt, iteration: 1}")
 
     assert not [frame for frame in caught.traceback if "hydra" in str(frame.path)]
 

@@ -31,6 +31,7 @@ from ml_pipeline.policy.networks import MLP
 OBS = spaces.Box(-1, 1, (3,), np.float32)
 RATES = Rates(learning_rate=1e-2, clip_range=0.2, entropy_coef=0.01)
 
+slow = pytest.mark.slow
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
@@ -64,7 +65,10 @@ def too_large(found: dict[str, float], precision: str = "float32") -> dict[str, 
 
 def on_each_device(cases: list[str], precisions: list[str]) -> list[Any]:
     """Parameters: backend, case and precision."""
-    numpy_cases = [pytest.param("numpy", case, "float32") for case in cases]
+    numpy_cases = [
+        pytest.param("numpy", case, "float32", marks=slow if case == "many rows" else ())
+        for case in cases
+    ]
     return numpy_cases + [
         pytest.param("triton", case, precision, marks=on_gpu)
         for case in cases
@@ -128,14 +132,14 @@ def test_tiles_for_little_shared_memory_compute_the_same(
     "names",
     [
         ["gae 1x1", "gae 9x5", "gae 4x130", "product", "tf32 tiny minibatches", "box"],
-        pytest.param(["infinite tf32", "infinite float32"], marks=pytest.mark.slow),
-        pytest.param(["tiny minibatches"], marks=pytest.mark.slow),
-        pytest.param(["tf32 discrete", "tf32 box"], marks=pytest.mark.slow),
-        pytest.param(["discrete", "relu", "normalised"], marks=pytest.mark.slow),
-        pytest.param(["box, all options", "wide"], marks=pytest.mark.slow),
-        pytest.param([f"broken {field}" for field in NAN_FIELDS], marks=pytest.mark.slow),
-        pytest.param([f"discrete, {option}" for option in OPTIONS], marks=pytest.mark.slow),
-        pytest.param([f"box, {option}" for option in OPTIONS], marks=pytest.mark.slow),
+        pytest.param(["infinite tf32", "infinite float32"], marks=slow),
+        pytest.param(["tiny minibatches"], marks=slow),
+        pytest.param(["tf32 discrete", "tf32 box"], marks=slow),
+        pytest.param(["discrete", "relu", "normalised"], marks=slow),
+        pytest.param(["box, all options", "wide"], marks=slow),
+        pytest.param([f"broken {field}" for field in NAN_FIELDS], marks=slow),
+        pytest.param([f"discrete, {option}" for option in OPTIONS], marks=slow),
+        pytest.param([f"box, {option}" for option in OPTIONS], marks=slow),
     ],
     ids=lambda names: "; ".join(names),
 )

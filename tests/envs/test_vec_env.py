@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import Make
+from conftest import Capture, Make
 from faulty_envs import BulkyEnv, RegularEnv
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -248,7 +248,7 @@ def test_a_vector_env_cannot_be_copied_or_pickled(make: Make) -> None:
     ],
 )
 def test_a_factory_must_return_an_env_with_the_spaces_of_the_others(
-    make: Make, second: Any, words: str, capfd: pytest.CaptureFixture[str]
+    make: Make, second: Any, words: str, capfd: Capture
 ) -> None:
     with pytest.raises(WorkerError, match=words):
         make([CountingEnv, second])

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TESTS, Make
+from conftest import TESTS, Capture, Make
 from faulty_envs import (
     BulkyEnv,
     CodedError,
@@ -365,7 +365,7 @@ def wait_again_and_again(env: ParallelEnv) -> None:
 
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_printed_output_of_envs_does_not_corrupt_results(
-    start: Make, start_method: Any, capfd: pytest.CaptureFixture[str]
+    start: Make, start_method: Any, capfd: Capture
 ) -> None:
     env = start([PrintingEnv] * 4, start_method=start_method)
     assert [env.step(zeros(env))[0][0, 0] for _ in range(5)] == [1.0, 2.0, 0.0, 1.0, 2.0]

@@ -14,7 +14,7 @@ from conftest import TESTS, wait_until, wait_until_gone
 from vec_envs import linux_only
 
 
-def printed_by(program: str, *arguments: str, timeout: float = 110) -> str:
+def printed_by(program: str, *arguments: str) -> str:
     """Run in a new process: objects of other tests hold memory and descriptors in this one."""
     result = subprocess.run(
         [sys.executable, "-c", program, *arguments],
@@ -22,7 +22,7 @@ def printed_by(program: str, *arguments: str, timeout: float = 110) -> str:
         text=True,
         check=True,
         cwd=TESTS,
-        timeout=timeout,
+        timeout=110,
     )
     assert result.stderr == ""
     return result.stdout
@@ -84,10 +84,13 @@ def hold(fault: str, start_method: str) -> tuple[subprocess.Popen[str], list[int
         pytest.param("forkserver", "hang in C", marks=linux_only),
         *(
             pytest.param(start, fault, marks=[pytest.mark.slow, linux_only])
-            for start in ("spawn", "fork", "forkserver")
-            for fault in ("nothing", "hang", "hang in C", "stop")
-            if (start, fault)
-            not in [("spawn", "hang"), ("fork", "stop"), ("forkserver", "hang in C")]
+            for start, fault in [
+                ("spawn", "hang in C"),
+                ("spawn", "stop"),
+                ("fork", "nothing"),
+                ("fork", "hang"),
+                ("forkserver", "nothing"),
+            ]
         ),
     ],
 )
@@ -152,7 +155,7 @@ print([cycle(sys.argv[2] == "lost") for _ in range(int(sys.argv[1]))])
 @linux_only
 @pytest.mark.parametrize(
     ("n_envs", "worker"),
-    [(20, "alive"), (20, "lost"), pytest.param(1000, "alive", marks=pytest.mark.slow)],
+    [(20, "alive"), (20, "lost"), pytest.param(200, "alive", marks=pytest.mark.slow)],
 )
 def test_many_envs_in_a_row_leak_no_descriptor_and_no_child(n_envs: int, worker: str) -> None:
     counts = literal_eval(printed_by(COUNT_DESCRIPTORS, str(n_envs), worker))
@@ -174,13 +177,13 @@ def megabytes():
     own = int(status.partition("VmRSS:")[2].split()[0]) / 1024
     return [own, *(load.rss_mb for load in env.worker_loads())]
 
-env = ParallelEnv([partial(CountingEnv, 50)] * 512, start_method="fork", n_workers=2, seed=1)
-actions = np.zeros(512, dtype=np.int64)
+env = ParallelEnv([partial(CountingEnv, 50)] * 32, start_method="fork", n_workers=2, seed=1)
+actions = np.zeros(32, dtype=np.int64)
 env.reset()
 for _ in range(500):
     env.step(actions)
 before = megabytes()
-for _ in range(10_000_000 // 512):
+for _ in range(20_000):
     env.step(actions)
 after = megabytes()
 env.close()
@@ -190,9 +193,8 @@ print([b - a for a, b in zip(before, after)])
 
 @linux_only
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_memory_does_not_grow_in_ten_million_steps() -> None:
-    grown = literal_eval(printed_by(GROW, timeout=580))
+def test_memory_does_not_grow_in_20_000_steps_of_32_envs() -> None:
+    grown = literal_eval(printed_by(GROW))
 
     assert len(grown) == 3
-    assert max(grown) < 1.0
+    assert max(grown) < 1.0  # less than two bytes per step of an env

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Make, read_rows, small
+from conftest import Capture, Make, read_rows, small
 from faulty_envs import WorkerModules, faulty_factory
 from gymnasium import spaces
 from tiny_envs import CountingEnv, NoisyEnv, SpaceEnv
@@ -105,7 +105,7 @@ def test_a_lost_worker_is_an_error_and_changes_nothing(
 
 @pytest.mark.slow
 def test_training_follows_the_number_of_free_cores(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     loads = chain([0.0, 0.0, 100.0, 100.0], repeat(0.0))
     monkeypatch.setattr("os.getloadavg", lambda: (next(loads), 0.0, 0.0))

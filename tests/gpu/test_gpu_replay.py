@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_rows
+from conftest import Capture, read_rows
 from test_gpu_runs import assert_close, fallbacks
 
 from ml_pipeline.assembly.run import load_agent, train
@@ -40,7 +40,7 @@ KINDS = [
 
 @pytest.mark.parametrize("settings", KINDS, ids=" ".join)
 def test_replay_with_graphs_gives_the_same_numbers_as_without(
-    settings: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+    settings: list[str], here: Path, capsys: Capture
 ) -> None:
     graph = read_rows(train([*SMALL, *settings, "compile=graph"]).run_dir)
     output = capsys.readouterr().out

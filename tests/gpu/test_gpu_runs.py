@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import only_run, read_rows, small_auto
+from conftest import Capture, only_run, read_rows, small_auto
 from stopped_runs import StopAfter, checkpoint_numbers
 from test_device import allows_tf32
 
@@ -131,9 +131,7 @@ def test_training_on_the_gpu_gives_the_numbers_of_the_cpu(here: Path, overrides:
 
 
 @pytest.mark.parametrize("env", ["cartpole", "torch_cartpole"])
-def test_a_run_continues_on_another_device_and_back(
-    env: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_continues_on_another_device_and_back(env: str, here: Path, capsys: Capture) -> None:
     run = train([f"env={env}", *small_auto(device="cuda")]).run_dir
     train([f"resume={run}", "total_steps=128", "device=cpu"])
     result = train([f"resume={run}", "total_steps=192", "device=cuda"])
@@ -144,7 +142,7 @@ def test_a_run_continues_on_another_device_and_back(
 
 @pytest.mark.parametrize("overrides", GRAPH_KINDS, ids=" ".join)
 def test_a_run_with_graphs_gives_the_same_numbers_as_without(
-    overrides: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], here: Path, capsys: Capture
 ) -> None:
     graph = rows_of(overrides, "compile=graph")
     output = capsys.readouterr().out
@@ -156,9 +154,7 @@ def test_a_run_with_graphs_gives_the_same_numbers_as_without(
     assert_close(graph, plain)
 
 
-def test_an_lstm_cannot_be_captured_and_gives_the_same_numbers(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_lstm_cannot_be_captured_and_gives_the_same_numbers(here: Path, capsys: Capture) -> None:
     overrides = ["env=cartpole", "network=lstm"]
 
     graph = rows_of(overrides, "compile=graph")
@@ -200,7 +196,7 @@ def test_tensor_envs_give_the_numbers_of_the_cpu(
     ids=" ".join,
 )
 def test_a_run_with_graphs_resumes_bit_for_bit(
-    overrides: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], here: Path, capsys: Capture
 ) -> None:
     size = {"n_envs": 32, "agent__n_steps": 16, "total_steps": 5 * 512, "device": "cuda"}
     settings = [*overrides, *small_auto(**size), "compile=graph", "~callbacks.evaluation"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import read_rows
+from conftest import Capture, read_rows
 from test_gpu_runs import assert_close, fallbacks
 
 from ml_pipeline.assembly.run import train
@@ -33,7 +33,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_self_play_with_graphs_gives_the_same_numbers_as_without(
-    kind: str, here: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, here: Path, capsys: Capture
 ) -> None:
     graph = read_rows(train([*GAMES, *KINDS[kind], "compile=graph"]).run_dir)
     output = capsys.readouterr().out

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, Capture
 
 from ml_pipeline.locks import FileLock
 from ml_pipeline.runs.run_folder import RunFolder
@@ -74,7 +74,7 @@ def test_kill_releases_the_lock(path: Path) -> None:
 
 
 def test_run_folder_on_a_file_system_without_locks_can_be_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

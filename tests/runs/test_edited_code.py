@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
+import socket
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import REPOSITORY, call, only_run
-from reference_runs import read_rows
+from conftest import REPOSITORY, only_run, read_rows
+from warm_python import WarmPython
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("edited_code")]  # share a warm process
 
 _COMMON = [
     *("device=cpu", "logger=none", "~callbacks.evaluation", "seed=3", "n_envs=4"),
@@ -89,16 +89,21 @@ EDITS = {
 }
 
 
-def first_row(package: Path, mode: str, folder: Path) -> tuple[dict[str, str], str]:
+def first_row(
+    python: WarmPython, package: Path, mode: str, folder: Path
+) -> tuple[dict[str, str], str]:
     """The metrics of the first iteration of a run with the code of ``package``, and its output."""
-    command = [sys.executable]
+    environments: list[dict[str, str]] = [{}]
     if mode == "two ranks":
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = call(
-        *command, package / "train_ppo.py", *MODES[mode], cwd=folder, PYTHONPATH=str(package)
-    )
-    assert done.returncode == 0, done.stderr
-    return read_rows(only_run(folder) / "metrics.csv")[0], done.stdout + done.stderr
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        ranks["MASTER_PORT"] = str(port)
+        environments = [{**ranks, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    command = [package / "train_ppo.py", *MODES[mode]]
+    codes, output = python.run(*command, cwd=folder, environments=environments)
+    assert not any(codes), output
+    return read_rows(only_run(folder))[0], output
 
 
 def copied(folder: Path) -> Path:
@@ -109,19 +114,23 @@ def copied(folder: Path) -> Path:
 
 
 @cache
-def unedited(mode: str, folder: Path) -> tuple[dict[str, str], str]:
+def unedited(python: WarmPython, mode: str, folder: Path) -> tuple[dict[str, str], str]:
     package = copied(folder / "unedited code" / mode)
     (folder / mode).mkdir()
-    return first_row(package, mode, folder / mode)
+    return first_row(python, package, mode, folder / mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", EDITS)
 def test_edit_changes_the_first_update_and_the_run_says_what_stepped_aside(
-    name: str, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    name: str,
+    mode: str,
+    python: WarmPython,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     edit = EDITS[name]
-    expected, plain_output = unedited(mode, tmp_path_factory.getbasetemp())
+    expected, plain_output = unedited(python, mode, tmp_path_factory.getbasetemp())
     package = copied(tmp_path / "code")
     file = package / "ml_pipeline" / edit.file
     text = file.read_text()
@@ -130,7 +139,7 @@ def test_edit_changes_the_first_update_and_the_run_says_what_stepped_aside(
     here = tmp_path / "runs here"
     here.mkdir()
 
-    row, output = first_row(package, mode, here)
+    row, output = first_row(python, package, mode, here)
 
     changed = [key for key in row if row[key] != expected[key]]
     assert "loss/grad_norm" in changed or "policy/approx_kl" in changed

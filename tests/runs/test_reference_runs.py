@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 
 import pytest
-from reference_runs import FOLDER, RUNS, machine, read_rows, train
+from conftest import read_rows
+from reference_runs import FOLDER, RUNS, machine, train
 
 RECORDED_ON = json.loads((FOLDER / "machine.json").read_text())
 

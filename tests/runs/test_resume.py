@@ -1,30 +1,20 @@
-"""Resume: a stopped or killed run continues bit for bit, and untrusted files are never executed."""
+"""Resume: what a run saves, when it starts new episodes, and that no untrusted file is executed."""
 
 from __future__ import annotations
 
-import os
 import pickle
-import random
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 from conftest import (
-    TESTS,
     Capture,
-    Door,
-    Start,
     Trap,
-    await_line,
     contents,
     only_run,
-    read_rows,
     small,
-    wait_until,
 )
-from stopped_runs import checkpoint_numbers
+from stopped_runs import stopped_run
 
 from ml_pipeline.assembly.run import load_agent, train
 from ml_pipeline.envs.workers.errors import WorkerError
@@ -45,111 +35,16 @@ RUN = small(
     callbacks__checkpoints__every_steps=320,
     callbacks__evaluation__eval_every_steps=200,
 )
-SLOW_ENV = ["env.target=tiny_envs.SlowEnv", "vec_env=serial", "~callbacks.evaluation"]
-
-# The overrides of each case, and how its run ends. A SIGKILL needs a process of its own.
-CASES: dict[str, tuple[list[str], str]] = {
-    "everything that is annealed, normalised or scaled": (
-        [
-            "agent.normalize_obs=true",
-            "agent.scale_reward=true",
-            "agent.learning_rate_schedule=adaptive",
-            "agent.clip_range_schedule=linear",
-            "agent.entropy_coef=0.01",
-            "agent.entropy_coef_schedule=cosine",
-            "vec_env=serial",
-            "+env.wrappers.learns._target_=gymnasium.wrappers.NormalizeObservation",
-        ],
-        "kill",
-    ),
-    "workers, a recurrent policy, gSDE": (
-        [
-            "env=pendulum",
-            "+env.kwargs.max_episode_steps=20",
-            "network=lstm",
-            "agent.box_policy=gsde",
-            "vec_env=parallel",
-            "vec_env.start_method=fork",
-        ],
-        "raise",
-    ),
-    "an env with its own state methods and masks": (
-        ["env.target=tiny_envs.ForbiddingEnv", "collector=double", "vec_env=serial"],
-        "raise",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "ending"),
-    [
-        pytest.param(*case, id=name, marks=[pytest.mark.slow] * ("workers" in name))
-        for name, case in CASES.items()
-    ],
-)
-def test_run_that_crashes_and_resumes_equals_an_uninterrupted_run(
-    overrides: list[str], ending: str, door: Door, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Six iterations; a checkpoint after every third, an evaluation after the fourth and the last.
-    length = ["total_steps=384", "callbacks.checkpoints.every_steps=192"]
-    crash = ["+callbacks.crash._target_=own_parts.CrashAt", "+callbacks.crash.iteration=5"]
-    settings = [*RUN, *length, *crash, "+callbacks.dice._target_=own_parts.Dice", *overrides]
-
-    if ending == "kill":
-        crashed = door(*settings, PYTHONPATH=str(TESTS), CRASH="kill")
-        assert crashed.returncode == -signal.SIGKILL
-    else:
-        monkeypatch.setenv("CRASH", "raise")
-        with pytest.raises(RuntimeError, match="crash at iteration 5"):
-            train(settings)
-        monkeypatch.delenv("CRASH")
-    run_dir = only_run(here)
-    resumed = train([f"resume={run_dir}"])
-    complete = train(settings)
-
-    assert resumed.run_dir == run_dir
-    assert read_rows(run_dir) == read_rows(complete.run_dir)
-    assert len(read_rows(run_dir)) == 6
-    ours, theirs = (checkpoint_numbers(each.run_dir) for each in (resumed, complete))
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if ours[name] != theirs[name]] == []
 
 
 @pytest.mark.slow
-def test_stop_signal_waits_for_the_iteration_so_that_the_resume_is_exact(
-    started: Start, here: Path, capsys: Capture
-) -> None:
-    settings = [*RUN, *SLOW_ENV, "+env.kwargs.seconds=0.005"]
-    process = started(*settings)
-    wait_until(lambda: len(list(here.glob("runs/*/*/metrics.csv"))) == 1, 60)
-    run_dir = only_run(here)
-    wait_until(lambda: len(read_rows(run_dir)) >= 2, 60)
+def test_stop_during_a_long_rollout_keeps_the_checkpoint_of_the_last_iteration(here: Path) -> None:
+    hang = "{_target_: own_parts.SignalAt, step: 20, hang_seconds: 60}"  # in the second rollout
+    settings = [*RUN, "callbacks.checkpoints.every_steps=1", "~callbacks.evaluation"]
 
-    process.send_signal(signal.SIGTERM)
-    code = process.wait(30)
-    n_rows = len(read_rows(run_dir))
-    train([f"resume={run_dir}"])
-    complete = train(settings)
+    path = stopped_run([*settings, f"+env.wrappers.hang={hang}"], "signal in a rollout")
 
-    assert code == 143
-    assert 2 <= n_rows < 10
-    assert "in the middle of its episodes" in capsys.readouterr().out
-    assert read_rows(run_dir) == read_rows(complete.run_dir)
-
-
-@pytest.mark.slow
-def test_stop_during_a_long_rollout_keeps_the_checkpoint_of_the_last_iteration(
-    started: Start, here: Path
-) -> None:
-    settings = [*RUN, *SLOW_ENV, "+env.kwargs.seconds=0.1", "n_envs=2", "agent.n_steps=40"]
-    process = started(*settings, "callbacks.checkpoints.every_steps=1", "total_steps=800")
-    wait_until(lambda: len(list(here.glob("runs/*/*/checkpoints/latest.pt"))) == 1, 60)
-    run = RunFolder.open(only_run(here))
-    time.sleep(0.5)  # into the second rollout, which takes 8 seconds
-
-    process.send_signal(signal.SIGTERM)
-
-    assert process.wait(60) == 143
+    run = RunFolder.open(path)
     state = load_checkpoint(run, LATEST)
     assert state["iteration"] == 1
     assert load_snapshots(run, state["env_snapshots"], trust=False)
@@ -322,39 +217,3 @@ def test_run_that_cannot_store_the_key_trains_and_warns_that_a_resume_starts_new
     assert "could not save the envs; a resume will start new episodes: no key to seal" in (
         capsys.readouterr().out
     )
-
-
-N_KILLS = int(os.environ.get("KILLS", "12"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120 + 20 * N_KILLS)
-def test_kills_at_random_moments_lose_at_most_one_interval_and_change_no_number(
-    started: Start, here: Path
-) -> None:
-    total = 128 * 40 * N_KILLS  # more than the killed processes can train
-    settings = [*RUN, f"total_steps={total}", "callbacks.checkpoints.every_steps=128"]
-    settings += ["~callbacks.evaluation", "vec_env=serial"]
-    chance = random.Random(2)
-    arguments, lost, env_steps = settings, [], 0
-    for _ in range(N_KILLS):
-        process = started(*arguments)
-        await_line(process, "run folder:")
-        time.sleep(0.3 * chance.random())
-        process.kill()
-        process.communicate()
-        run_dir = next(here.glob("runs/*/*/config.yaml")).parent
-        run = RunFolder.open(run_dir)
-        if (run.checkpoints / "latest.pt").exists():
-            env_steps = load_checkpoint(run, LATEST)["env_steps"]
-            lost.append(int(read_rows(run_dir)[-1]["env_steps"]) - env_steps)
-            arguments = [f"resume={run_dir}"]
-        else:
-            shutil.rmtree(run_dir)  # killed before its first checkpoint
-    assert len(lost) > N_KILLS // 2
-    assert max(lost) <= 128 + 64  # an interval, and the iteration that was not saved yet
-    assert 0 < env_steps < total
-    resumed = train(arguments)
-    complete = train(settings)
-    assert read_rows(resumed.run_dir) == read_rows(complete.run_dir)
-    assert not list(resumed.run_dir.rglob(".*.tmp"))

@@ -74,6 +74,7 @@ def test_agents_with_replay_start_from_old_networks(
     settings = [f"agent={agent}", f"env={env}", "n_envs=2", "device=cpu", "logger=none"]
     settings += ["agent.learning_starts=16", "agent.batch_size=8", "agent.normalize_obs=true"]
     settings += ["agent.iteration_length=16", "~callbacks.evaluation", "total_steps=64"]
+    settings += ["network.hidden_sizes=[16]", "vec_env=serial"]
     source = train(settings).run_dir
     peek = Peek()
 

@@ -628,8 +628,8 @@ def test_interrupted_last_evaluation_is_repeated(finished_run: Path) -> None:
 def test_trial_whose_worker_dies_five_times_fails(
     here: Path, space: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CRASH", "kill")
-    crash = "+callbacks.crash={_target_: own_parts.CrashAt, iteration: 1}"
+    monkeypatch.setenv("ENDING", "kill")
+    crash = "+callbacks.crash={_target_: own_parts.EndAt, iteration: 1}"
 
     process = begin(here, "start", "bad", *small(), space, "n_trials=1", crash)
     output, _ = process.communicate(timeout=280)

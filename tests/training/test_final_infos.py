@@ -35,18 +35,6 @@ def test_final_numbers_are_logged_in_every_mode(here: Path, mode: str) -> None:
     assert infos_of(rows[2]) == {"is_success": 0.5, "n_goals": 8.5, "speed": 0.5}
 
 
-@pytest.mark.slow
-def test_infos_are_the_same_after_a_resume(here: Path) -> None:
-    settings = [*SCORING, "vec_env=serial"]
-    whole = train(settings).run_dir
-    parts = train([*settings, "total_steps=64"]).run_dir
-
-    train([f"resume={parts}", "total_steps=96"])
-
-    expected = [infos_of(row) for row in read_rows(whole)]
-    assert [infos_of(row) for row in read_rows(parts)] == expected
-
-
 def test_only_finite_numbers_and_bools_count() -> None:
     info: dict[Any, Any] = {
         "won": True,

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import Capture
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.assembly.run import train
@@ -16,7 +17,7 @@ from ml_pipeline.runs.loggers import read_metrics
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_default_run_solves_cartpole_within_100k_steps(
-    here: Path, seed: int, capsys: pytest.CaptureFixture[str]
+    here: Path, seed: int, capsys: Capture
 ) -> None:
     result = train([f"seed={seed}"])
     capsys.readouterr()
@@ -33,15 +34,12 @@ def test_the_default_run_solves_cartpole_within_100k_steps(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_tensor_cartpole_is_learned_on_the_cpu(here: Path, seed: int) -> None:
+def test_tensor_cartpole_is_learned_on_the_cpu(here: Path) -> None:
     settings = ["n_envs=64", "agent.n_steps=32", "agent.n_epochs=4", "agent.n_minibatches=4"]
     settings += ["agent.scale_reward=true"]
     rarely = ["callbacks.evaluation.eval_every_steps=100_000", "logger=none", "device=cpu"]
 
-    result = train(
-        ["env=torch_cartpole", "total_steps=300_000", f"seed={seed}", *settings, *rarely]
-    )
+    result = train(["env=torch_cartpole", "total_steps=300_000", "seed=1", *settings, *rarely])
 
     assert result.env_steps <= 300_000
     assert result.mean_reward >= 400.0

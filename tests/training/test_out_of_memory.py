@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import only_run, small
+from conftest import Capture, only_run, small
 from gymnasium import spaces
 from small_agents import agent_for
 
@@ -138,7 +138,7 @@ def test_bytes_are_shown_in_a_fitting_unit(n_bytes: float, shown: str) -> None:
 
 
 def test_a_rollout_that_is_too_large_is_explained_and_the_last_checkpoint_is_kept(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: Capture
 ) -> None:
     run = train(small()).run_dir
     kept = (run / "checkpoints" / "latest.pt").read_bytes()

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pickle
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import read_rows, small
 from gymnasium.utils.env_checker import check_env
 
 from ml_pipeline.assembly.compose import checked_config, compose_config
 from ml_pipeline.assembly.players import load_player, open_arena
-from ml_pipeline.assembly.run import train
 from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
 from ml_pipeline.worlds.hockey.real_hockey import RealHockey, _Game, _Start
@@ -278,14 +275,3 @@ def test_a_window_shows_the_game_without_sound(monkeypatch: pytest.MonkeyPatch) 
     assert pygame.mixer.get_init() is None
     env.close()
     assert not pygame.display.get_init()
-
-
-def test_a_run_resumes_in_mid_episode_and_equals_an_uninterrupted_one(here: Path) -> None:
-    constant = "agent.learning_rate_schedule=constant"
-    settings = [*small(), "env=real_hockey", "~callbacks.evaluation", constant]
-    whole = train([*settings, "total_steps=128"])
-
-    first = train([*settings, "total_steps=64"])
-    resumed = train([f"resume={first.run_dir}", "total_steps=128"])
-
-    assert read_rows(resumed.run_dir) == read_rows(whole.run_dir)

@@ -1,55 +1,13 @@
-"""Runs in the trading envs: their metrics, their evaluation, and that they resume bit for bit."""
+"""Runs in the trading envs: their metrics and their evaluation."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from conftest import only_run, read_rows, small
-from stopped_runs import checkpoint_numbers
+from conftest import read_rows, small
 
 from ml_pipeline.assembly.run import train
-
-SINGLE, TENSOR = "env.target=trading_envs.SmallTrading", "env.target=trading_envs.SmallTorchTrading"
-SETTINGS = "+env.kwargs={episode_bars: 12, window: 2, account: {leverage: 3.0, max_drawdown: 0.05}"
-HELD_OUT = "+eval_env.kwargs={random_start: false, symbol: each}"
-PPO = [
-    *small(n_envs=4, total_steps=384, callbacks__checkpoints__every_steps=192),
-    f"{SETTINGS}}}",
-    HELD_OUT,
-]
-SAC = [
-    *("agent=sac", "n_envs=4", "device=cpu", "logger=none", "network.hidden_sizes=[8]"),
-    *("agent.learning_starts=32", "agent.batch_size=8", "agent.iteration_length=16"),
-    *("agent.buffer_size=200", "total_steps=384", "callbacks.checkpoints.every_steps=192"),
-    *(f"{SETTINGS}, positions: null, portfolio: true}}", "~callbacks.evaluation"),
-]
-CASES = {
-    "PPO in one process": [*PPO, SINGLE],
-    "PPO with tensors": [*PPO, "vec_env=auto", TENSOR],
-    "SAC with a portfolio": [*SAC, "vec_env=serial", SINGLE],
-    "SAC with tensors": [*SAC, TENSOR],
-}
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-@pytest.mark.slow
-def test_a_run_that_crashes_within_its_episodes_resumes_bit_for_bit(
-    case: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crash = ["+callbacks.crash._target_=own_parts.CrashAt", "+callbacks.crash.iteration=5"]
-    monkeypatch.setenv("CRASH", "raise")
-    with pytest.raises(RuntimeError, match="crash at iteration 5"):
-        train([*case, *crash])
-    monkeypatch.delenv("CRASH")
-    run = only_run(here)
-    train([f"resume={run}"])
-    whole = train([*case, *crash]).run_dir
-
-    assert read_rows(run) == read_rows(whole)
-    ours, theirs = checkpoint_numbers(run), checkpoint_numbers(whole)
-    names = [name for name in theirs if "['segments']" not in name]  # files have random names
-    assert [name for name in names if ours.get(name) != theirs[name]] == []
 
 
 @pytest.mark.parametrize("env", ["trading", "torch_trading"])
@@ -71,7 +29,15 @@ def test_an_evaluation_before_the_first_episode_has_ended_plays_its_whole_period
 def test_a_run_logs_the_outcome_of_its_episodes_and_of_the_whole_evaluated_period(
     here: Path,
 ) -> None:
-    run = train([*CASES["PPO in one process"], "+eval_env.kwargs.account={}"]).run_dir
+    account = "account: {leverage: 3.0, max_drawdown: 0.05}"
+    settings = [
+        *small(n_envs=4, total_steps=384),
+        "env.target=trading_envs.SmallTrading",
+        f"+env.kwargs={{episode_bars: 12, window: 2, {account}}}",
+        "+eval_env.kwargs={random_start: false, symbol: each, account: {}}",
+    ]
+
+    run = train(settings).run_dir
 
     rows = read_rows(run)
     names = ["equity", "total_return", "max_drawdown", "trades", "turnover", "costs", "financing"]
