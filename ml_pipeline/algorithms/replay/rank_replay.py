@@ -50,8 +50,8 @@ def _check_n_envs(n_saved: int | None, world: World, n_own: int) -> None:
     n_fitting, rest = divmod(n_saved, world.all_envs(1))
     fix = f"a number of ranks that divides {n_saved}" if rest else f"n_envs={n_fitting}"
     raise UserError(
-        f"n_envs={n_own}: this run has {n_envs} envs on {world.name}, but its replay has {n_saved}; "
-        f"use {fix}"
+        f"n_envs={n_own}: this run has {n_envs} envs on {world.name}, but its replay has "
+        f"{n_saved}; use {fix}"
     )
 
 
