@@ -64,11 +64,17 @@ def serve(
     port: int,
     max_batch: int,
     allow_hosts: Collection[str] = (),
+    limits: Limits = Limits(),  # noqa: B008 - it cannot be changed
 ) -> None:
     """Answer until a stop signal, which is raised as ``Interrupted``."""
     with StopSignals():  # until uvicorn handles the signals, and after
         server = PolicyServer(
-            policy, host=host, port=port, max_batch=max_batch, allow_hosts=allow_hosts
+            policy,
+            host=host,
+            port=port,
+            max_batch=max_batch,
+            allow_hosts=allow_hosts,
+            limits=limits,
         )
         print(f"serving {policy.env_name} on {server.url} (stop with Ctrl-C)", flush=True)
         try:

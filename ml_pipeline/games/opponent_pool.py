@@ -178,6 +178,10 @@ class OpponentPool:
         self._seats = seats
         self._fill(seats, [self.selves[0]] * N_SEATS)
 
+    def begin_counting(self) -> None:
+        """All games in the seats have started anew, so none of them is counted yet."""
+        self._counted = torch.zeros_like(self._counted)
+
     def between_iterations(self) -> None:
         """Count the games in the seats, and let another past self take one; waits for the device.
 

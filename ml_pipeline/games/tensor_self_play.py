@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,12 @@ class TensorSelfPlay(TorchVectorEnv):
         }
         opponents.use_seats(self)
         super().__init__(env.num_envs, device=env.device, seed=int(env.seeds[0]))
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        self.opponents.begin_counting()
+        return super().reset(seed=seed, options=options)
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
         *others, draw = draws

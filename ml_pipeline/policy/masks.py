@@ -70,7 +70,7 @@ class ActionMasks:
             final: Mask = leaves[self.leaf] != 0
             return final
         given = infos.get("final_info", {}).get(_KEY) if self.in_infos else None
-        return None if given is None else np.asarray(given[env], dtype=bool)
+        return None if given is None else _flat(given[env])
 
     def of_infos(self, infos: Mapping[str, Any]) -> Mask | None:
         """The masks in a vector env's infos, or None if they are not read from there."""
@@ -103,9 +103,18 @@ def masks_in(infos: Mapping[str, Any]) -> Mask | None:
         raise MaskError(f"env {missing[0]} returned no action_mask in its info in this step")
     given = infos[_KEY]
     if not isinstance(given, np.ndarray) or given.dtype == object:
-        # One array per choice of a MultiDiscrete space, as Gymnasium's sample() takes them.
-        given = np.stack([np.concatenate([np.ravel(part) for part in row]) for row in given])
+        return np.stack([_flat(row) for row in given])
     return np.asarray(given, dtype=bool)
+
+
+def _flat(mask: Any) -> Mask:
+    """The mask of one env: an array, or one per choice of a MultiDiscrete space.
+
+    Gymnasium's ``sample`` takes the second form.
+    """
+    if isinstance(mask, np.ndarray) and mask.dtype != object:
+        return np.asarray(mask, dtype=bool)
+    return np.concatenate([np.ravel(part) for part in mask]).astype(bool)
 
 
 def checked_mask(mask: Mask, distribution: Distribution) -> Mask:

@@ -120,7 +120,10 @@ class DeviceEnvs:
         # Copy on the CPU too: the next step overwrites it.
         return {"envs": self.env.state_dict(), "obs": self._obs.to("cpu", copy=True)}
 
-    def resume_at(self, state: StateDict, snapshots: Sequence[bytes], agent: Observer) -> None:
+    def restore(self, snapshots: Sequence[bytes]) -> None:
+        """Nothing: the envs are part of ``state_dict``."""
+
+    def resume_at(self, state: StateDict, agent: Observer) -> None:
         self.env.load_state_dict(state["envs"])
         self._hold(state["obs"].to(self.env.device))
 

@@ -119,8 +119,11 @@ class EnvBatch(Protocol):
 
     def state_dict(self) -> StateDict: ...
 
-    def resume_at(self, state: StateDict, snapshots: Sequence[bytes], agent: Observer) -> None:
-        """Continue at the step of ``state_dict``, within the episodes of ``snapshots``."""
+    def restore(self, snapshots: Sequence[bytes]) -> None:
+        """Let the envs continue within the episodes of ``snapshots``."""
+
+    def resume_at(self, state: StateDict, agent: Observer) -> None:
+        """Continue at the step of ``state_dict``; call ``restore`` first."""
 
 
 def saved_positions(batches: Sequence[EnvBatch]) -> list[StateDict] | StateDict | None:
@@ -138,7 +141,7 @@ def restore_positions(
     if not isinstance(positions, list if batches[0].on_host else dict):
         raise ValueError("the checkpoint holds no env positions, or those of another kind of env")
     if isinstance(positions, dict):
-        batches[0].resume_at(positions, (), agent)
+        batches[0].resume_at(positions, agent)
         return
     if len(positions) != len(batches):
         raise ValueError("the collector setting has changed")
@@ -147,7 +150,9 @@ def restore_positions(
             raise ValueError("agent.action_mask has changed")
         if (position["state"] is not None) != bool(agent.memory_size):
             raise ValueError("the network has changed")
-    rest = list(snapshots)
+    # All envs first: if one cannot be restored, every batch starts new episodes.
+    for batch in batches:
+        first = batch.place.start
+        batch.restore(snapshots[first : first + batch.env.num_envs])
     for batch, position in zip(batches, positions, strict=True):
-        batch.resume_at(position, rest[: batch.env.num_envs], agent)
-        del rest[: batch.env.num_envs]
+        batch.resume_at(position, agent)

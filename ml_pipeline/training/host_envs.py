@@ -60,7 +60,9 @@ class HostEnvs:
         self.episode_start = np.ones(env.num_envs, dtype=bool)
         self._seed = seed
         self._check = check
+        self._infos_have_episodes = infos_have_episodes
         self._stats = EpisodeStats(env.num_envs, from_infos=infos_have_episodes)
+        self._is_waiting = False  # for the envs; an interrupt then loses their step
         self._action: NDArray[Any] | None = None  # sent, and not yet answered
         self._in_background = in_background
         self._programs = programs
@@ -127,7 +129,7 @@ class HostEnvs:
     def receive(self, agent: Observer, t: int, row: Row | None = None) -> EnvStep:
         first = self.place.start
         try:
-            reward, terminated, truncated, infos = self._answer(agent)
+            reward, terminated, truncated, infos, episodes = self._answer(agent)
         except ObservationError as error:
             env, when = first + error.index, self._check.when(t + 1)
             raise BadValueError(f"env {env}, at {when}: {error}") from error
@@ -142,7 +144,6 @@ class HostEnvs:
         if np.count_nonzero(truncated):  # far faster than any()
             cut = np.flatnonzero(truncated & ~terminated).tolist()
             finals = [self._final(agent, infos, env, t) for env in cut]
-        episodes = self._stats.step(reward, self.episode_start, infos)
         return EnvStep(
             self.leaves,
             self.mask,
@@ -153,14 +154,17 @@ class HostEnvs:
             episodes=episodes,
         )
 
-    def _answer(self, agent: Observer) -> tuple[Any, Any, Any, dict[str, Any]]:
-        """Wait for the envs and read their new observations."""
+    def _answer(self, agent: Observer) -> tuple[Any, Any, Any, dict[str, Any], list[Episode]]:
+        """Wait for the envs, read their new observations and count their episodes."""
+        self._is_waiting = True
         result = self.env.step_wait() if self._in_background else self.env.step(self._action)
+        self._is_waiting = False
         obs, reward, terminated, truncated, infos = result
         self._action = None
         self.episode_start = terminated | truncated
         self._observe(agent, obs, infos)
-        return reward, terminated, truncated, infos
+        episodes = self._stats.step(reward, self.episode_start, infos)
+        return reward, terminated, truncated, infos, episodes
 
     def _observe(self, agent: Observer, obs: Any, infos: Mapping[str, Any]) -> None:
         self.leaves = agent.reader.read(obs)
@@ -180,7 +184,12 @@ class HostEnvs:
         """Nothing: every step has left the envs at its end."""
 
     def abandon(self) -> None:
-        """Nothing: ``begin`` discards a step that was not received."""
+        """``begin`` discards a step that was not received, or resets envs that have lost theirs."""
+        if self._is_waiting:
+            self._is_waiting = False
+            self._action = None
+            self.leaves = {}
+            self._stats = EpisodeStats(self.env.num_envs, from_infos=self._infos_have_episodes)
 
     def inputs(self, agent: Observer) -> PolicyInput:
         """Arrays if the agent takes them, else tensors on its device."""
@@ -236,8 +245,10 @@ class HostEnvs:
             "stats": self._stats.state_dict(),
         }
 
-    def resume_at(self, state: StateDict, snapshots: Sequence[bytes], agent: Observer) -> None:
+    def restore(self, snapshots: Sequence[bytes]) -> None:
         self.env.restore(snapshots)
+
+    def resume_at(self, state: StateDict, agent: Observer) -> None:
         mask, memory = state["mask"], state["state"]
         self.leaves = {name: leaf.numpy() for name, leaf in state["leaves"].items()}
         self.mask = None if mask is None else mask.numpy()

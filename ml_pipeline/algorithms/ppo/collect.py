@@ -96,7 +96,7 @@ class Collector:
         self._generator = torch.Generator().manual_seed(noise_seed)
         self._state_before: Tensor | None = None  # the generator's, during a rollout
         self._episodes: list[Episode] = []
-        self._buffer: RolloutBuffer | None = None
+        self._played: tuple[RolloutBuffer, Actor] | None = None
         self._play: Callable[[], None] = lambda: None
 
     @property
@@ -121,7 +121,7 @@ class Collector:
     def collect(self, agent: Actor, buffer: RolloutBuffer) -> RolloutStats:
         """Fill ``buffer``; a device may still be working when this returns."""
         self._watch.start()
-        if buffer is not self._buffer:
+        if (buffer, agent) != self._played:
             self._take(buffer, agent)
         for batch in self._batches:
             batch.begin(agent)
@@ -151,7 +151,7 @@ class Collector:
 
     def _take(self, buffer: RolloutBuffer, agent: Actor) -> None:
         """Build the program that fills this buffer."""
-        self._buffer = buffer
+        self._played = buffer, agent
         self._play = partial(self._rollout, agent, buffer)
         sizes = agent, buffer.n_steps, self.n_envs, self._world
         if self.on_host:

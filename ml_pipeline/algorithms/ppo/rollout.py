@@ -249,7 +249,7 @@ class RolloutBuffer:
     def quality(self) -> RolloutQuality:
         """That of the rollouts of all ranks; waits for the device."""
         if self.on_host:
-            # Every step was checked, so the values are finite.
+            # Every step was checked, unless steps that are not finite are allowed.
             explained = float(np.float32(explained_variance(self.value, self.value_target)))
             own = RolloutQuality(explained, is_finite=True)
         else:

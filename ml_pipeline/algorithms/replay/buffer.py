@@ -99,7 +99,7 @@ class ReplayBuffer:
             has_all_slots=on_device,
         )
         self.tree = SumTree(world.all_envs(n), device) if priority_exponent > 0 else None
-        # Files that hold the transitions: written by runs.replay_files, named in the checkpoint.
+        # Files that hold the transitions: written by ``files``, named in the checkpoint.
         self.segments: list[dict[str, Any]] = []
         self.n_saved = 0  # rows that are in these files
         self._top = zeros() + 1.0  # the largest priority so far, which new transitions get
@@ -246,9 +246,10 @@ class ReplayBuffer:
         self.finals.leaves[""].index_copy_(0, here, final_obs)
         rows.insert({**row, "obs ": step.obs[""]})
         if self.tree is not None:
-            self.tree.set(here, self._top.expand(self.n_envs))
-            leaving = rows.place(before=1 + self.capacity_rows)
-            self.tree.set(leaving, torch.zeros(self.n_envs, device=self.device))
+            n_envs = self.n_all_envs  # every rank has the priorities of all
+            self.tree.set(rows.places_of_all(before=1), self._top.expand(n_envs))
+            leaving = rows.places_of_all(before=1 + self.capacity_rows)
+            self.tree.set(leaving, torch.zeros(n_envs, device=self.device))
 
     def count_row(self) -> None:
         """Count the row that envs on the device have written."""
@@ -345,7 +346,7 @@ class ReplayBuffer:
         return seen if self.mask is None else {**seen, "mask": self.mask}
 
     def state_dict(self) -> StateDict:
-        """The counters and priorities; ``runs.replay_files`` saves the transitions."""
+        """The counters and priorities; ``files`` saves the transitions."""
         return {
             "n_envs": self.n_all_envs,
             "n_written": self.n_written,

@@ -65,6 +65,7 @@ class ReplaySteps:
         self._noise: ArrayOrTensor = None  # of a step
         self._action: ArrayOrTensor = None
         self._episodes: list[Episode] = []
+        self._is_under_way = False  # between ``begin`` and ``end`` of an iteration
         self._step: dict[Choose, Callable[[], None]] = {
             choose: programs.captured(partial(self._act_and_store, choose), "a step with replay")
             for choose in (self._explore, self._explore_at_random)
@@ -79,9 +80,11 @@ class ReplaySteps:
         self._rates = rates
         takes_arrays = self._agent.takes_arrays and self._batch.on_host
         self._noises = noise.numpy() if takes_arrays else noise
-        if self._batch.begin(self._agent):
+        has_reset = self._batch.begin(self._agent)
+        if has_reset or self._is_under_way:  # after an interrupt the envs may be a step ahead
             self._replay.end_episodes()
             self._replay.begin(*self._batch.seen())
+        self._is_under_way = True
 
     def send(self, t: int, *, is_random: bool) -> None:
         """Choose the actions of step ``t`` of the iteration; the envs step until ``receive``."""
@@ -130,6 +133,7 @@ class ReplaySteps:
 
     def end(self, n_steps: int) -> list[Episode]:
         """After the steps of an iteration; returns the episodes that ended."""
+        self._is_under_way = False
         self._check.n_steps += n_steps
         episodes, self._episodes = self._episodes, []
         return episodes + self._batch.ended_episodes()
@@ -141,6 +145,7 @@ class ReplaySteps:
     def resume_at(self, position: Any, snapshots: Sequence[bytes]) -> None:
         """Let the envs continue within the saved episodes."""
         restore_positions([self._batch], position, snapshots, self._agent)
+        self._is_under_way = False
         self._replay.begin(*self._batch.seen())
 
     def position(self) -> Any:

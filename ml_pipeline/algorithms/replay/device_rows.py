@@ -44,6 +44,7 @@ class DeviceRows:
         # Transitions that can be drawn, index of the first of them, number of the newest row.
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._offsets = torch.arange(n_envs, device=device)
+        self._offsets_of_all = torch.arange(n_all_envs, device=device)
         self._staged: dict[str, Tensor] = {}
         self._send_staged = programs.captured(self._insert_staged, "a write to the replay buffer")
 
@@ -57,6 +58,11 @@ class DeviceRows:
         """Indices of the row with the current observations, or of one ``before`` it."""
         row: Tensor = (self._written - before) % self._n_rows
         return row * self._n_envs + self._offsets
+
+    def places_of_all(self, before: int) -> Tensor:
+        """Indices of an earlier row among the envs of all ranks, for their priorities."""
+        row: Tensor = (self._written - before) % self._n_rows
+        return row * self._n_all_envs + self._offsets_of_all
 
     def write(self, values: Mapping[str, NDArray[Any]]) -> None:
         """Insert arrays of the host.

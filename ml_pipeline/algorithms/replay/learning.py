@@ -66,6 +66,9 @@ class ReplayLearning:
 
     def begin(self, rates: Any, n_updates: int) -> Any:
         """Prepare for up to ``n_updates``; returns the rates as the agent must read them."""
+        if self._n_results:  # of an iteration that was interrupted
+            self._n_results, self._sums = 0, [0.0] * len(self._sums)
+            self._device_sums.zero_()
         if self._on_host:
             self._rates = rates
             uniform = torch.rand(n_updates, self._batch_size, generator=self._generator)

@@ -89,7 +89,7 @@ def _own_columns(position: StateDict, world: World) -> StateDict:
 def own_rows(parts: Sequence[Mapping[str, Tensor]], n_rows: int, own: slice) -> dict[str, Tensor]:
     """Rows of several ranks side by side, and of these the envs ``own``.
 
-    ``parts`` and the result are what ``replay_rows.rows_of`` returns.
+    ``parts`` and the result are what ``rows.rows_of`` returns.
     """
     widths = [len(part["reward"]) // n_rows for part in parts]
     tables: dict[str, list[Tensor]] = {}

@@ -5,6 +5,9 @@ tests/contracts/test_rollouts.py tests what they share with those of tensor envs
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from functools import partial
 from typing import Any
 
@@ -286,3 +289,95 @@ def test_a_rollout_must_be_finished_and_shuffled_before_an_epoch() -> None:
             call()
     with pytest.raises(RuntimeError, match="call draw first"):
         orders_of(buffer, Programs(CPU))[0]
+
+
+class ChoosyEnv(CountingEnv):
+    """Masks two choices, one array each, as Gymnasium's ``sample`` takes them; is truncated."""
+
+    def __init__(self) -> None:
+        super().__init__(3, "truncated")
+        self.action_space = spaces.MultiDiscrete([2, 3])
+        self._masks = np.array([0, 1], np.int8), np.array([1, 0, 1], np.int8)
+
+    def reset(self, **given: Any) -> Any:
+        obs, info = super().reset(**given)
+        return obs, {**info, "action_mask": self._masks}
+
+    def step(self, action: Any) -> Any:
+        *result, info = super().step(action[0])
+        return *result, {**info, "action_mask": self._masks}
+
+
+def test_masks_of_several_choices_may_come_with_a_truncated_episode() -> None:
+    env = SerialEnv([ChoosyEnv] * 2)
+    played = Played(env, 7, agent_in(env, action_mask="info"))
+
+    played.collect()
+
+    assert played.buffer.truncated.any()
+    assert set(played.buffer.action[..., 0].ravel().tolist()) == {1}
+    assert set(played.buffer.action[..., 1].ravel().tolist()) == {0, 2}
+
+
+def test_episodes_are_counted_whole_after_an_interrupt_of_two_halves() -> None:
+    played = Played([SerialEnv([partial(CountingEnv, 5)]) for _ in range(2)], 4)
+    agent, real, calls = played.agent, played.agent.sample_batch, iter(range(99))
+
+    def interrupted(*given: Any, **more: Any) -> Any:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return real(*given, **more)
+
+    agent.sample_batch = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        played.collect()
+    episodes = [each for _ in range(4) for each in played.collect().episodes]
+
+    assert {each.length for each in episodes} == {5}
+
+
+class InterruptingEnv(CountingEnv):
+    """Its sixth step interrupts the process that trains."""
+
+    def __init__(self, trainer: int) -> None:
+        super().__init__(5)
+        self._trainer = trainer
+        self._n_steps = 0
+
+    def step(self, action: Any) -> Any:
+        self._n_steps += 1
+        if self._n_steps == 6:
+            os.kill(self._trainer, signal.SIGINT)
+            time.sleep(0.3)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("n_parts", [1, 2])
+@pytest.mark.parametrize("make", [SerialEnv, forked], ids=["serial", "parallel"])
+def test_an_interrupt_while_envs_step_starts_new_episodes(make: Any, n_parts: int) -> None:
+    envs = [make([partial(CountingEnv, 5)] * 2) for _ in range(n_parts - 1)]
+    envs.append(make([partial(InterruptingEnv, os.getpid()), partial(CountingEnv, 5)]))
+    played = Played(envs, 4)
+    played.collect()
+    with pytest.raises(KeyboardInterrupt):
+        played.collect()
+
+    episodes = [each for _ in range(5) for each in played.collect().episodes]
+
+    assert {each.length for each in episodes} == {5}
+    for each in envs:
+        each.close()
+
+
+def test_if_one_half_cannot_be_restored_both_start_new_episodes() -> None:
+    played, other = (
+        Played([SerialEnv([partial(CountingEnv, 9)]) for _ in range(2)], 4) for _ in range(2)
+    )
+    played.collect()
+    good, _ = played.collector.snapshots()
+
+    with pytest.raises(Exception, match="pickle data was truncated"):
+        other.resume(played.collector.state_dict(), [good, good[:-9]])
+    other.collect()
+
+    assert other.buffer.obs[""][0, :, 0].tolist() == [0, 0]

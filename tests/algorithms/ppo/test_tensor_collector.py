@@ -1,6 +1,6 @@
-"""TensorCollector and TensorBuffer: what only tensor envs have.
+"""Collector and RolloutBuffer: what only tensor envs have.
 
-tests/contracts/test_rollouts.py tests what they share with ``Collector`` and ``RolloutBuffer``.
+tests/contracts/test_rollouts.py tests what they share with host envs.
 """
 
 from __future__ import annotations

@@ -99,6 +99,17 @@ def fill(buffer: ReplayBuffer, n_rows: int, *, first_env: int = 0) -> None:
         buffer.write(np.array([t] * len(envs)), step)
 
 
+def fill_on_device(buffer: ReplayBuffer, n_rows: int) -> None:
+    """Row t observes and rewards t, as a tensor env writes it."""
+    values = torch.arange(float(n_rows + 1)).repeat(buffer.n_envs, 1)
+    buffer.begin({"": values[:, :1]}, None)
+    for t in range(n_rows):
+        none, after = torch.zeros(buffer.n_envs, dtype=torch.bool), values[:, t + 1 : t + 2]
+        step = EnvStep({"": after}, None, values[:, t], none, none, after)
+        buffer.write(torch.full((buffer.n_envs,), t), step)
+        buffer.count_row()
+
+
 class Recorder:
     """An agent that keeps its batches."""
 
@@ -156,6 +167,13 @@ def test_priorities_of_all_envs_are_on_each_rank() -> None:
     whole, own = made(4, priority_exponent=1.0), made(2, World(0, 2), priority_exponent=1.0)
     fill(whole, 8)
     fill(own, 8)
+    assert own.tree is not None
+    assert whole.tree is not None
+    on_device = made(2, World(0, 2), priority_exponent=1.0, on_device=True)
+    fill_on_device(on_device, 8)
+    assert on_device.tree is not None
+    for each in (own, on_device):
+        assert torch.equal(each.tree.priorities, whole.tree.priorities)
     uniform = torch.rand(64, generator=torch.Generator().manual_seed(0))
     for buffer in (whole, own):
         buffer.prioritise(torch.tensor([12, 13, 27]), torch.tensor([3.0, 0.5, 9.0]))
