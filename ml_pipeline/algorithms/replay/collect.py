@@ -80,11 +80,13 @@ class ReplaySteps:
         self._rates = rates
         takes_arrays = self._agent.takes_arrays and self._batch.on_host
         self._noises = noise.numpy() if takes_arrays else noise
-        has_reset = self._batch.begin(self._agent)
-        if has_reset or self._is_under_way:  # after an interrupt the envs may be a step ahead
+        was_interrupted, self._is_under_way = self._is_under_way, True
+        if was_interrupted:
+            self._batch.abandon()
+        # After an interrupt the envs are a step ahead of the buffer, or start again.
+        if self._batch.begin(self._agent) or was_interrupted:
             self._replay.end_episodes()
             self._replay.begin(*self._batch.seen())
-        self._is_under_way = True
 
     def send(self, t: int, *, is_random: bool) -> None:
         """Choose the actions of step ``t`` of the iteration; the envs step until ``receive``."""
