@@ -62,7 +62,7 @@ class HostEnvs:
         self._check = check
         self._infos_have_episodes = infos_have_episodes
         self._stats = EpisodeStats(env.num_envs, from_infos=infos_have_episodes)
-        self._is_waiting = False  # for the envs; an interrupt then loses their step
+        self._is_calling = False  # the envs; an interrupt then loses their step
         self._action: NDArray[Any] | None = None  # sent, and not yet answered
         self._in_background = in_background
         self._programs = programs
@@ -113,7 +113,9 @@ class HostEnvs:
             out[...] = action
         self._action = agent.distribution.to_env(action)
         if self._in_background:
+            self._is_calling = True
             self.env.step_async(self._action)
+            self._is_calling = False
         return action
 
     def _act_on_gpu(self, agent: Observer, choose: Choose, noise: Tensor) -> NDArray[Any]:
@@ -156,9 +158,9 @@ class HostEnvs:
 
     def _answer(self, agent: Observer) -> tuple[Any, Any, Any, dict[str, Any], list[Episode]]:
         """Wait for the envs, read their new observations and count their episodes."""
-        self._is_waiting = True
+        self._is_calling = True
         result = self.env.step_wait() if self._in_background else self.env.step(self._action)
-        self._is_waiting = False
+        self._is_calling = False
         obs, reward, terminated, truncated, infos = result
         self._action = None
         self.episode_start = terminated | truncated
@@ -185,8 +187,8 @@ class HostEnvs:
 
     def abandon(self) -> None:
         """``begin`` discards a step that was not received, or resets envs that have lost theirs."""
-        if self._is_waiting:
-            self._is_waiting = False
+        if self._is_calling:
+            self._is_calling = False
             self._action = None
             self.leaves = {}
             self._stats = EpisodeStats(self.env.num_envs, from_infos=self._infos_have_episodes)
