@@ -35,6 +35,7 @@ class Seen(NamedTuple):
 class Row(NamedTuple):
     """Where a step of some envs goes."""
 
+    action: ArrayOrTensor
     reward: ArrayOrTensor
     terminated: ArrayOrTensor
     truncated: ArrayOrTensor

@@ -66,6 +66,7 @@ class HostEnvs:
         self._action: NDArray[Any] | None = None  # sent, and not yet answered
         self._in_background = in_background
         self._programs = programs
+        self._is_policy_on_gpu = False
         self._acting: GpuActing | None = None  # for a policy on a GPU
 
     @property
@@ -76,6 +77,7 @@ class HostEnvs:
         if self._action is not None and self._in_background:
             self._answer(agent)  # discards a step of an interrupted rollout
         self._action = None
+        self._is_policy_on_gpu = agent.device.type == "cuda"
         if self.has_started:
             return False
         obs, infos = self.env.reset(seed=self._seed)
@@ -102,7 +104,7 @@ class HostEnvs:
         self, agent: Observer, choose: Choose, noise: Any, out: NDArray[Any] | None = None
     ) -> NDArray[Any]:
         action: NDArray[Any]
-        if agent.device.type == "cuda":
+        if self._is_policy_on_gpu:
             action = self._act_on_gpu(agent, choose, noise)
         else:
             sample = choose(self.inputs(agent), noise)

@@ -25,7 +25,7 @@ from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.records import StateDict
 from ml_pipeline.training.contracts import Actor
 from ml_pipeline.training.device_envs import DeviceEnvs
-from ml_pipeline.training.env_batch import EnvBatch, restore_positions, saved_positions
+from ml_pipeline.training.env_batch import EnvBatch, Row, restore_positions, saved_positions
 from ml_pipeline.training.graphs import Programs, send
 from ml_pipeline.training.host_envs import FiniteCheck, HostEnvs
 from ml_pipeline.training.reward_scaler import RewardScaler
@@ -97,6 +97,7 @@ class Collector:
         self._state_before: Tensor | None = None  # the generator's, during a rollout
         self._episodes: list[Episode] = []
         self._played: tuple[RolloutBuffer, Actor] | None = None
+        self._rows: list[list[Row]] = []  # of the buffer, for each batch
         self._play: Callable[[], None] = lambda: None
 
     @property
@@ -152,6 +153,8 @@ class Collector:
     def _take(self, buffer: RolloutBuffer, agent: Actor) -> None:
         """Build the program that fills this buffer."""
         self._played = buffer, agent
+        steps = range(buffer.n_steps)
+        self._rows = [[buffer.row(t, each.place) for t in steps] for each in self._batches]
         self._play = partial(self._rollout, agent, buffer)
         sizes = agent, buffer.n_steps, self.n_envs, self._world
         if self.on_host:
@@ -167,18 +170,20 @@ class Collector:
         for batch in self._batches:
             batch.show(buffer.seen(0, batch.place))
         for t in range(buffer.n_steps):
-            for batch, rows in zip(self._batches, noises, strict=True):
+            for batch, rows, noise in zip(self._batches, self._rows, noises, strict=True):
                 if t > 0:
-                    self._receive(batch, t - 1, agent, buffer)
-                noise = rows[agent.distribution.noise_row(t)]
-                batch.act(agent, agent.sample_batch, noise, out=buffer.action[t, batch.place])
-        for batch in self._batches:
-            self._receive(batch, buffer.n_steps - 1, agent, buffer)
+                    self._receive(batch, t - 1, rows, agent, buffer)
+                noise_row = noise[agent.distribution.noise_row(t)]
+                batch.act(agent, agent.sample_batch, noise_row, out=rows[t].action)
+        for batch, rows in zip(self._batches, self._rows, strict=True):
+            self._receive(batch, buffer.n_steps - 1, rows, agent, buffer)
             batch.end()
 
-    def _receive(self, batch: EnvBatch, t: int, agent: Actor, buffer: RolloutBuffer) -> None:
+    def _receive(
+        self, batch: EnvBatch, t: int, rows: list[Row], agent: Actor, buffer: RolloutBuffer
+    ) -> None:
         """Write the results of the actions of row ``t``."""
-        step = batch.receive(agent, t, buffer.row(t, batch.place))
+        step = batch.receive(agent, t, rows[t])
         if step is not None:
             self._episodes += step.episodes
             for env, leaves, _, memory in step.finals:

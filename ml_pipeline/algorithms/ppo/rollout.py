@@ -123,8 +123,9 @@ class RolloutBuffer:
         )
 
     def row(self, t: int, columns: slice) -> Row:
-        """Where the results of the actions in row ``t`` go."""
+        """Where the actions in row ``t`` and their results go."""
         return Row(
+            self.action[t, columns],
             self.reward[t, columns],
             self.terminated[t, columns],
             self.truncated[t, columns],

@@ -131,15 +131,16 @@ class NumpyPPO:
     ) -> Tensor:
         # One gather for the whole epoch; the minibatches are then slices without a copy. They hold
         # arrays, because torch takes longer for both.
-        index = (order.ravel() if isinstance(order, Tensor) else torch.cat(list(order))).numpy()
+        parts = order.numpy() if isinstance(order, Tensor) else [each.numpy() for each in order]
+        index = np.concatenate(parts)
 
         def gathered(field: Tensor) -> Any:
             return field.numpy().take(index, axis=0)
 
         shuffled = rollout.mapped(gathered, None)
         results: list[list[float]] = []
-        for end, size in zip(accumulate(map(len, order)), map(len, order), strict=True):
-            part = slice(end - size, end)
+        for end, indices in zip(accumulate(map(len, parts)), parts, strict=True):
+            part = slice(end - len(indices), end)
             batch = shuffled.mapped(lambda field: field[part], None)  # noqa: B023
             self._adam.share = 1.0 if shares is None else shares[len(results)]
             results.append(self._step(batch, rates))
