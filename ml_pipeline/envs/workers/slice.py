@@ -20,7 +20,6 @@ from gymnasium.vector import AutoresetMode
 
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot
-from ml_pipeline.envs.workers.actions import scalars_of
 from ml_pipeline.envs.workers.errors import WorkerError, error_from
 from ml_pipeline.envs.workers.shared_arrays import EnvArrays
 from ml_pipeline.envs.workers.trees import (
@@ -29,6 +28,7 @@ from ml_pipeline.envs.workers.trees import (
     objects_of,
     put_objects,
     read_row,
+    scalars_of,
     take_objects,
     view_of_row,
     write_value,
@@ -261,16 +261,18 @@ class EnvSlice:
                 raise ValueError(f"the env returned an observation that is not finite: {obs}")
 
     def _report(self, infos: list[StepInfo]) -> SliceReport | None:
-        casts: list[str] = []
-        if self._casts:
-            casts = sorted(self._casts - self._reported_casts)
-            self._reported_casts |= self._casts
-            self._casts.clear()
+        casts = self._new_casts() if self._casts else []
         if self._sends_objects:
             arrays, rows = self._arrays, self.rows
             objects = take_objects(arrays.obs, rows), take_objects(arrays.final_obs, rows)
             return infos, *objects, casts
         return (infos, [], [], casts) if infos or casts else None
+
+    def _new_casts(self) -> list[str]:
+        new = sorted(self._casts - self._reported_casts)
+        self._reported_casts |= self._casts
+        self._casts.clear()
+        return new
 
     def ping(self) -> None:
         """Do nothing; the answer shows that the worker is alive."""
