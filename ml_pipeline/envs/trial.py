@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -27,6 +27,8 @@ from ml_pipeline.envs.workers.pool import call_in_worker
 from ml_pipeline.envs.workers.shared_arrays import Layout
 from ml_pipeline.envs.workers.trees import view_of_row, write_value
 from ml_pipeline.errors import UserError, first_line, place_of
+
+Result = TypeVar("Result")
 
 
 class EnvTrial(NamedTuple):
@@ -95,18 +97,11 @@ def try_env(
         close_env(env)
 
 
-def in_worker(
-    trial: Callable[..., Any],
-    make_env: Callable[[], AnyEnv],
-    name: str,
-    settings: VecEnvConfig,
-    **options: Any,
-) -> Any:
-    """``trial(make_env, name, **options)`` in a worker, under the deadline of ``settings``."""
+def in_worker(trial: Callable[[], Result], name: str, settings: VecEnvConfig) -> Result:
+    """``trial()``, of the env ``name``, in a worker and under the deadline of ``settings``."""
     try:
         return call_in_worker(
-            _called,
-            (trial, make_env, name, options),
+            trial,
             start_method=settings.start_method or "spawn",  # type: ignore[arg-type]  # VecEnvConfig
             seconds=settings.step_timeout_seconds,
         )
@@ -114,14 +109,6 @@ def in_worker(
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from error
         raise EnvError(f"env {name} failed in its trial before training: {error}") from error
-
-
-def try_env_in_worker(
-    make_env: Callable[[], AnyEnv], name: str, settings: VecEnvConfig, **options: Any
-) -> EnvTrial:
-    """``try_env`` in a worker, under the deadline of ``settings``."""
-    trial: EnvTrial = in_worker(try_env, make_env, name, settings, **options)
-    return trial
 
 
 def try_phases(
@@ -193,15 +180,6 @@ def slow_trial(name: str, settings: VecEnvConfig, *, in_worker: bool) -> str:
         how = "an env that hangs" if in_worker else f"{fix}; with vec_env=parallel, it"
         fix = f"{how} is killed after {deadline:g} s (vec_env.step_timeout_seconds)"
     return f"env {name}: its trial before training takes long; {fix}"
-
-
-def _called(
-    trial: Callable[..., Any],
-    make_env: Callable[[], AnyEnv],
-    name: str,
-    options: dict[str, Any],
-) -> Any:
-    return trial(make_env, name, **options)
 
 
 def _play(

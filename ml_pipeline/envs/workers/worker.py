@@ -147,9 +147,9 @@ class _SliceServer:
             _seed_global_generators(seeds[0])
         return self._slice.build(cloudpickle.loads(payload), rows, seeds)
 
-    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run(self, work: Callable[[], Any]) -> Any:
         """Call a function that needs no slice: see ``call_in_worker``."""
-        return function(*arguments)
+        return work()
 
     def bind(
         self, n_envs: int, n_workers: int, worker: int, block: str | None, spin_seconds: float
