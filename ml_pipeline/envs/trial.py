@@ -20,7 +20,7 @@ from gymnasium import spaces
 from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.episode_stats import counts_episodes, final_numbers
 from ml_pipeline.envs.factory import EnvError, allowed_action, close_env
-from ml_pipeline.envs.kinds import AnyEnv, AnySpace
+from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info, MakeEnv
 from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.envs.workers.pool import call_in_worker
@@ -37,8 +37,8 @@ class EnvTrial(NamedTuple):
     observation_space: AnySpace
     action_space: AnySpace
     obs: Any  # of the first reset
-    info: dict[str, Any]  # of the first reset; only the action mask
-    step_info: dict[str, Any]  # of the first step; only the action mask
+    info: Info  # of the first reset; only the action mask
+    step_info: Info  # of the first step; only the action mask
     counts_episodes: bool  # see episode_stats.counts_episodes
     no_snapshot: str | None  # why an episode cannot continue in another process; None: it can
     n_steps: int  # how long the trial was
@@ -49,7 +49,7 @@ class EnvTrial(NamedTuple):
 
 
 def try_env(
-    make_env: Callable[[], AnyEnv],
+    make_env: MakeEnv,
     name: str,
     *,
     mask_key: str = "action_mask",
@@ -112,10 +112,10 @@ def in_worker(trial: Callable[[], Result], name: str, settings: VecEnvConfig) ->
 
 
 def try_phases(
-    make_env: Callable[[], AnyEnv],
+    make_env: MakeEnv,
     name: str,
     *,
-    phases: Mapping[str, Mapping[str, Any]],
+    phases: Mapping[str, Mapping[str, object]],
     mask_key: str = "action_mask",
     seconds: float = 0.02,
     most_steps: int = 500,
@@ -185,18 +185,18 @@ def slow_trial(name: str, settings: VecEnvConfig, *, in_worker: bool) -> str:
 def _play(
     env: AnyEnv,
     obs: Any,
-    info: dict[str, Any],
+    info: Info,
     check: _ObservationCheck,
     *,
     mask_key: str,
     seconds: float,
     n_steps: tuple[int, int],
-) -> tuple[dict[str, Any], list[float], bool]:
+) -> tuple[Info, list[float], bool]:
     """The info of the first step, the time of each step, and whether an episode ended.
 
     ``n_steps``: the least and the most.
     """
-    first_info: dict[str, Any] | None = None
+    first_info: Info | None = None
     durations: list[float] = []
     has_ended = False
     deadline = time.perf_counter() + seconds

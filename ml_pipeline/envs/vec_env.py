@@ -193,7 +193,7 @@ class ParallelEnv(SliceVectorEnv):
         self._pool: WorkerPool = pool
         self._last_obs: Tree = None  # the observations last returned, if workers can be restarted
         # The attributes that set_attr has set in each env, for restarted workers and new envs.
-        self._attributes: list[dict[str, Any]] = [{} for _ in self.env_fns]
+        self._attributes: list[dict[str, object]] = [{} for _ in self.env_fns]
         try:
             self._start(n_workers or available_cores(), main_slice)
         except BaseException:
@@ -400,7 +400,7 @@ class ParallelEnv(SliceVectorEnv):
             worker.channel.use_hints(self._arrays.hints, number)  # the worker answers there
         self._pool.results(workers)
 
-    def _set_attributes(self, attributes: list[dict[str, Any]]) -> None:
+    def _set_attributes(self, attributes: list[dict[str, object]]) -> None:
         super()._set_attributes(attributes)
         for known, new in zip(self._attributes, deepcopy(attributes), strict=True):
             for name in new:

@@ -94,7 +94,7 @@ class WorkerPool:
             ) from error
 
     def ask(
-        self, workers: Sequence[WorkerHandle], method: str, arguments: Sequence[tuple[Any, ...]]
+        self, workers: Sequence[WorkerHandle], method: str, arguments: Sequence[tuple[object, ...]]
     ) -> list[Any]:
         """Call a method of each worker's slice with its own arguments; results in order."""
         self.request(workers, method, arguments)
@@ -104,7 +104,7 @@ class WorkerPool:
         self,
         workers: Sequence[WorkerHandle],
         method: str,
-        arguments: Sequence[tuple[Any, ...]],
+        arguments: Sequence[tuple[object, ...]],
         block: SharedBlock | None = None,
     ) -> None:
         self.settle(workers)

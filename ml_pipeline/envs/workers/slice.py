@@ -16,13 +16,16 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot
 from ml_pipeline.envs.workers.errors import WorkerError, error_from
 from ml_pipeline.envs.workers.shared_arrays import EnvArrays
 from ml_pipeline.envs.workers.trees import (
+    Tree,
     has_only_numbers,
     is_finite,
     objects_of,
@@ -51,19 +54,19 @@ class Description(NamedTuple):
 
     observation_space: AnySpace
     action_space: AnySpace
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     render_mode: str | None
-    spec: Any  # gymnasium's EnvSpec, or None
+    spec: EnvSpec | None
 
 
 # Plain tuples, because they are pickled during a step.
 # StepInfo: index of the env, last observation and info of an episode that ended in this step, info
 # that belongs to the observation. The last observation is None if it is in the arrays as the env
 # returned it; a single number is not, because the arrays do not tell an int from a NumPy integer.
-StepInfo = tuple[int, Any, "dict[str, Any]", "dict[str, Any]"]
+StepInfo = tuple[int, object, Info, Info]
 # SliceReport: infos, objects of the observations, objects of the final observations (see
 # take_objects), and casts to warn about. A slice with nothing to report sends None.
-SliceReport = tuple[list[StepInfo], list[list[Any]], list[list[Any]], list[str]]
+SliceReport = tuple[list[StepInfo], list[list[object]], list[list[object]], list[str]]
 
 
 class EnvSlice:
@@ -88,9 +91,9 @@ class EnvSlice:
         self._truncated: memoryview[Any]
         self._sends_objects = False
         self._sends_final_obs = False
-        self._scalar_actions: Any = None
-        self._obs_views: list[Any] = []
-        self._final_obs_views: list[Any] = []
+        self._scalar_actions: NDArray[np.generic] | None = None
+        self._obs_views: list[Tree] = []
+        self._final_obs_views: list[Tree] = []
 
     def build(
         self, env_fns: Sequence[EnvFn], rows: Sequence[int], seeds: Sequence[int | None]
@@ -164,7 +167,7 @@ class EnvSlice:
             self._raise_for_env(offset, error)
         return self._report(infos)
 
-    def step(self, given: Sequence[Any] | None = None) -> SliceReport | None:
+    def step(self, given: Sequence[object] | None = None) -> SliceReport | None:
         """Step every env with its row of the actions, or with its action in ``given``."""
         infos: list[StepInfo] = []
         rows, ended, obs_views, reward_of = self.rows, self._ended, self._obs_views, self._reward
@@ -192,7 +195,7 @@ class EnvSlice:
             self._raise_for_env(offset, error)
         return self._report(infos)
 
-    def _actions(self) -> list[Any]:
+    def _actions(self) -> list[object]:
         """One action per env, copied: an env may keep it."""
         if self._scalar_actions is not None:
             return list(self._scalar_actions)
@@ -201,12 +204,12 @@ class EnvSlice:
     def _handle_flags(
         self,
         offset: int,
-        terminated: Any,
-        truncated: Any,
-        obs: Any,
-        info: dict[str, Any],
+        terminated: object,
+        truncated: object,
+        obs: object,
+        info: Info,
         infos: list[StepInfo],
-    ) -> Any:
+    ) -> object:
         """Store the flags and autoreset an ended episode; returns the observation to show."""
         row = self.rows[offset]
         self._terminated[row] = _flag(terminated, "terminated")
@@ -301,7 +304,7 @@ class EnvSlice:
                 self._raise_for_env(offset, error)
         self._ended = [False] * len(self.envs)
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def call(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> list[object]:
         """The attribute ``name`` of each env, called if it is callable."""
         results = []
         for offset, env in self._each():
@@ -312,7 +315,7 @@ class EnvSlice:
                 self._raise_for_env(offset, error)
         return results
 
-    def set_attributes(self, values: Sequence[dict[str, Any]]) -> None:
+    def set_attributes(self, values: Sequence[dict[str, object]]) -> None:
         """Set the attributes of each env; ``values`` has one dict per env."""
         for offset, env in self._each():
             try:
@@ -354,7 +357,7 @@ class EnvSlice:
         return f"env {row} (seed {self.seeds[self.rows.index(row)]})"
 
 
-def _copied(info: dict[str, Any]) -> dict[str, Any]:
+def _copied(info: Info) -> Info:
     try:
         return deepcopy(info)
     except Exception:  # an object that cannot be copied; a worker reports it when it is pickled

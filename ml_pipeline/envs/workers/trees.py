@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ml_pipeline.envs.kinds import AnySpace
 
 Tree = Any  # NDArray, Objects, dict[str, Tree] or tuple[Tree, ...]; each leaf is [n_envs, ...]
-Allocate = Callable[[tuple[int, ...], "np.dtype[Any]"], "NDArray[Any]"]
+Allocate = Callable[[tuple[int, ...], "np.dtype[np.generic]"], "NDArray[Any]"]
 
 
 class Objects(list[Any]):
@@ -134,12 +134,12 @@ def objects_of(tree: Tree) -> Iterator[Objects]:
             yield from objects_of(branch)
 
 
-def take_objects(tree: Tree, rows: Sequence[int]) -> list[list[Any]]:
+def take_objects(tree: Tree, rows: Sequence[int]) -> list[list[object]]:
     """The objects to send to ``put_objects`` in another process; empty if the tree has none."""
     return [[leaf[row] for row in rows] for leaf in objects_of(tree)]
 
 
-def put_objects(tree: Tree, rows: Sequence[int], taken: list[list[Any]]) -> None:
+def put_objects(tree: Tree, rows: Sequence[int], taken: list[list[object]]) -> None:
     for leaf, values in zip(objects_of(tree), taken, strict=True):
         for row, value in zip(rows, values, strict=True):
             leaf[row] = value
@@ -180,7 +180,7 @@ def is_finite(tree: Tree) -> bool:
     return isinstance(tree, (_ObjectView, Objects)) or all(is_finite(branch) for branch in tree)
 
 
-def _fitting(value: Any, view: NDArray[Any], casts: set[str]) -> NDArray[Any]:
+def _fitting(value: object, view: NDArray[np.generic], casts: set[str]) -> NDArray[np.generic]:
     """``value`` as an array that can be stored in ``view`` without changing its meaning."""
     array = np.asarray(value)
     if array.shape != view.shape:
@@ -199,7 +199,7 @@ def _fitting(value: Any, view: NDArray[Any], casts: set[str]) -> NDArray[Any]:
     return array
 
 
-def check_cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> None:
+def check_cast(array: NDArray[Any], dtype: np.dtype[np.generic], what: str) -> None:
     """Refuse a cast that changes more than the precision of floats."""
     kinds = array.dtype.kind, dtype.kind
     fact = f"got {what} of dtype {array.dtype}, but the space has dtype {dtype}"
@@ -274,7 +274,7 @@ def _check_choices(actions: NDArray[Any], choices: Choices) -> None:
         raise ValueError(f"action {actions[env]} of env {env} is not in {space}")
 
 
-def scalars_of(tree: Tree, rows: Sequence[int]) -> NDArray[Any] | None:
+def scalars_of(tree: Tree, rows: Sequence[int]) -> NDArray[np.generic] | None:
     """The rows as one view if each is a single number and they are adjacent, else None."""
     if not isinstance(tree, np.ndarray) or tree.ndim > 1 or not rows:
         return None

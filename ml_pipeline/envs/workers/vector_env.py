@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -49,6 +49,8 @@ StepTuple = tuple[Any, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.b
 # What a caller may give as the seed of a reset.
 SeedLike = int | Sequence[int | None] | None
 
+Item = TypeVar("Item")
+
 _RESERVED = ("reset", "step", "close")  # ``call`` refuses them: they must update the arrays
 _MOVES_ENVS = ("reset", "step")  # requests whose results cannot be requested again
 
@@ -84,7 +86,7 @@ class SliceVectorEnv(AnyVectorEnv):
         self._block: SharedBlock | None = None
         self._arrays: EnvArrays
         self._pending: str | None = None  # reset, step, call or set_attr, until its result is here
-        self._main_call: Callable[[], Any] | None = None  # what the own slice has yet to do
+        self._main_call: Callable[[], object] | None = None  # what the own slice has yet to do
         self._main_results: list[tuple[list[int], Any]] = []  # of the own slice: none or one
         self._is_interrupted = False  # the envs were stepped, but the results are lost
         self._reset_seeds: Seeds = []  # of the last reset
@@ -182,7 +184,7 @@ class SliceVectorEnv(AnyVectorEnv):
             infos,
         )
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
         """The attribute ``name`` of each env, called with the arguments if it is a method."""
         try:
             self.call_async(name, *args, **kwargs)
@@ -191,7 +193,7 @@ class SliceVectorEnv(AnyVectorEnv):
             self._abandon(error)
             raise
 
-    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+    def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
         self._check_idle("call")
         if name in _RESERVED:
             raise ValueError(f"call({name!r}) would bypass the vector env; use its own {name}()")
@@ -218,16 +220,15 @@ class SliceVectorEnv(AnyVectorEnv):
     def get_attr(self, name: str) -> tuple[Any, ...]:
         return self.call(name)
 
-    def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | Any) -> None:
+    def set_attr(self, name: str, values: object) -> None:
         """Set an attribute of every env; a list or tuple holds one value per env."""
         self._check_idle("set_attr")
-        if not isinstance(values, (list, tuple)):
-            values = [values] * self.num_envs
-        if len(values) != self.num_envs:
-            raise ValueError(f"{len(values)} values given for {self.num_envs} envs")
-        self._set_attributes([{name: value} for value in values])
+        each = values if isinstance(values, (list, tuple)) else [values] * self.num_envs
+        if len(each) != self.num_envs:
+            raise ValueError(f"{len(each)} values given for {self.num_envs} envs")
+        self._set_attributes([{name: value} for value in each])
 
-    def _set_attributes(self, attributes: list[dict[str, Any]]) -> None:
+    def _set_attributes(self, attributes: list[dict[str, object]]) -> None:
         self._begin("set_attr", "set_attributes", lambda rows: (picked(attributes, rows),))
         self._finish("set_attr", None)
 
@@ -260,7 +261,7 @@ class SliceVectorEnv(AnyVectorEnv):
     # The workers and the slice of this process run a request at the same time.
 
     def _begin(
-        self, pending: str, method: str, arguments_of: Callable[[list[int]], tuple[Any, ...]]
+        self, pending: str, method: str, arguments_of: Callable[[list[int]], tuple[object, ...]]
     ) -> None:
         """Call ``method`` of every slice, with the arguments for its rows."""
         if self._pool is not None:
@@ -365,7 +366,7 @@ class SliceVectorEnv(AnyVectorEnv):
                 "only to their own parent; make an env in this process"
             )
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         """Refuse: two copies would share running envs."""
         raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; make a new one")
 
@@ -379,11 +380,11 @@ class SliceVectorEnv(AnyVectorEnv):
             )
 
 
-def picked(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+def picked(items: Sequence[Item], indices: Sequence[int]) -> list[Item]:
     return [items[index] for index in indices]
 
 
-def _checked_mask(mask: Any, n_envs: int) -> NDArray[np.bool_]:
+def _checked_mask(mask: object, n_envs: int) -> NDArray[np.bool_]:
     if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
         raise TypeError(f"options['reset_mask'] must be a numpy array of bool, got {mask!r}")
     if mask.shape != (n_envs,) or not mask.any():

@@ -118,7 +118,7 @@ class _SliceServer:
 
     def _answer(self, kind: bytes, payload: bytes) -> tuple[bytes, bytes]:
         try:
-            result: Any = None
+            result: object = None
             if kind == STEP:
                 envs: Any = self._slice
                 result = envs.step(cloudpickle.loads(payload)) if payload else envs.step()
@@ -147,7 +147,7 @@ class _SliceServer:
             _seed_global_generators(seeds[0])
         return self._slice.build(cloudpickle.loads(payload), rows, seeds)
 
-    def run(self, work: Callable[[], Any]) -> Any:
+    def run(self, work: Callable[[], object]) -> object:
         """Call a function that needs no slice: see ``call_in_worker``."""
         return work()
 
@@ -167,7 +167,7 @@ class _SliceServer:
         self._spin = Spin(spin_seconds)
 
 
-def _pickled(result: Any, envs: EnvSlice | None) -> bytes:
+def _pickled(result: object, envs: EnvSlice | None) -> bytes:
     """Raises a ``WorkerError`` that names the env whose part of ``result`` cannot be pickled."""
     try:
         return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
@@ -180,7 +180,7 @@ def _pickled(result: Any, envs: EnvSlice | None) -> bytes:
             raise error
 
 
-def _raise_for_part(result: Any, envs: EnvSlice) -> None:
+def _raise_for_part(result: object, envs: EnvSlice) -> None:
     for row, what, part in _parts(result, envs.rows):
         try:
             cloudpickle.dumps(part)
@@ -193,7 +193,7 @@ def _raise_for_part(result: Any, envs: EnvSlice) -> None:
             ) from error
 
 
-def _parts(result: Any, rows: list[int]) -> Iterator[tuple[int, str, Any]]:
+def _parts(result: object, rows: list[int]) -> Iterator[tuple[int, str, object]]:
     """Index of the env, what it is, and the part of the result itself."""
     if isinstance(result, tuple):  # a SliceReport
         infos, obs, final_obs, _ = result
