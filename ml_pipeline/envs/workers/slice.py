@@ -365,8 +365,6 @@ def _copied(info: Info) -> Info:
 
 
 def _flag(value: Any, name: str) -> bool:
-    if value is True or value is False:
-        return value
     if isinstance(value, (bool, np.bool_)) or (np.ndim(value) == 0 and value in (0, 1)):
         return bool(value)
     raise TypeError(f"the env returned {name}={value!r}, which is not a bool")
