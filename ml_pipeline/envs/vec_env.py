@@ -215,7 +215,7 @@ class ParallelEnv(SliceVectorEnv):
         super().restore(snapshots)
         self._keep_last_obs()
 
-    def _observations(self) -> Any:
+    def _observations(self) -> Tree:
         self._keep_last_obs()
         return super()._observations()
 
@@ -242,7 +242,7 @@ class ParallelEnv(SliceVectorEnv):
             )
         ]
 
-    def resize(self, n_envs: int) -> tuple[Any, Info]:
+    def resize(self, n_envs: int) -> tuple[Tree, Info]:
         """Add or remove envs at the end; the others are not affected.
 
         New envs use the factories in turn, and the attributes that ``set_attr`` has set in the

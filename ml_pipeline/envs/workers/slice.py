@@ -84,7 +84,8 @@ class EnvSlice:
         self._ended: list[bool] = []
         self._casts: set[str] = set()
         self._reported_casts: set[str] = set()
-        self._arrays: Any = None  # EnvArrays after the first bind
+        self._arrays: EnvArrays
+        self._is_bound = False
         self._running = memoryview(bytearray(8)).cast("q")  # index + 1 of the env that runs now
         self._reward: memoryview[Any]
         self._terminated: memoryview[Any]
@@ -133,11 +134,12 @@ class EnvSlice:
         ``running``: a word in which another process can see which env runs.
         """
         self._running = self._running if running is None else running
-        if self._arrays is not None:
+        if self._is_bound:
             # The main process copies the arrays; objects are in lists of this process.
             kept = [row for row in self.rows if row < len(self._arrays.reward)]
             put_objects(arrays.obs, kept, take_objects(self._arrays.obs, kept))
         self._arrays = arrays
+        self._is_bound = True
         self._obs_views = [view_of_row(arrays.obs, row) for row in self.rows]
         self._final_obs_views = [view_of_row(arrays.final_obs, row) for row in self.rows]
         self._sends_objects = any(objects_of(arrays.obs))

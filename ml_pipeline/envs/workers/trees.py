@@ -28,8 +28,8 @@ class Objects(list[Any]):
 class Choices(NamedTuple):
     """The range of integers of one leaf of a space, both ends included."""
 
-    low: Any  # int, or an array for a MultiDiscrete space
-    high: Any
+    low: int | NDArray[np.integer]  # an array for a MultiDiscrete space
+    high: int | NDArray[np.integer]
     space: AnySpace  # for the error
 
 

@@ -36,6 +36,7 @@ from ml_pipeline.envs.workers.slice import (
     StepInfo,
 )
 from ml_pipeline.envs.workers.trees import (
+    Tree,
     as_batch,
     choices_of,
     is_finite,
@@ -45,7 +46,7 @@ from ml_pipeline.envs.workers.trees import (
 )
 
 # Returned by VectorEnv.step: obs, reward, terminated, truncated, infos.
-StepTuple = tuple[Any, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", Info]
+StepTuple = tuple[Tree, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", Info]
 # What a caller may give as the seed of a reset.
 SeedLike = int | Sequence[int | None] | None
 
@@ -112,7 +113,7 @@ class SliceVectorEnv(AnyVectorEnv):
     def _layout_for(self, n_envs: int, n_workers: int) -> Layout:
         return Layout(self.single_observation_space, self.single_action_space, n_envs, n_workers)
 
-    def reset(self, *, seed: SeedLike = None, options: Info | None = None) -> tuple[Any, Info]:
+    def reset(self, *, seed: SeedLike = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset all envs, or those in ``options["reset_mask"]``; an int seeds env i seed + i."""
         try:
             self.reset_async(seed=seed, options=options)
@@ -135,7 +136,7 @@ class SliceVectorEnv(AnyVectorEnv):
         self._seeds.mark_used(seed, seeds, mask)
         self._is_interrupted = self._is_interrupted and not all(mask)
 
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, Info]:
+    def reset_wait(self, timeout: float | None = None) -> tuple[Tree, Info]:
         infos = self._merge(self._finish("reset", timeout), may_have_ended=False)
         return self._observations(), infos
 
@@ -354,7 +355,7 @@ class SliceVectorEnv(AnyVectorEnv):
             "_final_info": mask.copy(),
         }
 
-    def _observations(self) -> Any:
+    def _observations(self) -> Tree:
         return as_batch(self._arrays.obs, copy=self.copy)
 
     def _check_open(self) -> None:
