@@ -374,7 +374,7 @@ class ParallelEnv(SliceVectorEnv):
         self._pool.board = Board(arrays.hints) if self._workers else None
         if self.on_worker_death == "restart":
             self._last_obs = layout.arrays().obs
-            copy_rows(arrays.obs, self._last_obs, range(self.num_envs))
+            self._keep_last_obs()
         # Never let more processes spin than there are cores. If the workers use all cores, the
         # parent takes one from them while it spins, and they one from it, so they spin less.
         n_spare = available_cores() - len(self._workers)
