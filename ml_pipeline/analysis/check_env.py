@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import partial
 from typing import NamedTuple
 
 from gymnasium.utils.env_checker import check_env as gymnasium_check
@@ -11,7 +12,7 @@ from gymnasium.utils.env_checker import check_env as gymnasium_check
 from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.envs.kinds import MakeEnv
-from ml_pipeline.envs.trial import try_env_in_worker
+from ml_pipeline.envs.trial import in_worker, try_env
 from ml_pipeline.envs.workers.pool import call_in_worker
 from ml_pipeline.errors import UserError, first_line, type_and_line
 
@@ -32,9 +33,10 @@ def check_env(
 ) -> Findings:
     """Try the env in a worker, under the deadline of ``settings``; then Gymnasium's own checks."""
     try:
-        trial = try_env_in_worker(
-            make_env, name, settings, mask_key=mask_key, seconds=seconds, most_steps=10_000
+        play = partial(
+            try_env, make_env, name, mask_key=mask_key, seconds=seconds, most_steps=10_000
         )
+        trial = in_worker(play, name, settings)
     except UserError as error:
         return Findings([], [], [str(error)])
     facts = [
@@ -52,8 +54,7 @@ def check_env(
     if trial.no_snapshot is not None:
         remarks.append(f"a resumed run starts new episodes: {trial.no_snapshot}")
     remarks += call_in_worker(
-        _gymnasium_remarks,
-        (make_env,),
+        partial(_gymnasium_remarks, make_env),
         start_method=settings.start_method or "spawn",  # type: ignore[arg-type]  # VecEnvConfig
         seconds=settings.step_timeout_seconds,
     )

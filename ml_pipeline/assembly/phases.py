@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
-from typing import Any
+from functools import partial
 
 from ml_pipeline.assembly.build import mask_key
 from ml_pipeline.assembly.compose import ConfigError
@@ -75,13 +75,8 @@ def _try_settings(
 ) -> dict[str, list[str] | None]:
     name = config.env.name
     phases = {phase: curriculum.settings_of(phase) for phase in curriculum.phases}
-    options: dict[str, Any] = {"phases": phases, "mask_key": mask_key(config)}
-    if config.vec_env.mode == "parallel":
-        found: dict[str, list[str] | None] = in_worker(
-            try_phases, make_env, name, config.vec_env, **options
-        )
-        return found
-    return try_phases(make_env, name, **options)
+    play = partial(try_phases, make_env, name, phases=phases, mask_key=mask_key(config))
+    return in_worker(play, name, config.vec_env) if config.vec_env.mode == "parallel" else play()
 
 
 def _try_tensor_settings(curriculum: CurriculumConfig, env: TorchVectorEnv) -> None:

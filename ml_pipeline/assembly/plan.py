@@ -41,7 +41,7 @@ from ml_pipeline.device import program_mode, resolve_device, torch_threads
 from ml_pipeline.envs.choice import choose_n_envs
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
-from ml_pipeline.envs.trial import EnvTrial, slow_trial, try_env, try_env_in_worker
+from ml_pipeline.envs.trial import EnvTrial, in_worker, slow_trial, try_env
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError
 from ml_pipeline.games.opponent_pool import OpponentPool
@@ -289,11 +289,9 @@ def _check_evaluated_env(config: TrainConfig, trial: EnvTrial) -> None:
 def _try_env(config: TrainConfig, env: EnvConfig, make_env: EnvFactory, **options: Any) -> EnvTrial:
     options |= {"mask_key": mask_key(config), "allow_nonfinite": config.agent.allows_nonfinite}
     is_parallel = config.vec_env.mode == "parallel"
+    play = partial(try_env, make_env, env.name, **options)
     with say_if_slow(slow_trial(env.name, config.vec_env, in_worker=is_parallel)):
-        if is_parallel:
-            trial = try_env_in_worker(make_env, env.name, config.vec_env, **options)
-        else:
-            trial = try_env(make_env, env.name, **options)
+        trial = in_worker(play, env.name, config.vec_env) if is_parallel else play()
     for remark in trial.remarks:
         say(f"env {env.name}: {remark}")
         warnings.filterwarnings("ignore", re.escape(remark))  # a vector env would repeat it

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from gymnasium.vector.utils import concatenate, create_empty_array
@@ -27,20 +27,6 @@ _EXCHANGE_SECONDS = 30e-6
 _ENOUGH = 0.9  # n_envs=auto takes the smallest number with this share of the best throughput
 
 
-class VecEnvChoice(NamedTuple):
-    """The mode, and why it was chosen."""
-
-    mode: Mode
-    reason: str
-
-
-class NEnvsChoice(NamedTuple):
-    """The number of envs, and why it was chosen."""
-
-    n_envs: int
-    reason: str
-
-
 def choose_mode(
     make: Callable[[Mode], AnyVectorEnv],
     trial: EnvTrial,
@@ -48,50 +34,50 @@ def choose_mode(
     *,
     n_envs: int,
     n_slices: int,
-) -> VecEnvChoice:
-    """The fastest way to run ``n_envs`` of the tried envs in ``n_slices`` processes.
+) -> tuple[Mode, str]:
+    """The fastest way to run ``n_envs`` of the tried envs in ``n_slices`` processes, and why.
 
     ``make`` returns the vector env of a mode, which is timed for a moment and closed. It is not
     called if workers could not be faster even with the cheapest messages.
     """
     if n_envs == 1:
-        return VecEnvChoice("serial", "one env needs no worker")
+        return "serial", "one env needs no worker"
     if n_slices == 1:
-        return VecEnvChoice("serial", "one process leaves no core for a worker")
+        return "serial", "one process leaves no core for a worker"
     step, acting = trial.step_seconds, _act_seconds(trial, act, n_envs)
     seconds: dict[Mode, float] = {"serial": n_envs * step + acting}
     at_best = -(-n_envs // n_slices) * step + acting + _EXCHANGE_SECONDS
     if seconds["serial"] < _WORKER_GAIN * at_best:
         turn, best = _in_ms(seconds["serial"]), _in_ms(at_best)
-        return VecEnvChoice("serial", f"a turn takes {turn} here, at best {best} with workers")
+        return "serial", f"a turn takes {turn} here, at best {best} with workers"
     try:
         for mode in ("parallel", "shared"):
             seconds[mode] = _turn_seconds(make(mode), act)
     except WorkerStartError as error:
-        return VecEnvChoice("serial", str(error))
+        return "serial", str(error)
     return _fastest(seconds)
 
 
-def _fastest(seconds: dict[Mode, float]) -> VecEnvChoice:
+def _fastest(seconds: dict[Mode, float]) -> tuple[Mode, str]:
     mode: Mode = "parallel"
     if seconds["parallel"] >= _SHARED_GAIN * seconds["shared"]:
         mode = "shared"
     if seconds["serial"] < _WORKER_GAIN * seconds[mode]:
         mode = "serial"
     turns = ", ".join(f"{each} {_in_ms(seconds[each])}" for each in seconds)
-    return VecEnvChoice(mode, f"a turn took: {turns}")
+    return mode, f"a turn took: {turns}"
 
 
 def choose_n_envs(
     trial: EnvTrial, act: Act, *, n_slices: int, allowed: Callable[[int], bool]
-) -> NEnvsChoice:
-    """The smallest number of envs whose throughput is close to the best, up to 32 per process.
+) -> tuple[int, str]:
+    """The smallest number of envs with nearly the best throughput, up to 32 per process; and why.
 
     Tries those powers of two times ``n_slices`` that are ``allowed``; returns 8 if none is.
     """
     numbers = [n for n in (n_slices * 2**k for k in range(6)) if allowed(n)]
     if not numbers:
-        return NEnvsChoice(8, "n_envs=auto: the run is too short to measure")
+        return 8, "n_envs=auto: the run is too short to measure"
     step = trial.step_seconds
     rates = {}
     for n in numbers:
@@ -103,7 +89,7 @@ def choose_n_envs(
         f"n_envs=auto: expects about {rates[n_envs]:,.0f} env steps/s, "
         f"at most {best:,.0f} with up to {numbers[-1]} envs"
     )
-    return NEnvsChoice(n_envs, reason)
+    return n_envs, reason
 
 
 def _act_seconds(trial: EnvTrial, act: Act, n_envs: int) -> float:

@@ -43,7 +43,7 @@ class EpisodeStats:
         self._length = np.zeros(n_envs, dtype=np.int64)
 
     def step(
-        self, reward: NDArray[Any], done: NDArray[np.bool_], infos: Mapping[str, Any]
+        self, reward: NDArray[np.float64], done: NDArray[np.bool_], infos: Mapping[str, Any]
     ) -> list[Episode]:
         """Add one step; returns the episodes that ended in it, in the order of the envs."""
         self._return += reward

@@ -16,6 +16,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace
 from ml_pipeline.errors import UserError
@@ -119,7 +120,7 @@ def allowed_action(
     return (np.array(chosen) + start).reshape(space.shape).astype(space.dtype)
 
 
-def _numbers_of_choices(space: AnySpace) -> np.ndarray[Any, Any] | None:
+def _numbers_of_choices(space: AnySpace) -> NDArray[np.int64] | None:
     """The number of choices for each part of an action; None if the space is not discrete."""
     if isinstance(space, spaces.MultiDiscrete):
         return space.nvec.ravel()

@@ -20,15 +20,16 @@ import numpy as np
 from gymnasium.utils import EzPickle
 
 from ml_pipeline.envs.factory import allowed_action, close_env
-from ml_pipeline.envs.kinds import AnyEnv
+from ml_pipeline.envs.kinds import AnyEnv, Info
 from ml_pipeline.errors import type_and_line
 from ml_pipeline.moved import moved
+from ml_pipeline.records import StateDict
 
 _BASE = "the env below all wrappers"  # its name in a pickle that leaves it out; a file format
 _TRIAL_STEPS = 24
 
 
-def take_snapshot(env: AnyEnv, obs: Any) -> bytes:
+def take_snapshot(env: AnyEnv, obs: object) -> bytes:
     """The env between two steps, together with its last observation."""
     base = env.unwrapped
     state = _state_of(base)
@@ -83,7 +84,7 @@ def why_no_snapshot(
     return None
 
 
-def _play(env: AnyEnv, action: Any) -> tuple[Any, Any, dict[str, Any]]:
+def _play(env: AnyEnv, action: object) -> tuple[Any, Any, Info]:
     """The result of a step, and the observation and info to continue with."""
     obs, reward, terminated, truncated, info = env.step(action)
     result = obs, reward, terminated, truncated
@@ -103,7 +104,7 @@ def _equal(ours: Any, theirs: Any) -> bool:
     return np.array_equal(ours, theirs, equal_nan=ours.dtype.kind == theirs.dtype.kind == "f")
 
 
-def _state_of(base: Any) -> dict[str, Any] | None:
+def _state_of(base: Any) -> StateDict | None:
     """The state that the env returns; None if the env must be pickled."""
     if callable(getattr(base, "get_state", None)) and callable(getattr(base, "set_state", None)):
         generator = getattr(base, "_np_random", None)
@@ -116,7 +117,7 @@ def _state_of(base: Any) -> dict[str, Any] | None:
     return None
 
 
-def _set_state(base: Any, state: dict[str, Any]) -> None:
+def _set_state(base: Any, state: StateDict) -> None:
     if "own" in state:
         base.set_state(state["own"])
     elif "mujoco" in state:
@@ -128,7 +129,7 @@ def _set_state(base: Any, state: dict[str, Any]) -> None:
     vars(base).update(state["rest"])
 
 
-def _rest(base: AnyEnv, left_out: tuple[str, ...]) -> dict[str, Any]:
+def _rest(base: AnyEnv, left_out: tuple[str, ...]) -> StateDict:
     """The attributes of an env except its simulator, if they can be pickled."""
     rest = {}
     for name, value in vars(base).items():
@@ -144,16 +145,16 @@ def _rest(base: AnyEnv, left_out: tuple[str, ...]) -> dict[str, Any]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Leaves out one object and writes a name in its place."""
 
-    def __init__(self, file: io.BytesIO, left_out: Any) -> None:
+    def __init__(self, file: io.BytesIO, left_out: object) -> None:
         super().__init__(file)
         self._left_out = left_out
 
-    def persistent_id(self, item: Any) -> str | None:
+    def persistent_id(self, item: object) -> str | None:
         return _BASE if self._left_out is not None and item is self._left_out else None
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, base: Any) -> None:
+    def __init__(self, file: io.BytesIO, base: object) -> None:
         super().__init__(file)
         self._base = base
 
@@ -161,7 +162,7 @@ class _Unpickler(pickle.Unpickler):
         path = moved(f"{module_name}.{global_name}").removesuffix(f".{global_name}")
         return super().find_class(path, global_name)
 
-    def persistent_load(self, name: Any) -> Any:
+    def persistent_load(self, name: object) -> object:
         if name != _BASE:
             raise pickle.UnpicklingError(f"unknown reference {name!r}")
         return self._base

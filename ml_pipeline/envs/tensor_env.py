@@ -25,10 +25,12 @@ from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline import counter_random
 from ml_pipeline.envs.kinds import AnyEnv, Info
+from ml_pipeline.records import StateDict
 
 EnvState = tuple[Tensor, ...]
 
@@ -140,7 +142,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         """
         return reward
 
-    def set_attr(self, name: str, values: Any) -> None:
+    def set_attr(self, name: str, values: object) -> None:
         """Change a setting of the task: one number, or one per env."""
         if name not in self.settings:
             known = ", ".join(self.settings) or "none"
@@ -152,9 +154,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         """One step of all envs; after an episode ends, the next one starts in the same step."""
         return self._autoreset(*self._advance_shaped(position, action))
 
-    def reset(
-        self, *, seed: int | None = None, options: Info | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Tensor, Info]:
         """Start an episode in every env: the first of ``seed``, or the next of the current seed."""
         if options:
             raise ValueError(f"{type(self).__name__} takes no options for reset, got {options}")
@@ -168,7 +168,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             self._needs_reset = False
             return self.observe(self.position.state), {}
 
-    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Info]:
         """``infos``: final_obs and episode (r, l) of every env, with masks of ended episodes.
 
         ``final_info`` has the task's ``outcome``, if it defines one.
@@ -195,7 +195,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             infos |= {"final_info": {**outcome, **masks}, "_final_info": done}
         return result.obs, result.reward, result.terminated, result.truncated, infos
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Tensors on the CPU; an env that loads them continues exactly from here."""
         return {
             "seeds": _saved(self.seeds),
@@ -205,7 +205,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             "n_episodes": _saved(self.position.n_episodes),
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: StateDict) -> None:
         n_saved = len(saved["seeds"])
         if n_saved != self.num_envs:
             raise ValueError(
@@ -289,7 +289,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         # In place: a captured CUDA graph reads the seeds at this address.
         self.seeds.copy_(torch.arange(self.num_envs, device=self.device) + seed)
 
-    def _check_action(self, action: Any) -> None:
+    def _check_action(self, action: object) -> None:
         space = self.single_action_space
         shape = (self.num_envs, *(space.shape or ()))
         is_real = isinstance(space, spaces.Box)
@@ -312,7 +312,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         return saved.to(self.device, copy=True)
 
 
-class SingleTorchEnv(AnyEnv):
+class SingleTorchEnv(gym.Env["NDArray[np.generic]", object]):
     """One env of a TorchVectorEnv as a plain Gymnasium env with NumPy arrays, on the CPU.
 
     It does not autoreset. With the same seed, its episodes start like those of env 0 of the batch.
@@ -336,12 +336,14 @@ class SingleTorchEnv(AnyEnv):
             torch.float32 if isinstance(self.action_space, spaces.Box) else torch.int64
         )
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
+    def reset(
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[NDArray[np.generic], Info]:
         super().reset(seed=seed)
         obs, _ = self._env.reset(seed=seed, options=options)
         return _first(obs), {}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
+    def step(self, action: object) -> tuple[NDArray[np.generic], float, bool, bool, Info]:
         batch = torch.as_tensor(np.asarray(action), dtype=self._action_dtype)
         if batch.numel() != math.prod(self._shape or ()):
             raise ValueError(f"action must be in {self.action_space}, got shape {batch.shape}")
@@ -361,8 +363,9 @@ def _saved(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _first(batch: Tensor) -> Any:
-    return batch[0].numpy().copy()
+def _first(batch: Tensor) -> NDArray[np.generic]:
+    first: NDArray[np.generic] = batch[0].numpy().copy()
+    return first
 
 
 def position_parts(position: Position) -> list[Tensor]:

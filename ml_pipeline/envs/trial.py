@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -20,13 +20,15 @@ from gymnasium import spaces
 from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.episode_stats import counts_episodes, final_numbers
 from ml_pipeline.envs.factory import EnvError, allowed_action, close_env
-from ml_pipeline.envs.kinds import AnyEnv, AnySpace
+from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info, MakeEnv
 from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.envs.workers.pool import call_in_worker
 from ml_pipeline.envs.workers.shared_arrays import Layout
 from ml_pipeline.envs.workers.trees import view_of_row, write_value
 from ml_pipeline.errors import UserError, first_line, place_of
+
+Result = TypeVar("Result")
 
 
 class EnvTrial(NamedTuple):
@@ -35,8 +37,8 @@ class EnvTrial(NamedTuple):
     observation_space: AnySpace
     action_space: AnySpace
     obs: Any  # of the first reset
-    info: dict[str, Any]  # of the first reset; only the action mask
-    step_info: dict[str, Any]  # of the first step; only the action mask
+    info: Info  # of the first reset; only the action mask
+    step_info: Info  # of the first step; only the action mask
     counts_episodes: bool  # see episode_stats.counts_episodes
     no_snapshot: str | None  # why an episode cannot continue in another process; None: it can
     n_steps: int  # how long the trial was
@@ -47,7 +49,7 @@ class EnvTrial(NamedTuple):
 
 
 def try_env(
-    make_env: Callable[[], AnyEnv],
+    make_env: MakeEnv,
     name: str,
     *,
     mask_key: str = "action_mask",
@@ -95,18 +97,11 @@ def try_env(
         close_env(env)
 
 
-def in_worker(
-    trial: Callable[..., Any],
-    make_env: Callable[[], AnyEnv],
-    name: str,
-    settings: VecEnvConfig,
-    **options: Any,
-) -> Any:
-    """``trial(make_env, name, **options)`` in a worker, under the deadline of ``settings``."""
+def in_worker(trial: Callable[[], Result], name: str, settings: VecEnvConfig) -> Result:
+    """``trial()``, of the env ``name``, in a worker and under the deadline of ``settings``."""
     try:
         return call_in_worker(
-            _called,
-            (trial, make_env, name, options),
+            trial,
             start_method=settings.start_method or "spawn",  # type: ignore[arg-type]  # VecEnvConfig
             seconds=settings.step_timeout_seconds,
         )
@@ -116,19 +111,11 @@ def in_worker(
         raise EnvError(f"env {name} failed in its trial before training: {error}") from error
 
 
-def try_env_in_worker(
-    make_env: Callable[[], AnyEnv], name: str, settings: VecEnvConfig, **options: Any
-) -> EnvTrial:
-    """``try_env`` in a worker, under the deadline of ``settings``."""
-    trial: EnvTrial = in_worker(try_env, make_env, name, settings, **options)
-    return trial
-
-
 def try_phases(
-    make_env: Callable[[], AnyEnv],
+    make_env: MakeEnv,
     name: str,
     *,
-    phases: Mapping[str, Mapping[str, Any]],
+    phases: Mapping[str, Mapping[str, object]],
     mask_key: str = "action_mask",
     seconds: float = 0.02,
     most_steps: int = 500,
@@ -195,30 +182,21 @@ def slow_trial(name: str, settings: VecEnvConfig, *, in_worker: bool) -> str:
     return f"env {name}: its trial before training takes long; {fix}"
 
 
-def _called(
-    trial: Callable[..., Any],
-    make_env: Callable[[], AnyEnv],
-    name: str,
-    options: dict[str, Any],
-) -> Any:
-    return trial(make_env, name, **options)
-
-
 def _play(
     env: AnyEnv,
     obs: Any,
-    info: dict[str, Any],
+    info: Info,
     check: _ObservationCheck,
     *,
     mask_key: str,
     seconds: float,
     n_steps: tuple[int, int],
-) -> tuple[dict[str, Any], list[float], bool]:
+) -> tuple[Info, list[float], bool]:
     """The info of the first step, the time of each step, and whether an episode ended.
 
     ``n_steps``: the least and the most.
     """
-    first_info: dict[str, Any] | None = None
+    first_info: Info | None = None
     durations: list[float] = []
     has_ended = False
     deadline = time.perf_counter() + seconds

@@ -130,17 +130,13 @@ def test_only_the_time_limit_truncates_and_it_does_not_terminate() -> None:
         assert not unlimited.step(torch.tensor([UP, DOWN]))[3].any()
 
 
-def test_env_i_plays_the_same_in_a_batch_of_any_size() -> None:
+def test_env_i_has_seed_plus_i_and_plays_the_same_in_a_batch_of_any_size() -> None:
     few, many = (walk(n_envs, max_episode_steps=9) for n_envs in (3, 8))
-
-    for row_few, row_many in zip(play(few, 40), play(many, 40), strict=True):
-        assert torch.equal(row_few, row_many[:3])
-
-
-def test_env_i_has_seed_plus_i() -> None:
     first, _ = Walk(3, seed=10).reset()
     second, _ = Walk(3, seed=11).reset()
 
+    for row_few, row_many in zip(play(few, 40), play(many, 40), strict=True):
+        assert torch.equal(row_few, row_many[:3])
     assert torch.equal(first[1:], second[:2])
     assert len(set(first[:, 0].tolist())) == 3
 
@@ -207,6 +203,7 @@ def test_an_action_of_wrong_shape_dtype_or_device_is_refused(action: Any, messag
         (lambda: Walk(2).load_state_dict(Walk(3).state_dict()), "num_envs=2: .* use num_envs=3"),
         (lambda: Walk(3).load_state_dict(TorchCartPole(3).state_dict()), "the task that saved it"),
         (lambda: Walk.single_env(render_mode="rgb_array"), "Walk cannot be rendered"),
+        (lambda: Stages(2).set_attr("size", 1), "size: Stages has no such setting; it has: length"),
     ],
 )
 def test_wrong_arguments_are_refused(call: Any, words: str) -> None:
@@ -292,11 +289,6 @@ def test_a_setting_takes_effect_at_the_next_start_of_each_env() -> None:
     # Two steps with the old length, then three in env 0 and one at a time in env 1.
     assert ended == [[False, False], [True, True], [False, True], [False, True], [True, True]]
     assert env.length.data_ptr() == address  # a captured graph reads it there
-
-
-def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"size: Stages has no such setting; it has: length"):
-        Stages(2).set_attr("size", 1)
 
 
 def test_returns_and_single_envs_keep_the_reward_of_the_task() -> None:

@@ -18,7 +18,7 @@ from ml_pipeline.assembly import plan
 from ml_pipeline.assembly.run import train
 from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.factory import EnvError
-from ml_pipeline.envs.trial import slow_trial, try_env, try_env_in_worker
+from ml_pipeline.envs.trial import in_worker, slow_trial, try_env
 from ml_pipeline.runs.console import say_if_slow
 
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -103,7 +103,7 @@ def test_the_error_of_an_env_names_its_line() -> None:
     with pytest.raises(EnvError, match=r"LookupError: puck left the table \(tiny_envs.py:\d+ in"):
         try_env(faulty, "faulty", least_steps=5)
     with pytest.raises(EnvError, match=r"LookupError: puck left the table \(tiny_envs.py:\d+ in"):
-        try_env_in_worker(faulty, "faulty", VecEnvConfig(), least_steps=5)
+        in_worker(partial(try_env, faulty, "faulty", least_steps=5), "faulty", VecEnvConfig())
 
 
 @pytest.mark.parametrize(

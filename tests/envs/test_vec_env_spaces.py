@@ -339,12 +339,8 @@ def test_a_bad_action_is_refused_before_anything_is_sent(
 WRAPPERS = [
     gym.wrappers.vector.RecordEpisodeStatistics,
     gym.wrappers.vector.NormalizeObservation,
-    gym.wrappers.vector.NormalizeReward,
     gym.wrappers.vector.DictInfoToList,
     gym.wrappers.vector.FlattenObservation,
-    partial(gym.wrappers.vector.ClipReward, min_reward=-0.5, max_reward=0.5),
-    partial(gym.wrappers.vector.RescaleObservation, min_obs=-1.0, max_obs=1.0),
-    partial(gym.wrappers.vector.DtypeObservation, dtype=np.float64),
 ]
 
 

@@ -6,12 +6,13 @@ opposite quarter. A policy that uses only one of them gets at most half of the r
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from gymnasium import spaces
+from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyEnv, Info
+
+Obs = dict[str, "NDArray[np.generic]"]
 
 
 class CameraAndFlag(AnyEnv):
@@ -29,17 +30,17 @@ class CameraAndFlag(AnyEnv):
         self._step = 0
         self._wanted = 0
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Obs, Info]:
         super().reset(seed=seed)
         self._step = 0
         return self._next(), {}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
+    def step(self, action: int) -> tuple[Obs, float, bool, bool, Info]:
         self._step += 1
         reward = float(int(action) == self._wanted)
         return self._next(), reward, False, self._step >= self.length, {}
 
-    def _next(self) -> Any:
+    def _next(self) -> Obs:
         row, column = self.np_random.integers(self.size, size=2)
         half = self.size // 2
         quarter = 2 * int(row >= half) + int(column >= half)

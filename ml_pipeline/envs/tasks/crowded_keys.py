@@ -6,8 +6,6 @@ does not work ends the episode, so a policy without the mask fails, however long
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from gymnasium import spaces
 
@@ -29,12 +27,12 @@ class CrowdedKeys(AnyEnv):
         self._tone = 0
         self._mask = np.zeros(n_keys, dtype=np.int8)
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[int, Info]:
         super().reset(seed=seed)
         self._step = 0
         return self._next()
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
+    def step(self, action: int) -> tuple[int, float, bool, bool, Info]:
         self._step += 1
         works = bool(self._mask[action])
         nearest = int(np.abs(np.flatnonzero(self._mask) - self._tone).min())
@@ -43,7 +41,7 @@ class CrowdedKeys(AnyEnv):
         obs, info = self._next()
         return obs, reward, not works, self._step >= self.length, info
 
-    def _next(self) -> tuple[Any, Info]:
+    def _next(self) -> tuple[int, Info]:
         self._tone = int(self.np_random.integers(self.n_keys))
         self._mask = np.zeros(self.n_keys, dtype=np.int8)
         self._mask[self.np_random.permutation(self.n_keys)[: self.n_working]] = 1

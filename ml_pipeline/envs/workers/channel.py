@@ -53,23 +53,22 @@ _HAS_BARRIER = _IS_X86 or sys.platform == "linux"
 class Channel:
     """Sends and receives messages, whose numbers must increase.
 
-    The parent's side raises ``TimeoutError`` if a message is not sent or received within
-    ``seconds``; None waits forever.
+    A worker sends its plain messages itself; those of the parent are sent by ``Board``. The
+    parent's side raises ``TimeoutError`` if a message is not sent or received within ``seconds``;
+    None waits forever.
     """
 
     def __init__(self, sock: socket.socket, side: Literal["parent", "worker"]) -> None:
         sock.setblocking(side == "worker")
         self.sock = sock
         self._is_parent = side == "parent"
-        self._plain_out, self._plain_in = (STEP, DONE) if self._is_parent else (DONE, STEP)
         self._hints: memoryview | None = None
         self._all_hints: NDArray[np.int64]
         self._lock = threading.Lock()  # used as a memory barrier
         self._received = 0  # number of the last message
-        words = (_PARENT_SENT, _PARENT_SLEEPS), (_WORKER_SENT, _WORKER_SLEEPS)
-        (self._sent, self._sleeps), (self._they_sent, self._they_sleep) = (
-            words if self._is_parent else words[::-1]
-        )
+        parent, worker = (_PARENT_SENT, _PARENT_SLEEPS), (_WORKER_SENT, _WORKER_SLEEPS)
+        self._sent, self._sleeps = parent if self._is_parent else worker
+        self._they_sent, self._they_sleep = worker if self._is_parent else parent
 
     def use_hints(self, hints: NDArray[np.int64], worker: int) -> None:
         """Use this worker's row of ``EnvArrays.hints`` from now on."""
@@ -90,12 +89,14 @@ class Channel:
         self, kind: bytes, number: int, payload: bytes = b"", seconds: float | None = None
     ) -> None:
         hints = self._hints
-        if hints is not None and _HAS_BARRIER and kind == self._plain_out and not payload:
+        if hints is not None and _HAS_BARRIER and kind == DONE:
             if not _IS_X86:
                 yield_core()
             hints[self._sent] = 2 * number
             _barrier(self._lock)
-            if not hints[self._they_sleep] or not self._must_wake(number):
+            # Only the last worker to reply wakes the parent.
+            words = self._all_hints[:, _WORKER_SENT]
+            if not hints[self._they_sleep] or min(words.tolist()) < 2 * number:
                 return
         data = _HEADER.pack(kind, number, len(payload)) + payload
         try:
@@ -107,10 +108,6 @@ class Channel:
         if hints is not None:
             # After sending: a process that sees the word must find the message.
             hints[self._sent] = 2 * number + 1
-
-    def _must_wake(self, number: int) -> bool:
-        """Whether to wake the other side; only the last worker to reply wakes the parent."""
-        return self._is_parent or min(self._all_hints[:, _WORKER_SENT].tolist()) >= 2 * number
 
     def _send_rest(self, rest: memoryview, seconds: float | None) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -130,7 +127,7 @@ class Channel:
             if not _IS_X86:
                 yield_core()
             self._received = word // 2
-            return self._plain_in, self._received, b""
+            return DONE if self._is_parent else STEP, self._received, b""
         kind, number, length = _HEADER.unpack(self._read(_HEADER.size, seconds))
         payload = self._read(length, seconds) if length else b""
         if number <= self._received and self._hints is not None:

@@ -48,7 +48,7 @@ def error_from(cause: BaseException | None, message: str) -> WorkerError:
     return error
 
 
-def _reduce(error: WorkerError) -> Any:
+def _reduce(error: WorkerError) -> tuple[object, ...]:
     """Pickle the arguments of ``error_from``: the class exists in this process only."""
     return error_from, (error.__cause__, str(error))
 

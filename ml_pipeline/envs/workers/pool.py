@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker, util
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
@@ -34,6 +34,8 @@ from ml_pipeline.envs.workers.handle import (
     end_workers,
 )
 from ml_pipeline.envs.workers.shared_arrays import SharedBlock
+
+Result = TypeVar("Result")
 
 _START_SECONDS = 60.0  # the shortest deadline of a new process, which has to import first
 
@@ -92,7 +94,7 @@ class WorkerPool:
             ) from error
 
     def ask(
-        self, workers: Sequence[WorkerHandle], method: str, arguments: Sequence[tuple[Any, ...]]
+        self, workers: Sequence[WorkerHandle], method: str, arguments: Sequence[tuple[object, ...]]
     ) -> list[Any]:
         """Call a method of each worker's slice with its own arguments; results in order."""
         self.request(workers, method, arguments)
@@ -102,7 +104,7 @@ class WorkerPool:
         self,
         workers: Sequence[WorkerHandle],
         method: str,
-        arguments: Sequence[tuple[Any, ...]],
+        arguments: Sequence[tuple[object, ...]],
         block: SharedBlock | None = None,
     ) -> None:
         self.settle(workers)
@@ -266,17 +268,14 @@ def _in_folder(folder: str | None) -> Iterator[None]:
 
 
 def call_in_worker(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    *,
-    start_method: StartMethod,
-    seconds: float | None,
-) -> Any:
-    """The result of ``function`` in a new worker; a crash or a hang there is a ``WorkerError``."""
+    work: Callable[[], Result], *, start_method: StartMethod, seconds: float | None
+) -> Result:
+    """The result of ``work()`` in a new worker; a crash or a hang there is a ``WorkerError``."""
     pool = WorkerPool(start_method, seconds)
     try:
         pool.workers += pool.start([[0]])
-        return pool.ask(pool.workers, "run", [(function, arguments)])[0]
+        result: Result = pool.ask(pool.workers, "run", [(work,)])[0]
+        return result
     finally:
         pool.end()
 

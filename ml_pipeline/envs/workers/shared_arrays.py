@@ -62,7 +62,7 @@ class Layout(NamedTuple):
         """The arrays, one after the other in a shared block."""
         offset = 0
 
-        def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        def allocate(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[Any]:
             nonlocal offset
             view: NDArray[Any] = np.ndarray(shape, dtype, buffer=block.memory, offset=offset)
             offset += _aligned(view.nbytes)
@@ -74,7 +74,7 @@ class Layout(NamedTuple):
         """The size of the block that ``arrays_in`` needs."""
         size = 0
 
-        def measure(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        def measure(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[Any]:
             nonlocal size
             size += _aligned(int(np.prod(shape)) * dtype.itemsize)
             return np.empty(0, dtype)

@@ -16,19 +16,22 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot
-from ml_pipeline.envs.workers.actions import scalars_of
 from ml_pipeline.envs.workers.errors import WorkerError, error_from
 from ml_pipeline.envs.workers.shared_arrays import EnvArrays
 from ml_pipeline.envs.workers.trees import (
+    Tree,
     has_only_numbers,
     is_finite,
     objects_of,
     put_objects,
     read_row,
+    scalars_of,
     take_objects,
     view_of_row,
     write_value,
@@ -51,19 +54,19 @@ class Description(NamedTuple):
 
     observation_space: AnySpace
     action_space: AnySpace
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     render_mode: str | None
-    spec: Any  # gymnasium's EnvSpec, or None
+    spec: EnvSpec | None
 
 
 # Plain tuples, because they are pickled during a step.
 # StepInfo: index of the env, last observation and info of an episode that ended in this step, info
 # that belongs to the observation. The last observation is None if it is in the arrays as the env
 # returned it; a single number is not, because the arrays do not tell an int from a NumPy integer.
-StepInfo = tuple[int, Any, "dict[str, Any]", "dict[str, Any]"]
+StepInfo = tuple[int, object, Info, Info]
 # SliceReport: infos, objects of the observations, objects of the final observations (see
 # take_objects), and casts to warn about. A slice with nothing to report sends None.
-SliceReport = tuple[list[StepInfo], list[list[Any]], list[list[Any]], list[str]]
+SliceReport = tuple[list[StepInfo], list[list[object]], list[list[object]], list[str]]
 
 
 class EnvSlice:
@@ -81,16 +84,17 @@ class EnvSlice:
         self._ended: list[bool] = []
         self._casts: set[str] = set()
         self._reported_casts: set[str] = set()
-        self._arrays: Any = None  # EnvArrays after the first bind
+        self._arrays: EnvArrays
+        self._is_bound = False
         self._running = memoryview(bytearray(8)).cast("q")  # index + 1 of the env that runs now
         self._reward: memoryview[Any]
         self._terminated: memoryview[Any]
         self._truncated: memoryview[Any]
         self._sends_objects = False
         self._sends_final_obs = False
-        self._scalar_actions: Any = None
-        self._obs_views: list[Any] = []
-        self._final_obs_views: list[Any] = []
+        self._scalar_actions: NDArray[np.generic] | None = None
+        self._obs_views: list[Tree] = []
+        self._final_obs_views: list[Tree] = []
 
     def build(
         self, env_fns: Sequence[EnvFn], rows: Sequence[int], seeds: Sequence[int | None]
@@ -130,11 +134,12 @@ class EnvSlice:
         ``running``: a word in which another process can see which env runs.
         """
         self._running = self._running if running is None else running
-        if self._arrays is not None:
+        if self._is_bound:
             # The main process copies the arrays; objects are in lists of this process.
             kept = [row for row in self.rows if row < len(self._arrays.reward)]
             put_objects(arrays.obs, kept, take_objects(self._arrays.obs, kept))
         self._arrays = arrays
+        self._is_bound = True
         self._obs_views = [view_of_row(arrays.obs, row) for row in self.rows]
         self._final_obs_views = [view_of_row(arrays.final_obs, row) for row in self.rows]
         self._sends_objects = any(objects_of(arrays.obs))
@@ -164,7 +169,7 @@ class EnvSlice:
             self._raise_for_env(offset, error)
         return self._report(infos)
 
-    def step(self, given: Sequence[Any] | None = None) -> SliceReport | None:
+    def step(self, given: Sequence[object] | None = None) -> SliceReport | None:
         """Step every env with its row of the actions, or with its action in ``given``."""
         infos: list[StepInfo] = []
         rows, ended, obs_views, reward_of = self.rows, self._ended, self._obs_views, self._reward
@@ -192,7 +197,7 @@ class EnvSlice:
             self._raise_for_env(offset, error)
         return self._report(infos)
 
-    def _actions(self) -> list[Any]:
+    def _actions(self) -> list[object]:
         """One action per env, copied: an env may keep it."""
         if self._scalar_actions is not None:
             return list(self._scalar_actions)
@@ -201,12 +206,12 @@ class EnvSlice:
     def _handle_flags(
         self,
         offset: int,
-        terminated: Any,
-        truncated: Any,
-        obs: Any,
-        info: dict[str, Any],
+        terminated: object,
+        truncated: object,
+        obs: object,
+        info: Info,
         infos: list[StepInfo],
-    ) -> Any:
+    ) -> object:
         """Store the flags and autoreset an ended episode; returns the observation to show."""
         row = self.rows[offset]
         self._terminated[row] = _flag(terminated, "terminated")
@@ -261,16 +266,18 @@ class EnvSlice:
                 raise ValueError(f"the env returned an observation that is not finite: {obs}")
 
     def _report(self, infos: list[StepInfo]) -> SliceReport | None:
-        casts: list[str] = []
-        if self._casts:
-            casts = sorted(self._casts - self._reported_casts)
-            self._reported_casts |= self._casts
-            self._casts.clear()
+        casts = self._new_casts() if self._casts else []
         if self._sends_objects:
             arrays, rows = self._arrays, self.rows
             objects = take_objects(arrays.obs, rows), take_objects(arrays.final_obs, rows)
             return infos, *objects, casts
         return (infos, [], [], casts) if infos or casts else None
+
+    def _new_casts(self) -> list[str]:
+        new = sorted(self._casts - self._reported_casts)
+        self._reported_casts |= self._casts
+        self._casts.clear()
+        return new
 
     def ping(self) -> None:
         """Do nothing; the answer shows that the worker is alive."""
@@ -299,7 +306,7 @@ class EnvSlice:
                 self._raise_for_env(offset, error)
         self._ended = [False] * len(self.envs)
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def call(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> list[object]:
         """The attribute ``name`` of each env, called if it is callable."""
         results = []
         for offset, env in self._each():
@@ -310,7 +317,7 @@ class EnvSlice:
                 self._raise_for_env(offset, error)
         return results
 
-    def set_attributes(self, values: Sequence[dict[str, Any]]) -> None:
+    def set_attributes(self, values: Sequence[dict[str, object]]) -> None:
         """Set the attributes of each env; ``values`` has one dict per env."""
         for offset, env in self._each():
             try:
@@ -352,7 +359,7 @@ class EnvSlice:
         return f"env {row} (seed {self.seeds[self.rows.index(row)]})"
 
 
-def _copied(info: dict[str, Any]) -> dict[str, Any]:
+def _copied(info: Info) -> Info:
     try:
         return deepcopy(info)
     except Exception:  # an object that cannot be copied; a worker reports it when it is pickled
@@ -360,8 +367,6 @@ def _copied(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flag(value: Any, name: str) -> bool:
-    if value is True or value is False:
-        return value
     if isinstance(value, (bool, np.bool_)) or (np.ndim(value) == 0 and value in (0, 1)):
         return bool(value)
     raise TypeError(f"the env returned {name}={value!r}, which is not a bool")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
@@ -18,11 +18,19 @@ from numpy.typing import NDArray
 from ml_pipeline.envs.kinds import AnySpace
 
 Tree = Any  # NDArray, Objects, dict[str, Tree] or tuple[Tree, ...]; each leaf is [n_envs, ...]
-Allocate = Callable[[tuple[int, ...], "np.dtype[Any]"], "NDArray[Any]"]
+Allocate = Callable[[tuple[int, ...], "np.dtype[np.generic]"], "NDArray[Any]"]
 
 
 class Objects(list[Any]):
     """One Python object per env; each process has its own list, so changes must be sent."""
+
+
+class Choices(NamedTuple):
+    """The range of integers of one leaf of a space, both ends included."""
+
+    low: int | NDArray[np.integer]  # an array for a MultiDiscrete space
+    high: int | NDArray[np.integer]
+    space: AnySpace  # for the error
 
 
 def make_tree(space: AnySpace, n_envs: int, allocate: Allocate) -> Tree:
@@ -126,12 +134,12 @@ def objects_of(tree: Tree) -> Iterator[Objects]:
             yield from objects_of(branch)
 
 
-def take_objects(tree: Tree, rows: Sequence[int]) -> list[list[Any]]:
+def take_objects(tree: Tree, rows: Sequence[int]) -> list[list[object]]:
     """The objects to send to ``put_objects`` in another process; empty if the tree has none."""
     return [[leaf[row] for row in rows] for leaf in objects_of(tree)]
 
 
-def put_objects(tree: Tree, rows: Sequence[int], taken: list[list[Any]]) -> None:
+def put_objects(tree: Tree, rows: Sequence[int], taken: list[list[object]]) -> None:
     for leaf, values in zip(objects_of(tree), taken, strict=True):
         for row, value in zip(rows, values, strict=True):
             leaf[row] = value
@@ -172,7 +180,7 @@ def is_finite(tree: Tree) -> bool:
     return isinstance(tree, (_ObjectView, Objects)) or all(is_finite(branch) for branch in tree)
 
 
-def _fitting(value: Any, view: NDArray[Any], casts: set[str]) -> NDArray[Any]:
+def _fitting(value: object, view: NDArray[np.generic], casts: set[str]) -> NDArray[np.generic]:
     """``value`` as an array that can be stored in ``view`` without changing its meaning."""
     array = np.asarray(value)
     if array.shape != view.shape:
@@ -191,7 +199,7 @@ def _fitting(value: Any, view: NDArray[Any], casts: set[str]) -> NDArray[Any]:
     return array
 
 
-def check_cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> None:
+def check_cast(array: NDArray[Any], dtype: np.dtype[np.generic], what: str) -> None:
     """Refuse a cast that changes more than the precision of floats."""
     kinds = array.dtype.kind, dtype.kind
     fact = f"got {what} of dtype {array.dtype}, but the space has dtype {dtype}"
@@ -207,3 +215,68 @@ def check_cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> None:
         is_same = np.array_equal(np.isfinite(cast), np.isfinite(array))
     if not is_same:
         raise ValueError(f"{fact}, which cannot hold {array.tolist()}")
+
+
+def choices_of(space: AnySpace) -> Tree:
+    """A tree for ``write_all``: ``Choices`` for each discrete leaf, None for others."""
+    if isinstance(space, spaces.Dict):
+        return {name: choices_of(part) for name, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return [choices_of(part) for part in space.spaces]
+    if isinstance(space, spaces.Discrete):
+        return Choices(int(space.start), int(space.start + space.n) - 1, space)
+    if isinstance(space, spaces.MultiDiscrete):
+        return Choices(space.start, space.start + space.nvec - 1, space)
+    return Choices(0, 1, space) if isinstance(space, spaces.MultiBinary) else None
+
+
+def write_all(tree: Tree, values: Any, choices: Tree) -> bool:
+    """Store a batch of actions; a wrong shape, type or choice is an error.
+
+    Returns whether the envs can read their actions from the tree. If not, they must be given the
+    actions themselves: objects, lists, or arrays whose dtype the space cannot represent exactly.
+    """
+    if type(tree) is np.ndarray:
+        array = values if type(values) is np.ndarray else np.asarray(values)
+        if array.shape != tree.shape:
+            raise ValueError(f"actions must have shape {tree.shape}, got {array.shape}")
+        if choices is not None:
+            _check_choices(array, choices)
+        if array.dtype != tree.dtype:
+            check_cast(array, tree.dtype, "actions")
+        tree[...] = array
+        is_exact = array.dtype == tree.dtype or np.can_cast(array.dtype, tree.dtype)
+        return is_exact and not isinstance(values, (list, tuple))
+    if isinstance(tree, dict):
+        stored = [write_all(tree[name], values[name], choices[name]) for name in tree]
+        return all(stored)
+    if isinstance(tree, tuple):
+        stored = [write_all(*parts) for parts in zip(tree, values, choices, strict=True)]
+        return all(stored)
+    values = list(values)
+    if len(values) != len(tree):
+        raise ValueError(f"expected actions for {len(tree)} envs, got {len(values)}")
+    return False
+
+
+def _check_choices(actions: NDArray[Any], choices: Choices) -> None:
+    """Refuse actions outside the space: many envs do not check them."""
+    low, high, space = choices
+    if actions.dtype.kind not in "iub":
+        raise TypeError(f"actions in {space} must be integers, got dtype {actions.dtype}")
+    if actions.ndim == 1:
+        numbers = actions.tolist()  # faster than NumPy for a few numbers
+        if low <= min(numbers) and max(numbers) <= high:
+            return
+    wrong = (actions < low) | (actions > high)
+    if wrong.any():
+        env = int(np.argwhere(wrong)[0][0])
+        raise ValueError(f"action {actions[env]} of env {env} is not in {space}")
+
+
+def scalars_of(tree: Tree, rows: Sequence[int]) -> NDArray[np.generic] | None:
+    """The rows as one view if each is a single number and they are adjacent, else None."""
+    if not isinstance(tree, np.ndarray) or tree.ndim > 1 or not rows:
+        return None
+    view = tree[rows[0] : rows[-1] + 1]
+    return view if len(view) == len(rows) else None

@@ -9,7 +9,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any
+from functools import partial
+from operator import itemgetter
+from typing import Any, NoReturn, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -19,11 +21,9 @@ from gymnasium.vector.utils import iterate
 from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyVectorEnv, Info
-from ml_pipeline.envs.workers.actions import choices_of, write_all
 from ml_pipeline.envs.workers.env_spaces import EnvSpaces, ObservationMode
 from ml_pipeline.envs.workers.errors import AnswerPendingError, WorkerError
 from ml_pipeline.envs.workers.handle import CLOSE_SECONDS, WorkerHandle
-from ml_pipeline.envs.workers.infos import merge_infos
 from ml_pipeline.envs.workers.pool import WorkerPool
 from ml_pipeline.envs.workers.seeds import EnvSeeds, Seeds
 from ml_pipeline.envs.workers.shared_arrays import EnvArrays, Layout, SharedBlock
@@ -36,16 +36,21 @@ from ml_pipeline.envs.workers.slice import (
     StepInfo,
 )
 from ml_pipeline.envs.workers.trees import (
+    Tree,
     as_batch,
-    copy_rows,
+    choices_of,
     is_finite,
     put_objects,
+    read_row,
+    write_all,
 )
 
 # Returned by VectorEnv.step: obs, reward, terminated, truncated, infos.
-StepTuple = tuple[
-    Any, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", dict[str, Any]
-]
+StepTuple = tuple[Tree, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", Info]
+# What a caller may give as the seed of a reset.
+SeedLike = int | Sequence[int | None] | None
+
+Item = TypeVar("Item")
 
 _RESERVED = ("reset", "step", "close")  # ``call`` refuses them: they must update the arrays
 _MOVES_ENVS = ("reset", "step")  # requests whose results cannot be requested again
@@ -70,6 +75,7 @@ class SliceVectorEnv(AnyVectorEnv):
         if options.infos not in ("all", "final"):
             raise ValueError(f"infos={options.infos!r}: must be 'all' or 'final'")
         self.autoreset_mode = options.autoreset_mode
+        self._same_step = options.autoreset_mode is AutoresetMode.SAME_STEP
         self.copy = copy
         self.observation_mode = observation_mode
         self._spaces = EnvSpaces(observation_mode)
@@ -81,14 +87,12 @@ class SliceVectorEnv(AnyVectorEnv):
         self._block: SharedBlock | None = None
         self._arrays: EnvArrays
         self._pending: str | None = None  # reset, step, call or set_attr, until its result is here
-        self._main_request: tuple[str, tuple[Any, ...]] = ("step", ())
-        self._main_is_done = False
-        self._main_result: Any = None
+        self._main_call: Callable[[], object] | None = None  # what the own slice has yet to do
+        self._main_results: list[tuple[list[int], Any]] = []  # of the own slice: none or one
         self._is_interrupted = False  # the envs were stepped, but the results are lost
         self._reset_seeds: Seeds = []  # of the last reset
         self._reset_options: Info | None = None
         self._reported_casts: set[str] = set()
-        self._last_obs: Any = None  # the observations last returned, if workers can be restarted
 
     def _adopt(self, descriptions: Sequence[Description]) -> None:
         """Use the metadata of env 0, and spaces that fit all envs."""
@@ -109,12 +113,7 @@ class SliceVectorEnv(AnyVectorEnv):
     def _layout_for(self, n_envs: int, n_workers: int) -> Layout:
         return Layout(self.single_observation_space, self.single_action_space, n_envs, n_workers)
 
-    def reset(
-        self,
-        *,
-        seed: int | Sequence[int | None] | None = None,
-        options: Info | None = None,
-    ) -> tuple[Any, Info]:
+    def reset(self, *, seed: SeedLike = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset all envs, or those in ``options["reset_mask"]``; an int seeds env i seed + i."""
         try:
             self.reset_async(seed=seed, options=options)
@@ -123,11 +122,7 @@ class SliceVectorEnv(AnyVectorEnv):
             self._abandon(error)
             raise
 
-    def reset_async(
-        self,
-        seed: int | Sequence[int | None] | None = None,
-        options: Info | None = None,
-    ) -> None:
+    def reset_async(self, seed: SeedLike = None, options: Info | None = None) -> None:
         self._check_idle("reset")
         options = dict(options) if options is not None else None
         mask = [True] * self.num_envs
@@ -141,7 +136,7 @@ class SliceVectorEnv(AnyVectorEnv):
         self._seeds.mark_used(seed, seeds, mask)
         self._is_interrupted = self._is_interrupted and not all(mask)
 
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, Info]:
+    def reset_wait(self, timeout: float | None = None) -> tuple[Tree, Info]:
         infos = self._merge(self._finish("reset", timeout), may_have_ended=False)
         return self._observations(), infos
 
@@ -173,15 +168,14 @@ class SliceVectorEnv(AnyVectorEnv):
             self._pool.send_step(payloads)
             self._is_interrupted = False
         if self._main is not None:
-            own = () if given is None else (deepcopy(picked(given, self._main.rows)),)
-            self._main_request = ("step", own)
+            own = None if given is None else deepcopy(picked(given, self._main.rows))
+            self._main_call = partial(self._main.step, own)
         self._pending = "step"
 
     def step_wait(self, timeout: float | None = None) -> StepTuple:
         """Raises ``AnswerPendingError`` after ``timeout`` seconds; then it can be called again."""
         reports = self._finish("step", timeout)
-        same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
-        infos = self._merge(reports, may_have_ended=same_step)
+        infos = self._merge(reports, may_have_ended=self._same_step)
         arrays = self._arrays
         return (
             self._observations(),
@@ -191,7 +185,7 @@ class SliceVectorEnv(AnyVectorEnv):
             infos,
         )
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
         """The attribute ``name`` of each env, called with the arguments if it is a method."""
         try:
             self.call_async(name, *args, **kwargs)
@@ -200,7 +194,7 @@ class SliceVectorEnv(AnyVectorEnv):
             self._abandon(error)
             raise
 
-    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+    def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
         self._check_idle("call")
         if name in _RESERVED:
             raise ValueError(f"call({name!r}) would bypass the vector env; use its own {name}()")
@@ -222,23 +216,20 @@ class SliceVectorEnv(AnyVectorEnv):
             raise ValueError(f"{len(snapshots)} snapshots given for {self.num_envs} envs")
         self._begin("call", "restore", lambda rows: (picked(snapshots, rows),))
         self._finish("call", None)
-        if self._last_obs is not None:
-            copy_rows(self._arrays.obs, self._last_obs, range(self.num_envs))
         self._seeds.discard_unused()
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         return self.call(name)
 
-    def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | Any) -> None:
+    def set_attr(self, name: str, values: object) -> None:
         """Set an attribute of every env; a list or tuple holds one value per env."""
         self._check_idle("set_attr")
-        if not isinstance(values, (list, tuple)):
-            values = [values] * self.num_envs
-        if len(values) != self.num_envs:
-            raise ValueError(f"{len(values)} values given for {self.num_envs} envs")
-        self._set_attributes([{name: value} for value in values])
+        each = values if isinstance(values, (list, tuple)) else [values] * self.num_envs
+        if len(each) != self.num_envs:
+            raise ValueError(f"{len(each)} values given for {self.num_envs} envs")
+        self._set_attributes([{name: value} for value in each])
 
-    def _set_attributes(self, attributes: list[dict[str, Any]]) -> None:
+    def _set_attributes(self, attributes: list[dict[str, object]]) -> None:
         self._begin("set_attr", "set_attributes", lambda rows: (picked(attributes, rows),))
         self._finish("set_attr", None)
 
@@ -271,14 +262,14 @@ class SliceVectorEnv(AnyVectorEnv):
     # The workers and the slice of this process run a request at the same time.
 
     def _begin(
-        self, pending: str, method: str, arguments_of: Callable[[list[int]], tuple[Any, ...]]
+        self, pending: str, method: str, arguments_of: Callable[[list[int]], tuple[object, ...]]
     ) -> None:
         """Call ``method`` of every slice, with the arguments for its rows."""
         if self._pool is not None:
             arguments = [arguments_of(worker.rows) for worker in self._workers]
             self._pool.request(self._workers, method, arguments)
         if self._main is not None:
-            self._main_request = (method, arguments_of(self._main.rows))
+            self._main_call = partial(getattr(self._main, method), *arguments_of(self._main.rows))
         self._pending = pending
 
     def _finish(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
@@ -287,38 +278,28 @@ class SliceVectorEnv(AnyVectorEnv):
         if self._pending != pending:
             raise NoAsyncCallError(f"{pending}_wait was called before {pending}_async", pending)
         try:
-            results: list[tuple[list[int], Any]] = []
-            if self._main is not None:
-                if not self._main_is_done:
-                    method, arguments = self._main_request
-                    self._main_result = getattr(self._main, method)(*arguments)
-                    self._main_is_done = True
-                results.append((self._main.rows, self._main_result))
-            results += self._workers_results(pending, timeout)
+            if self._main is not None and self._main_call is not None:
+                self._main_results = [(self._main.rows, self._main_call())]
+                self._main_call = None
+            results = self._main_results + self._workers_results(pending, timeout)
         except AnswerPendingError:
             raise  # still pending
         except BaseException as error:
-            self._pending, self._main_is_done = None, False
+            self._pending = None
             self._is_interrupted = not isinstance(error, WorkerError) and pending in _MOVES_ENVS
             raise
-        self._pending, self._main_is_done = None, False
+        self._pending = None
         return results
 
     def _abandon(self, error: BaseException) -> None:
         """Drop the pending result after an interrupt; no caller waits for it."""
         if not isinstance(error, Exception) and self._pending is not None:
             self._is_interrupted = self._is_interrupted or self._pending in _MOVES_ENVS
-            self._pending, self._main_is_done = None, False
+            self._pending = None
 
     def _workers_results(self, pending: str, timeout: float | None) -> list[tuple[list[int], Any]]:
-        if self._pool is None:
-            return []
-        return self._with_rows(self._pool.results(self._workers, timeout=timeout))
-
-    def _with_rows(self, results: list[Any]) -> list[tuple[list[int], Any]]:
-        """The results of the workers with the indices of their envs; empty if there are none."""
-        workers = self._workers if results else []
-        return [(worker.rows, each) for worker, each in zip(workers, results, strict=True)]
+        """The rows and the result of each worker; without workers there are none."""
+        return []
 
     def _per_env(self, results: list[tuple[list[int], Any]]) -> list[Any]:
         """One item per env, in the order of the envs."""
@@ -330,7 +311,7 @@ class SliceVectorEnv(AnyVectorEnv):
 
     def _merge(
         self, reports: list[tuple[list[int], SliceReport | None]], *, may_have_ended: bool
-    ) -> dict[str, Any]:
+    ) -> Info:
         """The infos of all envs, in Gymnasium's format."""
         arrays = self._arrays
         step_infos: list[StepInfo] = []
@@ -345,11 +326,36 @@ class SliceVectorEnv(AnyVectorEnv):
             for cast in set(casts) - self._reported_casts:
                 self._reported_casts.add(cast)
                 warnings.warn(cast, UserWarning, stacklevel=4)
-        return merge_infos(step_infos, arrays, self._add_info, may_have_ended=may_have_ended)
+        step_infos.sort(key=itemgetter(0))
+        infos: Info = {}
+        if may_have_ended and b"\x01" in arrays.terminated.tobytes() + arrays.truncated.tobytes():
+            infos = self._final_infos(step_infos)
+        for row, _, _, info in step_infos:
+            if info:
+                infos = self._add_info(infos, info, row)
+        return infos
 
-    def _observations(self) -> Any:
-        if self._last_obs is not None:
-            copy_rows(self._arrays.obs, self._last_obs, range(self.num_envs))
+    def _final_infos(self, step_infos: list[StepInfo]) -> Info:
+        """The same as ``_add_info`` for final_obs and final_info, but faster."""
+        arrays = self._arrays
+        mask = arrays.terminated | arrays.truncated
+        final_obs = np.empty(len(mask), dtype=object)  # filled with None
+        for row in mask.nonzero()[0].tolist():
+            final_obs[row] = read_row(arrays.final_obs, row)
+        final_info: Info = {}
+        for row, obs, info, _ in step_infos:
+            if obs is not None:
+                final_obs[row] = obs
+            if info:
+                final_info = self._add_info(final_info, info, row)
+        return {
+            "final_obs": final_obs,
+            "_final_obs": mask,
+            "final_info": final_info,
+            "_final_info": mask.copy(),
+        }
+
+    def _observations(self) -> Tree:
         return as_batch(self._arrays.obs, copy=self.copy)
 
     def _check_open(self) -> None:
@@ -361,7 +367,7 @@ class SliceVectorEnv(AnyVectorEnv):
                 "only to their own parent; make an env in this process"
             )
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         """Refuse: two copies would share running envs."""
         raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; make a new one")
 
@@ -375,11 +381,11 @@ class SliceVectorEnv(AnyVectorEnv):
             )
 
 
-def picked(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+def picked(items: Sequence[Item], indices: Sequence[int]) -> list[Item]:
     return [items[index] for index in indices]
 
 
-def _checked_mask(mask: Any, n_envs: int) -> NDArray[np.bool_]:
+def _checked_mask(mask: object, n_envs: int) -> NDArray[np.bool_]:
     if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
         raise TypeError(f"options['reset_mask'] must be a numpy array of bool, got {mask!r}")
     if mask.shape != (n_envs,) or not mask.any():

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import random
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, parent_process
 from types import FrameType
 from typing import Any
@@ -34,7 +36,7 @@ from ml_pipeline.envs.workers.channel import (
     Channel,
     Spin,
 )
-from ml_pipeline.envs.workers.replies import pickled, pickled_fault
+from ml_pipeline.envs.workers.errors import WorkerError, error_from
 from ml_pipeline.envs.workers.shared_arrays import Layout, SharedBlock
 from ml_pipeline.envs.workers.slice import Description, EnvSlice, SliceOptions
 from ml_pipeline.signals import STOP_SIGNALS
@@ -116,7 +118,7 @@ class _SliceServer:
 
     def _answer(self, kind: bytes, payload: bytes) -> tuple[bytes, bytes]:
         try:
-            result: Any = None
+            result: object = None
             if kind == STEP:
                 envs: Any = self._slice
                 result = envs.step(cloudpickle.loads(payload)) if payload else envs.step()
@@ -129,9 +131,9 @@ class _SliceServer:
                 result = getattr(owner, method)(*arguments)
             # A plain reply is possible only if all workers got the request, as in a step.
             is_plain = kind == STEP and result is None
-            return (DONE, b"") if is_plain else (RESULT, pickled(result, self._slice))
+            return (DONE, b"") if is_plain else (RESULT, _pickled(result, self._slice))
         except BaseException as error:
-            return FAULT, pickled_fault(error)
+            return FAULT, _pickled_fault(error)
 
     def build(
         self,
@@ -145,9 +147,9 @@ class _SliceServer:
             _seed_global_generators(seeds[0])
         return self._slice.build(cloudpickle.loads(payload), rows, seeds)
 
-    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run(self, work: Callable[[], object]) -> object:
         """Call a function that needs no slice: see ``call_in_worker``."""
-        return function(*arguments)
+        return work()
 
     def bind(
         self, n_envs: int, n_workers: int, worker: int, block: str | None, spin_seconds: float
@@ -163,6 +165,63 @@ class _SliceServer:
         self._slice.bind(arrays, self._hints[RUNNING : RUNNING + 1])
         self._channel.use_hints(arrays.hints, worker)
         self._spin = Spin(spin_seconds)
+
+
+def _pickled(result: object, envs: EnvSlice | None) -> bytes:
+    """Raises a ``WorkerError`` that names the env whose part of ``result`` cannot be pickled."""
+    try:
+        return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+    except Exception:  # a lambda, or a class of the main script; cloudpickle is slower
+        try:
+            return bytes(cloudpickle.dumps(result))
+        except Exception as error:  # a user's __reduce__ or __getstate__ may raise anything
+            if envs is not None:
+                _raise_for_part(result, envs)
+            raise error
+
+
+def _raise_for_part(result: object, envs: EnvSlice) -> None:
+    for row, what, part in _parts(result, envs.rows):
+        try:
+            cloudpickle.dumps(part)
+        except Exception as error:
+            raise error_from(
+                error,
+                f"{envs.name_of(row)}: {what} cannot be sent from a worker: "
+                f"{type(error).__name__}: {error}; leave it out, or use SerialEnv "
+                "(vec_env=serial)",
+            ) from error
+
+
+def _parts(result: object, rows: list[int]) -> Iterator[tuple[int, str, object]]:
+    """Index of the env, what it is, and the part of the result itself."""
+    if isinstance(result, tuple):  # a SliceReport
+        infos, obs, final_obs, _ = result
+        for row, last, final_info, info in infos:
+            yield row, "its observation", last
+            for name, value in [*final_info.items(), *info.items()]:
+                yield row, f"info[{name!r}]", value
+        for objects in [*obs, *final_obs]:
+            for row, value in zip(rows, objects, strict=True):
+                yield row, "its observation", value
+    elif isinstance(result, list):  # of a call, or of the envs just built
+        for row, value in zip(rows[-len(result) :], result, strict=True):
+            yield row, "its result", value
+
+
+def _pickled_fault(error: BaseException) -> bytes:
+    if isinstance(error, WorkerError):
+        message, original = str(error), error.__cause__
+    else:
+        # No env raised this: a factory or a result could not be pickled or unpickled.
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        message, original = f"the worker failed:\n{trace}", error
+    try:
+        cause = cloudpickle.dumps(original)
+        pickle.loads(cause)  # some exceptions can be pickled, but not unpickled
+    except Exception:  # a user's __reduce__ may raise anything; the message says enough
+        cause = b""
+    return pickle.dumps((message, cause))
 
 
 def _seed_global_generators(seed: int | None) -> None:

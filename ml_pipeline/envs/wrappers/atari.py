@@ -7,15 +7,20 @@ their signs. Episode returns in the infos are those of the whole game, with uncl
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsFloat
 
+import gymnasium as gym
 import numpy as np
 from gymnasium import spaces, wrappers
+from numpy.typing import NDArray
 
-from ml_pipeline.envs.kinds import AnyEnv, AnyWrapper, Info
+from ml_pipeline.envs.kinds import AnyEnv, Info
+
+Frames = NDArray[np.uint8]
+GameWrapper = gym.Wrapper[Frames, int, Frames, int]
 
 
-class Atari(AnyWrapper):
+class Atari(GameWrapper):
     """Wraps an env that does not skip frames itself, such as PongNoFrameskip-v4."""
 
     counts_own_episodes = True
@@ -73,7 +78,7 @@ class QuickFrames(wrappers.AtariPreprocessing):
         return frames._get_obs(), reward, terminated, truncated, game._get_info()
 
 
-class EpisodicLife(AnyWrapper):
+class EpisodicLife(GameWrapper):
     """Ends an episode with each life; the game continues until the last life is lost."""
 
     def __init__(self, env: AnyEnv) -> None:
@@ -81,7 +86,7 @@ class EpisodicLife(AnyWrapper):
         self._lives = 0
         self._over = True
 
-    def reset(self, **kwargs: Any) -> tuple[Any, Info]:
+    def reset(self, **kwargs: Any) -> tuple[Frames, Info]:
         if self._over or kwargs.get("seed") is not None:
             obs, info = self.env.reset(**kwargs)
         else:
@@ -92,7 +97,7 @@ class EpisodicLife(AnyWrapper):
         self._lives = self._lives_left()
         return obs, info
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, Info]:
+    def step(self, action: int) -> tuple[Frames, SupportsFloat, bool, bool, Info]:
         obs, reward, terminated, truncated, info = self.env.step(action)
         self._over = terminated or truncated
         lives = self._lives_left()
@@ -104,10 +109,10 @@ class EpisodicLife(AnyWrapper):
         return int(_game(self.env).ale.lives())
 
 
-class FireToBegin(AnyWrapper):
+class FireToBegin(GameWrapper):
     """Presses FIRE after a reset, which some games need to start."""
 
-    def reset(self, **kwargs: Any) -> tuple[Any, Info]:
+    def reset(self, **kwargs: Any) -> tuple[Frames, Info]:
         self.env.reset(**kwargs)
         meanings = _game(self.env).get_action_meanings()
         obs, _, terminated, truncated, info = self.env.step(meanings.index("FIRE"))
@@ -121,5 +126,5 @@ def _game(env: AnyEnv) -> Any:
     return env.unwrapped
 
 
-def _sign(reward: Any) -> float:
-    return float(np.sign(reward))
+def _sign(reward: SupportsFloat) -> float:
+    return float(np.sign(float(reward)))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyEnv
 
+Vector = NDArray[np.generic]
 
-class HideVelocity(gym.ObservationWrapper[Any, Any, Any]):
+
+class HideVelocity(gym.ObservationWrapper[Vector, object, Vector]):
     """Removes entries of a vector observation; the default is for CartPole."""
 
     def __init__(self, env: AnyEnv, hidden: Sequence[int] = (1, 3)) -> None:
@@ -24,5 +26,5 @@ class HideVelocity(gym.ObservationWrapper[Any, Any, Any]):
         low, high = box.low[self._shown], box.high[self._shown]
         self.observation_space = spaces.Box(low, high, dtype=box.dtype.type)
 
-    def observation(self, observation: Any) -> Any:
+    def observation(self, observation: Vector) -> Vector:
         return observation[self._shown]

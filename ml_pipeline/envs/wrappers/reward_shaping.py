@@ -39,7 +39,7 @@ class RewardShaping(AnyWrapper):
     counts_own_episodes = True
 
     def __init__(
-        self, env: AnyEnv, terms: Mapping[str, Mapping[str, Any]], gamma: float = 0.99
+        self, env: AnyEnv, terms: Mapping[str, Mapping[str, object]], gamma: float = 0.99
     ) -> None:
         """``terms``: name -> ``_target_`` of a function, ``kind`` and ``weight``.
 
@@ -75,7 +75,7 @@ class RewardShaping(AnyWrapper):
         self._see(self._player(obs), is_terminal=False)
         return obs, info
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, Info]:
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
         obs, reward, terminated, truncated, info = self.env.step(action)
         before, seen, potential = self._obs, self._player(obs), self._potential
         self._see(seen, is_terminal=bool(terminated))
@@ -109,7 +109,7 @@ class RewardShaping(AnyWrapper):
         return rows[0] if self._is_two_player else rows
 
 
-def _term(name: str, entry: Mapping[str, Any]) -> Term:
+def _term(name: str, entry: Mapping[str, object]) -> Term:
     key = f"terms.{name}"
     function, rest = import_entry(entry, key=key)
     for unknown in rest.keys() - {"kind", "weight"}:
@@ -134,7 +134,7 @@ def _checked_weight(name: str, weight: Any) -> float:
     return float(weight)
 
 
-def _finite(term: Term, value: Any) -> float:
+def _finite(term: Term, value: float) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the reward term {term.name} returned {value}; it must be finite")
     return float(value)
