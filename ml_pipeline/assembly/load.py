@@ -1,4 +1,8 @@
-"""Trained agents and exported policies, loaded from run folders and files."""
+"""Trained agents and exported policies, loaded from run folders and files.
+
+init_from=RUN reads only the checkpoint of that run, with ``weights_only=True``. Its config names
+classes, but nothing imports them, so a folder of another user needs no trust.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,14 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import VectorEnv
 
 from ml_pipeline.analysis.evaluate import make_evaluation_envs
+from ml_pipeline.analysis.listing import newest_run
 from ml_pipeline.assembly.build import build_agent, build_env_factory, cpu_context
-from ml_pipeline.assembly.compose import ConfigError, find_modules_in_cwd, stored_config
+from ml_pipeline.assembly.compose import (
+    ConfigError,
+    find_algorithm,
+    find_modules_in_cwd,
+    stored_config,
+)
 from ml_pipeline.assembly.trust import check_names
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.deploy.export import Agreement, export_policy
@@ -24,18 +34,22 @@ from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.device import torch_threads
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.envs.judged import HasExportFacts
-from ml_pipeline.errors import first_line
+from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.policy.contracts import Policy, Spaces
 from ml_pipeline.policy.space_data import space_to_data
 from ml_pipeline.runs.checkpoint import (
     best_or_latest,
     check_fits,
+    checkpoint_path,
     load_checkpoint,
     misfit_explained,
     named_checkpoint,
 )
+from ml_pipeline.runs.console import is_job, say
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.training.contracts import Agent
+
+_LATEST_RUN = "latest"
 
 
 class TrainedAgent(NamedTuple):
@@ -214,3 +228,39 @@ def export_run(
 
 def _facts_of(env: object) -> dict[str, Any]:
     return env.export_facts() if isinstance(env, HasExportFacts) else {}
+
+
+def started_from(config: TrainConfig, agent: Agent) -> TrainConfig:
+    """Load the weights that ``config.init_from`` names; returns the config with the file's path."""
+    given = str(config.init_from)
+    start_from = find_algorithm(config).start_from
+    if start_from is None:
+        raise ConfigError(
+            f"init_from={given}: {config.agent.algorithm} cannot start from another run; "
+            "give its Algorithm a start_from function"
+        )
+    try:
+        run = RunFolder.open(_newest(Path(config.run_root)) if _is_latest(given) else given)
+        name = named_checkpoint(given) or best_or_latest(run)
+        state = load_checkpoint(run, name)
+        start_from(agent, state["agent"])
+        env_steps = int(state["env_steps"])
+    except UserError as error:
+        raise ConfigError(f"init_from={given}: {error}") from error
+    except Exception as error:  # the state of another algorithm, or a damaged one, may raise any
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = f"{kind}{first_line(error)}; use the env, network and agent of that run"
+        raise ConfigError(f"init_from={given}: {reason}") from error
+    path = checkpoint_path(run, name)
+    say(f"started from {path}, env step {env_steps:,}, with a new optimiser")
+    return dataclasses.replace(config, init_from=str(path))
+
+
+def _is_latest(given: str) -> bool:
+    return given == _LATEST_RUN and not Path(given).exists()
+
+
+def _newest(root: Path) -> Path:
+    if is_job():
+        raise ConfigError("jobs of a sweep would find each other; name a run folder")
+    return newest_run(root).path

@@ -33,9 +33,9 @@ from ml_pipeline.assembly.compose import (
     find_algorithm,
     resumed_folder,
 )
+from ml_pipeline.assembly.load import started_from
 from ml_pipeline.assembly.phases import check_phases
-from ml_pipeline.assembly.self_play import SelfPlay, find_self_play
-from ml_pipeline.assembly.warm_start import started_from
+from ml_pipeline.assembly.players import SelfPlay, find_self_play
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.device import program_mode, resolve_device, torch_threads
 from ml_pipeline.envs.choice import choose_n_envs
