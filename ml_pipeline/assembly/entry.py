@@ -26,7 +26,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ml_pipeline.assembly.compose import (
     CONF,
-    ConfigError,
     as_typed,
     checked_config,
     compose_config,
@@ -37,7 +36,7 @@ from ml_pipeline.assembly.compose import (
     resumed_folder,
     store_schema,
 )
-from ml_pipeline.assembly.explain import explained
+from ml_pipeline.assembly.explain import ConfigError, explained
 from ml_pipeline.assembly.sweeps import SweepReport, check_launcher
 from ml_pipeline.errors import UserError
 from ml_pipeline.moved import moved

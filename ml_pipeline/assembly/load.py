@@ -20,13 +20,10 @@ from gymnasium.vector import VectorEnv
 
 from ml_pipeline.analysis.evaluate import make_evaluation_envs
 from ml_pipeline.analysis.listing import newest_run
-from ml_pipeline.assembly.build import build_agent, build_env_factory, cpu_context
-from ml_pipeline.assembly.compose import (
-    ConfigError,
-    find_algorithm,
-    find_modules_in_cwd,
-    stored_config,
-)
+from ml_pipeline.assembly.agent import build_agent, find_algorithm
+from ml_pipeline.assembly.build import build_env_factory, cpu_context
+from ml_pipeline.assembly.compose import find_modules_in_cwd, stored_config
+from ml_pipeline.assembly.explain import ConfigError
 from ml_pipeline.assembly.trust import check_names
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.deploy.export import Agreement, export_policy

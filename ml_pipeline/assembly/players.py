@@ -18,12 +18,8 @@ from numpy.typing import NDArray
 from ml_pipeline.analysis.evaluate import make_evaluation_envs
 from ml_pipeline.analysis.run_data import did_you_mean
 from ml_pipeline.assembly.build import build_env_factory
-from ml_pipeline.assembly.compose import (
-    ConfigError,
-    checked_config,
-    compose_config,
-    stored_config,
-)
+from ml_pipeline.assembly.compose import checked_config, compose_config, stored_config
+from ml_pipeline.assembly.explain import ConfigError
 from ml_pipeline.assembly.load import exported_env, restored_agent
 from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.config.train import EnvConfig, TrainConfig, VecEnvConfig

@@ -14,18 +14,11 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from ml_pipeline.assembly.build import (
-    act_greedily,
-    agent_name,
-    build_loggers,
-    build_trainer,
-    kept_cwd,
-    make_tensor_env,
-)
+from ml_pipeline.assembly.agent import agent_name, build_trainer, find_algorithm
+from ml_pipeline.assembly.build import act_greedily, build_loggers, kept_cwd, make_tensor_env
 from ml_pipeline.assembly.compose import (
     checked_config,
     compose_config,
-    find_algorithm,
     find_modules_in_cwd,
     resumed_config,
     resumed_folder,

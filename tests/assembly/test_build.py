@@ -25,7 +25,8 @@ from conftest import (
     summary_of,
 )
 
-from ml_pipeline.assembly.build import build_agent, cpu_context
+from ml_pipeline.assembly.agent import build_agent
+from ml_pipeline.assembly.build import cpu_context
 from ml_pipeline.assembly.compose import checked_config, compose_config
 from ml_pipeline.assembly.run import train
 from ml_pipeline.errors import UserError
