@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
-from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from ml_pipeline.analysis.evaluate import make_evaluation_envs
@@ -20,11 +19,12 @@ from ml_pipeline.analysis.run_data import did_you_mean
 from ml_pipeline.assembly.build import build_env_factory
 from ml_pipeline.assembly.compose import checked_config, compose_config, stored_config
 from ml_pipeline.assembly.explain import ConfigError
-from ml_pipeline.assembly.load import exported_env, restored_agent
+from ml_pipeline.assembly.load import exported_env, is_run, restored_agent
 from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.config.train import EnvConfig, TrainConfig, VecEnvConfig
 from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.envs.factory import EnvFactory
+from ml_pipeline.envs.kinds import AnyVectorEnv
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.trial import EnvTrial
 from ml_pipeline.games.matches import DiscretePolicy, GameError, ScriptedPolicy
@@ -49,7 +49,7 @@ class Arena(NamedTuple):
     judges: Mapping[str, Callable[[], Scripted]]  # may have state; evaluations prefer them
     moves: NDArray[Any] | None  # [n, *act]: the continuous actions of its discrete version
 
-    def make_envs(self, *, n_envs: int) -> VectorEnv[Any, Any, Any]:
+    def make_envs(self, *, n_envs: int) -> AnyVectorEnv:
         """A vector env for ``play_games``."""
         return make_evaluation_envs(self.make_env, VecEnvConfig(), n_envs=n_envs)
 
@@ -65,16 +65,12 @@ class Player(NamedTuple):
 
 def is_path(given: str) -> bool:
     """Whether ``given`` can be a run, a checkpoint or an exported policy."""
-    return _is_run(given) or os.path.isfile(given)
-
-
-def _is_run(given: str) -> bool:
-    return os.path.isdir(given) or named_checkpoint(given) is not None
+    return is_run(given) or os.path.isfile(given)
 
 
 def env_of(path: str, *, trust: bool = False) -> EnvConfig:
     """The evaluated env of a run or an exported policy."""
-    if os.path.isfile(path) and not _is_run(path):
+    if os.path.isfile(path) and not is_run(path):
         return exported_env(ExportedPolicy.load(path, trust=trust), path, trust=trust)
     return stored_config(RunFolder.open(path), trust=trust).evaluated_env
 
@@ -136,7 +132,7 @@ def load_player(
         policy = ScriptedPolicy(scripted[word]())
         _check_scripted(word, policy, arena)
         return Player(word, policy, "scripted")
-    if _is_run(given):
+    if is_run(given):
         return _load_run(given, arena, noise_seed, checkpoint, trust=trust)
     if os.path.isfile(given):
         exported = ExportedPolicy.load(given, trust=trust)
