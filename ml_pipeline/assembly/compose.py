@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -282,25 +282,28 @@ def _take_over(base: DictConfig, cfg: DictConfig, key: str) -> None:
         del old[name]
 
 
-def stored_config(run_folder: RunFolder, *, trust: bool = False) -> TrainConfig:
-    """A run's config.yaml, checked; refuses code of other people unless ``trust``."""
+def stored_config(
+    run_folder: RunFolder,
+    *,
+    trust: bool = False,
+    check: Callable[[Mapping[str, object], object], None] = check_names,
+) -> TrainConfig:
+    """A run's config.yaml, checked; refuses code of other people unless ``trust``.
+
+    ``check`` refuses it, for the parts of the config that the caller will import.
+    """
     cfg, is_own = _read_config(run_folder)
     if is_own or trust:
         find_modules_in_cwd()
     else:
-        check_names(_container(cfg), run_folder.config)
+        check(_container(cfg), run_folder.config)
     return checked_config(cfg)
 
 
 def plain_config(path: Path | str, *, trust: bool = False) -> dict[str, Any]:
     """A run's config as nested dicts; imports nothing but the algorithm."""
-    run_folder = RunFolder.open(path)
-    cfg, is_own = _read_config(run_folder)
-    if is_own or trust:
-        find_modules_in_cwd()
-    else:
-        check_algorithm(_container(cfg), run_folder.config)
-    return dataclasses.asdict(checked_config(cfg))
+    config = stored_config(RunFolder.open(path), trust=trust, check=check_algorithm)
+    return dataclasses.asdict(config)
 
 
 def _read_config(run_folder: RunFolder) -> tuple[DictConfig, bool]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from conftest import Capture, read_rows, small
-from staged_envs import Line
 
 from ml_pipeline.assembly.phases import EPISODE_METRICS, EVALUATION_METRICS
 from ml_pipeline.assembly.run import train
@@ -279,14 +278,6 @@ def test_a_phase_that_a_resumed_run_has_lost_is_named(here: Path) -> None:
 
     with pytest.raises(UserError, match="the run was in phase long, which is not in the config"):
         train([f"resume={run}", "total_steps=256", "+curriculum={phases: {other: {}}}"])
-
-
-def test_line_keeps_the_settings_of_an_episode_until_its_end() -> None:
-    env = Line(length=2)
-    env.reset(seed=1)
-    env.length = 3
-
-    assert [env.step(1)[2] for _ in range(2)] == [False, True]
 
 
 def test_hockey_goes_through_all_of_its_phases(here: Path) -> None:
