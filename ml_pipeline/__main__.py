@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from ml_pipeline.assembly.exits import exit_code
+from ml_pipeline.assembly.script import exit_code
 from ml_pipeline.shelves import command_modules
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from torch import Tensor
@@ -21,6 +20,7 @@ from ml_pipeline.assembly.load import load_policy
 from ml_pipeline.assembly.run import RunResult
 from ml_pipeline.config.train import RUN_ROOT
 from ml_pipeline.envs.factory import close_env
+from ml_pipeline.envs.kinds import AnySpace
 from ml_pipeline.policy.contracts import Policy
 from ml_pipeline.policy.observations import batched
 from ml_pipeline.runs.console import quiet_console
@@ -92,8 +92,8 @@ class LoadedPolicy:
         self,
         policy: Policy,
         env_name: str,
-        observation_space: gym.Space[Any],
-        action_space: gym.Space[Any],
+        observation_space: AnySpace,
+        action_space: AnySpace,
     ) -> None:
         self.policy = policy
         self.env_name = env_name

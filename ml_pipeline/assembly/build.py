@@ -1,4 +1,4 @@
-"""The parts of a run, made from its config: envs, network, agent, trainer, loggers, callbacks."""
+"""The parts of a run around its agent, made from its config: envs, loggers and callbacks."""
 
 from __future__ import annotations
 
@@ -6,28 +6,24 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import torch
-from gymnasium import spaces
 
-from ml_pipeline.assembly.compose import ConfigError, find_algorithm
+from ml_pipeline.assembly.agent import agent_name
+from ml_pipeline.assembly.explain import ConfigError
 from ml_pipeline.callbacks.curriculum import Curriculum
 from ml_pipeline.config.train import EnvConfig, TrainConfig
-from ml_pipeline.device import torch_threads
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
-from ml_pipeline.envs.trial import EnvTrial
 from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.tensor_self_play import TensorSelfPlay
-from ml_pipeline.policy.contracts import Policy, Spaces
+from ml_pipeline.policy.contracts import Policy
 from ml_pipeline.ranks.world import World
 from ml_pipeline.runs.checkpoint import check_plain
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.targets import import_dotted, instantiate
-from ml_pipeline.training.contracts import Agent, Callback, Envs, Logger, RunContext, Trainer
+from ml_pipeline.training.contracts import Callback, Logger, RunContext
 from ml_pipeline.training.graphs import Programs
 
 
@@ -39,34 +35,6 @@ def cpu_context(config: TrainConfig) -> RunContext:
     """The context of an agent that only plays."""
     device = torch.device("cpu")
     return RunContext(device, config.seed, config.precision, Programs(device), World())
-
-
-def build_agent(config: TrainConfig, env_spaces: Spaces, context: RunContext) -> Agent:
-    """``env_spaces``: of a single env."""
-    network = partial(build_network, config)
-    # The last bits of the first weights depend on the number of threads.
-    with torch_threads(torch.device("cpu")):
-        return find_algorithm(config).make_agent(env_spaces, network, config.agent, context)
-
-
-def build_network(config: TrainConfig, observation_space: gym.Space[Any]) -> torch.nn.Module:
-    offers = {"observation_space": observation_space}
-    network = instantiate(config.network, key="network", offers=offers)
-    if not isinstance(network, torch.nn.Module):
-        raise ConfigError(
-            f"network._target_={config.network['_target_']}: made a {type(network).__name__}; "
-            "name a torch.nn.Module"
-        )
-    if any(torch.nn.parameter.is_lazy(each) for each in network.parameters()):
-        raise ConfigError(
-            f"network {type(network).__name__} has lazy layers, whose weights have no size yet; "
-            "compute the sizes from observation_space in its constructor"
-        )
-    return network
-
-
-def build_trainer(config: TrainConfig, agent: Agent, envs: Envs, context: RunContext) -> Trainer:
-    return find_algorithm(config).make_trainer(agent, envs, config.agent, context)
 
 
 def find_tensor_env(config: TrainConfig) -> type[TorchVectorEnv] | None:
@@ -98,37 +66,6 @@ def make_tensor_env(
         raise ConfigError(f"env.target={config.env.target}: {error}") from error
 
 
-def mask_key(config: TrainConfig) -> str:
-    """The key under which a probed env has its mask, in its info or its observation."""
-    source = config.agent.action_mask
-    return "action_mask" if source in ("auto", "none", "info") else source
-
-
-def with_mask_source(config: TrainConfig, trial: EnvTrial) -> TrainConfig:
-    """The config with agent.action_mask=auto replaced by the source of this env's masks, or none.
-
-    Masks in infos are needed at every step, so all infos must be sent.
-    """
-    source = config.agent.action_mask
-    if source == "auto":
-        space = trial.observation_space
-        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.spaces
-        can_be_masked = not isinstance(trial.action_space, spaces.Box)
-        in_info = "action_mask" in trial.info and can_be_masked
-        if can_be_masked and not in_obs and "action_mask" in trial.step_info and not in_info:
-            raise ConfigError(
-                f"env {config.env.name} returns an action_mask from step, but not from reset; "
-                "return one from reset too, or set agent.action_mask=none"
-            )
-        source = "action_mask" if in_obs else "info" if in_info else "none"
-    infos = "all" if source == "info" else config.vec_env.infos
-    return dataclasses.replace(
-        config,
-        agent=dataclasses.replace(config.agent, action_mask=source),
-        vec_env=dataclasses.replace(config.vec_env, infos=infos),
-    )
-
-
 def act_greedily(policy: Policy, obs: Any, infos: Any) -> Any:
     """About as much work as acting in one training step; used to measure its time."""
     mask, memory = policy.mask_of(infos), policy.new_memory(len(first_leaf(obs)))
@@ -150,10 +87,6 @@ def kept_cwd() -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
-
-
-def agent_name(config: TrainConfig) -> str:
-    return type(config.agent).__name__.removesuffix("Config").lower()
 
 
 def build_loggers(

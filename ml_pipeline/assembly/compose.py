@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,22 +27,16 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ml_pipeline.assembly.explain import explained, unknown_key
+from ml_pipeline.assembly.agent import config_class, find_algorithm, typed
+from ml_pipeline.assembly.explain import ConfigError as ConfigError
+from ml_pipeline.assembly.explain import explained
 from ml_pipeline.assembly.trust import check_algorithm, check_names
 from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.errors import UserError, first_line, shorten
-from ml_pipeline.moved import moved
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml
 from ml_pipeline.runs.signatures import is_signed, signature
 from ml_pipeline.shelves import conf_folders
-from ml_pipeline.targets import (
-    ALGORITHM_OF_OLD_RUNS,
-    TargetError,
-    import_dotted,
-    import_module,
-)
-from ml_pipeline.training.contracts import Algorithm
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY = _PACKAGE.parent
@@ -53,10 +46,6 @@ CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else REPOSITORY / "conf
 
 _PURPOSE = "config"  # of the signature
 _OPEN = "++"  # Hydra's prefix of a key that may be new
-
-
-class ConfigError(UserError):
-    """The config contains a mistake."""
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
@@ -136,8 +125,8 @@ class ClassDefaults(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         group, _, dotted = config_path.removesuffix(".yaml").rpartition("/")
         key = self.scheme() if group == self.scheme() else "agent.algorithm"
-        config_class = _config_class(dotted, key)
-        defaults = OmegaConf.create(_defaults(config_class))
+        find_modules_in_cwd()  # it may be the user's own
+        defaults = OmegaConf.create(_defaults(config_class(dotted, key)))
         return ConfigResult(self.provider, self.full_path(), defaults, {"package": None})
 
     def is_config(self, config_path: str) -> bool:
@@ -153,40 +142,13 @@ class ClassDefaults(ConfigSource):
         return []
 
 
-def _config_class(dotted: str, key: str) -> type:
-    """The dataclass at a dotted path, or that of the algorithm there; errors name ``key``.
-
-    A config.py beside an algorithm is enough: torch is not imported, so --help is fast.
-    """
-    find_modules_in_cwd()  # it may be the user's own
-    beside = _algorithm_classes(moved(dotted), key)
-    if len(beside) == 1:
-        return beside[0]
-    found = import_dotted(dotted, key=key)
-    is_dataclass = isinstance(found, type) and dataclasses.is_dataclass(found)
-    return found if is_dataclass else checked_algorithm(dotted, found).config
-
-
-def _algorithm_classes(algorithm: str, key: str) -> list[type]:
-    """The classes in config.py of an algorithm's package that name the algorithm."""
-    package = ".".join(algorithm.split(".")[:-2])
-    if not package:
-        return []
-    try:
-        module = import_module(f"{package}.config", key=key, path=algorithm)
-    except TargetError:  # there is none, or importing the algorithm reports why it is broken
-        return []
-    classes = [each for each in vars(module).values() if isinstance(each, type)]
-    return [each for each in classes if getattr(each, "algorithm", None) == algorithm]
-
-
-def _defaults(config_class: type) -> dict[str, object]:
+def _defaults(dataclass: type) -> dict[str, object]:
     """The default of each field; ``???``, which Hydra asks the user for, if it has none."""
     return {
         each.name: each.default_factory()
         if each.default_factory is not dataclasses.MISSING
-        else getattr(config_class, each.name, "???")
-        for each in dataclasses.fields(config_class)
+        else getattr(dataclass, each.name, "???")
+        for each in dataclasses.fields(dataclass)
     }
 
 
@@ -244,54 +206,24 @@ def _searching(folders: Sequence[Path]) -> list[str]:
 
 def checked_config(cfg: DictConfig) -> TrainConfig:
     """The config as checked dataclasses; agent.algorithm chooses the class of ``agent``."""
-    config_class = find_algorithm(cfg).config
+    algorithm = find_algorithm(cfg)
+    curriculum = None
     try:
-        parts = {"agent": _typed("agent", config_class, cfg)}
+        agent = typed("agent", algorithm.config, cfg)
         if cfg.curriculum is not None:
             if OmegaConf.is_list(OmegaConf.select(cfg, "curriculum.phases")):
                 raise ConfigError("curriculum.phases is a list; write phases: {NAME: {...}, ...}")
-            parts["curriculum"] = _typed("curriculum", CurriculumConfig, cfg)
-        values = {str(key): cfg[key] for key in cfg} | parts
-        return TrainConfig(**{key: _plain(value) for key, value in values.items()})
+            curriculum = typed("curriculum", CurriculumConfig, cfg)
+        others = {str(key): _plain(cfg[key]) for key in cfg if key not in ("agent", "curriculum")}
+        return TrainConfig(**others, agent=agent, curriculum=curriculum)
     except OmegaConfBaseException as error:
         raise ConfigError(explained(error)) from error
     except (ValueError, OverflowError) as error:
         raise ConfigError(str(error)) from error
 
 
-def _typed(key: str, config_class: type, cfg: DictConfig) -> DictConfig:
-    """The config at ``key``, as a node of this class."""
-    known = [field.name for field in dataclasses.fields(config_class)]
-    for name in cfg[key] if OmegaConf.is_dict(cfg[key]) else ():
-        if name not in known:
-            raise ConfigError(unknown_key(f"{key}.{name}", cfg[key][name], known))
-    merged = OmegaConf.merge(_schema(key, config_class), {key: cfg[key]})
-    return cast("DictConfig", getattr(merged, key))
-
-
-@cache
-def _schema(key: str, config_class: type) -> DictConfig:
-    return OmegaConf.create({key: OmegaConf.structured(config_class)})
-
-
 def _plain(value: Any) -> Any:
     return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
-
-
-def find_algorithm(cfg: DictConfig | TrainConfig) -> Algorithm:
-    """The algorithm that agent.algorithm names; runs without the key have the oldest one."""
-    name = getattr(cfg.agent, "algorithm", None) or ALGORITHM_OF_OLD_RUNS
-    return checked_algorithm(name, import_dotted(str(name), key="agent.algorithm"))
-
-
-def checked_algorithm(name: str, found: object) -> Algorithm:
-    """Refuse what is not an algorithm."""
-    if not isinstance(found, Algorithm):
-        raise ConfigError(
-            f"agent.algorithm={name}: must be an ml_pipeline.training.contracts.Algorithm, got a "
-            f"{type(found).__name__}"
-        )
-    return found
 
 
 def resumed_folder(path: str) -> RunFolder:
@@ -350,25 +282,28 @@ def _take_over(base: DictConfig, cfg: DictConfig, key: str) -> None:
         del old[name]
 
 
-def stored_config(run_folder: RunFolder, *, trust: bool = False) -> TrainConfig:
-    """A run's config.yaml, checked; refuses code of other people unless ``trust``."""
+def stored_config(
+    run_folder: RunFolder,
+    *,
+    trust: bool = False,
+    check: Callable[[Mapping[str, object], object], None] = check_names,
+) -> TrainConfig:
+    """A run's config.yaml, checked; refuses code of other people unless ``trust``.
+
+    ``check`` refuses it, for the parts of the config that the caller will import.
+    """
     cfg, is_own = _read_config(run_folder)
     if is_own or trust:
         find_modules_in_cwd()
     else:
-        check_names(_container(cfg), run_folder.config)
+        check(_container(cfg), run_folder.config)
     return checked_config(cfg)
 
 
 def plain_config(path: Path | str, *, trust: bool = False) -> dict[str, Any]:
     """A run's config as nested dicts; imports nothing but the algorithm."""
-    run_folder = RunFolder.open(path)
-    cfg, is_own = _read_config(run_folder)
-    if is_own or trust:
-        find_modules_in_cwd()
-    else:
-        check_algorithm(_container(cfg), run_folder.config)
-    return dataclasses.asdict(checked_config(cfg))
+    config = stored_config(RunFolder.open(path), trust=trust, check=check_algorithm)
+    return dataclasses.asdict(config)
 
 
 def _read_config(run_folder: RunFolder) -> tuple[DictConfig, bool]:

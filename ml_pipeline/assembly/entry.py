@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ml_pipeline.assembly.compose import (
     CONF,
-    ConfigError,
     as_typed,
     checked_config,
     compose_config,
@@ -37,7 +36,7 @@ from ml_pipeline.assembly.compose import (
     resumed_folder,
     store_schema,
 )
-from ml_pipeline.assembly.explain import explained
+from ml_pipeline.assembly.explain import ConfigError, explained
 from ml_pipeline.assembly.sweeps import SweepReport, check_launcher
 from ml_pipeline.errors import UserError
 from ml_pipeline.moved import moved
@@ -57,9 +56,9 @@ def with_agent(words: Sequence[str], agent: str, preset: str | None = None) -> l
     if any(word.startswith("agent=") for word in words):
         return list(words)
     if any(word.startswith("resume=") for word in words):
-        check_resumed(words, agent)
+        _check_agent(words, agent, "resume", _agent_of_run)
         return list(words)
-    check_presets(words, agent)
+    _check_agent(words, agent, "experiment", _agent_of)
     if preset is not None and not any(word.partition("=")[0] in _CHOOSES_ENV for word in words):
         return with_overrides(words, [f"experiment={preset}"])
     return list(words) if agent == default_agent() else with_overrides(words, [f"agent={agent}"])
@@ -71,20 +70,14 @@ def default_agent() -> str:
     return next(str(each["agent"]) for each in groups if "agent" in each)
 
 
-def check_presets(words: Sequence[str], agent: str) -> None:
-    """Refuse ``experiment=NAME`` of ours if it trains another agent; a user's own are not read."""
-    for name in _values(words, "experiment"):
-        wanted = _agent_of(name)
-        if wanted is not None and wanted != agent:
-            raise ConfigError(f"experiment={name}: trains agent={wanted}; use train_{wanted}.py")
-
-
-def check_resumed(words: Sequence[str], agent: str) -> None:
-    """Refuse ``resume=RUN`` of another agent of ours; every door resumes a user's own algorithm."""
-    for path in _values(words, "resume"):
-        trained = _agent_of_run(path)
+def _check_agent(
+    words: Sequence[str], agent: str, key: str, agent_of: Callable[[str], str | None]
+) -> None:
+    """Refuse a preset or a run of another agent of ours; those of a user's own are accepted."""
+    for value in _values(words, key):
+        trained = agent_of(value)
         if trained is not None and trained != agent:
-            raise ConfigError(f"resume={path}: trains agent={trained}; use train_{trained}.py")
+            raise ConfigError(f"{key}={value}: trains agent={trained}; use train_{trained}.py")
 
 
 def _values(words: Sequence[str], key: str) -> list[str]:
@@ -228,10 +221,10 @@ def _run_in_sweep(cfg: DictConfig, job: HydraConf) -> float:
         end_with_parent()
     folder, overrides, number = Path(job.sweep.dir), _typed_overrides(job), job.job.num
     earlier = requeued_run(folder, number)
-    try:
-        with numbered_output(number), noted_job(folder, number, overrides) as note:
-            say(" ".join(each for each in overrides if each not in sys.argv))  # the swept ones
-            try:
+    with numbered_output(number):
+        try:
+            with noted_job(folder, number, overrides) as note:
+                say(" ".join(each for each in overrides if each not in sys.argv))  # the swept ones
                 find_modules_in_cwd()
                 if earlier is not None:
                     overrides = [f"resume={earlier}"]  # the stored config has all the rest
@@ -239,15 +232,13 @@ def _run_in_sweep(cfg: DictConfig, job: HydraConf) -> float:
                 run = new_folder(checked_config(cfg))
                 note.started(resumed_folder(cfg.resume).path if cfg.resume else run.path)
                 objective = run_once(cfg, overrides, sweep=folder.name, folder=run).objective
-            except Exception as error:
-                # Raised, it would reach the user twice, through Hydra after all other jobs.
-                note.failed(error)
-                if isinstance(error, UserError):
-                    print(f"failed: {error}", file=sys.stderr)
-                else:
-                    traceback.print_exc()
-                return math.nan
-            note.finished(objective)
-    except Interrupted as stop:
-        raise SystemExit(stop.exit_code) from None
-    return objective
+                note.finished(objective)
+                return objective
+        except Interrupted as stop:
+            raise SystemExit(stop.exit_code) from None
+        # Raised, an error would reach the user twice, through Hydra after all other jobs.
+        except UserError as error:
+            print(f"failed: {error}", file=sys.stderr)
+        except Exception:
+            traceback.print_exc()
+    return math.nan

@@ -16,9 +16,13 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from ml_pipeline.errors import first_line
+from ml_pipeline.errors import UserError, first_line
 
 _TYPES = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false"}
+
+
+class ConfigError(UserError):
+    """The config contains a mistake."""
 
 
 def explained(error: Exception) -> str:

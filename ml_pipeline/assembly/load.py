@@ -1,4 +1,8 @@
-"""Trained agents and exported policies, loaded from run folders and files."""
+"""Trained agents and exported policies, loaded from run folders and files.
+
+init_from=RUN reads only the checkpoint of that run, with ``weights_only=True``. Its config names
+classes, but nothing imports them, so a folder of another user needs no trust.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,17 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import gymnasium as gym
 import torch
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
-from gymnasium.vector import VectorEnv
 
 from ml_pipeline.analysis.evaluate import make_evaluation_envs
-from ml_pipeline.assembly.build import build_agent, build_env_factory, cpu_context
-from ml_pipeline.assembly.compose import ConfigError, find_modules_in_cwd, stored_config
+from ml_pipeline.analysis.listing import newest_run
+from ml_pipeline.assembly.agent import build_agent, find_algorithm
+from ml_pipeline.assembly.build import build_env_factory, cpu_context
+from ml_pipeline.assembly.compose import find_modules_in_cwd, stored_config
+from ml_pipeline.assembly.explain import ConfigError
 from ml_pipeline.assembly.trust import check_names
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.deploy.export import Agreement, export_policy
@@ -24,26 +29,31 @@ from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.device import torch_threads
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.envs.judged import HasExportFacts
-from ml_pipeline.errors import first_line
+from ml_pipeline.envs.kinds import AnyEnv, AnyVectorEnv
+from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.policy.contracts import Policy, Spaces
 from ml_pipeline.policy.space_data import space_to_data
 from ml_pipeline.runs.checkpoint import (
     best_or_latest,
     check_fits,
+    checkpoint_path,
     load_checkpoint,
     misfit_explained,
     named_checkpoint,
 )
+from ml_pipeline.runs.console import is_job, say
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.training.contracts import Agent
+
+_LATEST_RUN = "latest"
 
 
 class TrainedAgent(NamedTuple):
     """An agent from a checkpoint, and a single env of the kind that evaluates it."""
 
     agent: Agent
-    env: gym.Env[Any, Any]
-    make_envs: Callable[..., VectorEnv[Any, Any, Any]]  # n_envs=: for evaluate_batch
+    env: AnyEnv
+    make_envs: Callable[..., AnyVectorEnv]  # n_envs=: for evaluate_batch
     env_name: str
     seed: int  # of the run
     checkpoint: str
@@ -66,39 +76,25 @@ def load_agent(
     """
     run_folder = RunFolder.open(path)
     config = stored_config(run_folder, trust=trust)
-    checkpoint = checkpoint or named_checkpoint(path)
-    return _load_agent(run_folder, config, checkpoint, render_mode, env)
-
-
-def _load_agent(
-    run_folder: RunFolder,
-    config: TrainConfig,
-    checkpoint: str | None,
-    render_mode: str | None,
-    other: EnvConfig | None = None,
-) -> TrainedAgent:
-    """``other``: an env to play in instead of that of the run."""
-    checkpoint = checkpoint or best_or_latest(run_folder)
-    played = other or config.evaluated_env
-    if other is None and config.needs_two_players:
+    checkpoint = checkpoint or named_checkpoint(path) or best_or_latest(run_folder)
+    played = env or config.evaluated_env
+    if env is None and config.needs_two_players:
         raise ConfigError(f"env {played.name} needs two players; name the other one by --opponent")
     make_env = build_env_factory(played)
     if render_mode is not None:
         make_env = make_env.rendering(render_mode)
-    env = own = make_env()
-    if other is not None:
+    made = own = make_env()
+    if env is not None:
         own = build_env_factory(config.evaluated_env)()
         close_env(own)
-        _check_spaces(env, own, played.name, run_folder)
+        _check_spaces(made, own, played.name, run_folder)
     own_spaces = Spaces(own.observation_space, own.action_space)
     agent, env_steps = restored_agent(run_folder, config, checkpoint, own_spaces)
     make_envs = partial(make_evaluation_envs, make_env, config.vec_env)
-    return TrainedAgent(agent, env, make_envs, played.name, config.seed, checkpoint, env_steps)
+    return TrainedAgent(agent, made, make_envs, played.name, config.seed, checkpoint, env_steps)
 
 
-def _check_spaces(
-    env: gym.Env[Any, Any], own: gym.Env[Any, Any], name: str, run_folder: RunFolder
-) -> None:
+def _check_spaces(env: AnyEnv, own: AnyEnv, name: str, run_folder: RunFolder) -> None:
     """Refuse an env with other spaces; bounds of observations do not matter to a policy."""
     same = is_space_dtype_shape_equiv(env.observation_space, own.observation_space)
     for fits, new, old in (
@@ -138,14 +134,19 @@ def restored_agent(
         return agent, int(state["env_steps"])
 
 
+def is_run(path: Path | str) -> bool:
+    """Whether ``path`` can be a run folder or a checkpoint; False for an exported policy."""
+    return os.path.isdir(path) or named_checkpoint(path) is not None
+
+
 def load_policy(
     path: Path | str, *, render: str | None = None, trust: bool = False
-) -> tuple[Policy, gym.Env[Any, Any], str]:
+) -> tuple[Policy, AnyEnv, str]:
     """The policy of an exported file or of a run, an env for it, and the env's name.
 
     ``trust`` accepts files of another user that can run code.
     """
-    if os.path.isdir(path) or named_checkpoint(path) is not None:
+    if is_run(path):
         trained = load_agent(path, render_mode=render, trust=trust)
         return trained.agent, trained.env, trained.env_name
     policy = ExportedPolicy.load(path, trust=trust)
@@ -190,7 +191,7 @@ def export_run(
     """Write the policy of a run as one file: ``out``, or policy.<format> in its folder."""
     run = RunFolder.open(path)
     config = stored_config(run, trust=trust)
-    trained = _load_agent(run, config, checkpoint or named_checkpoint(path), None)
+    trained = load_agent(path, checkpoint, trust=trust)
     out = out or run.path / f"policy.{file_format}"
     facts = {
         "env_name": trained.env_name,
@@ -212,5 +213,41 @@ def export_run(
     return trained, out, policy, agreement
 
 
-def _facts_of(env: object) -> dict[str, Any]:
+def _facts_of(env: object) -> dict[str, object]:
     return env.export_facts() if isinstance(env, HasExportFacts) else {}
+
+
+def started_from(config: TrainConfig, agent: Agent) -> TrainConfig:
+    """Load the weights that ``config.init_from`` names; returns the config with the file's path."""
+    given = str(config.init_from)
+    start_from = find_algorithm(config).start_from
+    if start_from is None:
+        raise ConfigError(
+            f"init_from={given}: {config.agent.algorithm} cannot start from another run; "
+            "give its Algorithm a start_from function"
+        )
+    try:
+        run = RunFolder.open(_newest(Path(config.run_root)) if _is_latest(given) else given)
+        name = named_checkpoint(given) or best_or_latest(run)
+        state = load_checkpoint(run, name)
+        start_from(agent, state["agent"])
+        env_steps = int(state["env_steps"])
+    except UserError as error:
+        raise ConfigError(f"init_from={given}: {error}") from error
+    except Exception as error:  # the state of another algorithm, or a damaged one, may raise any
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = f"{kind}{first_line(error)}; use the env, network and agent of that run"
+        raise ConfigError(f"init_from={given}: {reason}") from error
+    path = checkpoint_path(run, name)
+    say(f"started from {path}, env step {env_steps:,}, with a new optimiser")
+    return dataclasses.replace(config, init_from=str(path))
+
+
+def _is_latest(given: str) -> bool:
+    return given == _LATEST_RUN and not Path(given).exists()
+
+
+def _newest(root: Path) -> Path:
+    if is_job():
+        raise ConfigError("jobs of a sweep would find each other; name a run folder")
+    return newest_run(root).path

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from functools import partial
 
-from ml_pipeline.assembly.build import mask_key
-from ml_pipeline.assembly.compose import ConfigError
+from ml_pipeline.assembly.agent import mask_key
+from ml_pipeline.assembly.explain import ConfigError
 from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
 from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import TrainConfig

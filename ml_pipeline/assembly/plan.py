@@ -16,26 +16,20 @@ from gymnasium import spaces
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ml_pipeline.assembly.agent import build_agent, find_algorithm, mask_key, with_mask_source
 from ml_pipeline.assembly.build import (
     act_greedily,
-    build_agent,
     build_callbacks,
     build_env_factory,
     find_tensor_env,
     kept_cwd,
     make_tensor_env,
-    mask_key,
-    with_mask_source,
 )
-from ml_pipeline.assembly.compose import (
-    ConfigError,
-    errors_of_resume,
-    find_algorithm,
-    resumed_folder,
-)
+from ml_pipeline.assembly.compose import errors_of_resume, resumed_folder
+from ml_pipeline.assembly.explain import ConfigError
+from ml_pipeline.assembly.load import started_from
 from ml_pipeline.assembly.phases import check_phases
-from ml_pipeline.assembly.self_play import SelfPlay, find_self_play
-from ml_pipeline.assembly.warm_start import started_from
+from ml_pipeline.assembly.players import SelfPlay, find_self_play
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.device import program_mode, resolve_device, torch_threads
 from ml_pipeline.envs.choice import choose_n_envs

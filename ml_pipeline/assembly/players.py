@@ -1,4 +1,4 @@
-"""Players: trained agents, exported policies and scripted opponents, and the env they meet in."""
+"""Players of two-player envs: agents, exported policies and scripted opponents; self-play."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
-from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from ml_pipeline.analysis.evaluate import make_evaluation_envs
 from ml_pipeline.analysis.run_data import did_you_mean
 from ml_pipeline.assembly.build import build_env_factory
 from ml_pipeline.assembly.compose import checked_config, compose_config, stored_config
-from ml_pipeline.assembly.load import exported_env, restored_agent
-from ml_pipeline.config.train import EnvConfig, VecEnvConfig
+from ml_pipeline.assembly.explain import ConfigError
+from ml_pipeline.assembly.load import exported_env, is_run, restored_agent
+from ml_pipeline.config.opponent import OpponentConfig
+from ml_pipeline.config.train import EnvConfig, TrainConfig, VecEnvConfig
 from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.envs.factory import EnvFactory
+from ml_pipeline.envs.kinds import AnyVectorEnv
+from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.trial import EnvTrial
 from ml_pipeline.games.matches import DiscretePolicy, GameError, ScriptedPolicy
+from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.two_players import Scripted, player_space
 from ml_pipeline.policy.contracts import Policy, Spaces
 from ml_pipeline.runs.checkpoint import best_or_latest, named_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.seeding import stream_seed
+from ml_pipeline.training.contracts import Agent, RunContext
 
 _OTHER_NAMES = {"basic": "strong"}  # of scripted opponents; hockey-env calls its strong one basic
 
@@ -42,7 +49,7 @@ class Arena(NamedTuple):
     judges: Mapping[str, Callable[[], Scripted]]  # may have state; evaluations prefer them
     moves: NDArray[Any] | None  # [n, *act]: the continuous actions of its discrete version
 
-    def make_envs(self, *, n_envs: int) -> VectorEnv[Any, Any, Any]:
+    def make_envs(self, *, n_envs: int) -> AnyVectorEnv:
         """A vector env for ``play_games``."""
         return make_evaluation_envs(self.make_env, VecEnvConfig(), n_envs=n_envs)
 
@@ -58,16 +65,12 @@ class Player(NamedTuple):
 
 def is_path(given: str) -> bool:
     """Whether ``given`` can be a run, a checkpoint or an exported policy."""
-    return _is_run(given) or os.path.isfile(given)
-
-
-def _is_run(given: str) -> bool:
-    return os.path.isdir(given) or named_checkpoint(given) is not None
+    return is_run(given) or os.path.isfile(given)
 
 
 def env_of(path: str, *, trust: bool = False) -> EnvConfig:
     """The evaluated env of a run or an exported policy."""
-    if os.path.isfile(path) and not _is_run(path):
+    if os.path.isfile(path) and not is_run(path):
         return exported_env(ExportedPolicy.load(path, trust=trust), path, trust=trust)
     return stored_config(RunFolder.open(path), trust=trust).evaluated_env
 
@@ -129,7 +132,7 @@ def load_player(
         policy = ScriptedPolicy(scripted[word]())
         _check_scripted(word, policy, arena)
         return Player(word, policy, "scripted")
-    if _is_run(given):
+    if is_run(given):
         return _load_run(given, arena, noise_seed, checkpoint, trust=trust)
     if os.path.isfile(given):
         exported = ExportedPolicy.load(given, trust=trust)
@@ -188,3 +191,55 @@ def _check_scripted(name: str, policy: Policy, arena: Arena) -> None:
             f"{name}: its action {action} does not fit {arena.spaces.action} of {arena.name}; "
             "choose another opponent or env"
         )
+
+
+class SelfPlay(NamedTuple):
+    """How the agent meets its opponents."""
+
+    arena: Arena
+    spaces: Spaces  # of the agent
+    moves: NDArray[Any] | None  # the arena's actions, if those of the agent are discrete
+    config: OpponentConfig
+    tensor_env: type[TorchVectorEnv] | None  # its two-player version takes opponent=None
+
+    def seen_by_agent(self, trial: EnvTrial) -> EnvTrial:
+        """The trial of the arena's env as one player sees it."""
+        return trial._replace(
+            observation_space=self.spaces.observation,
+            action_space=self.spaces.action,
+            obs=trial.obs[0],
+        )
+
+    @property
+    def player_names(self) -> list[str]:
+        """The scripted players: those of the env, and those that the config names."""
+        return list(dict.fromkeys([*self.arena.scripted, *self.config.scripted]))
+
+    def new_pool(self, agent: Agent, context: RunContext) -> OpponentPool:
+        """The pool of a new run: its first member is the untrained agent."""
+        if agent.new_memory(1) is not None:
+            raise ConfigError(
+                "opponent: past selves cannot be recurrent; use another network, such as "
+                "network=mlp"
+            )
+        greedy, seed = agent.greedy(), stream_seed(context.seed, "opponents")
+        players: Mapping[str, Scripted | None] = {
+            name: load_player(name, self.arena, noise_seed=0).policy for name in self.player_names
+        }
+        if self.tensor_env is not None:
+            players = dict.fromkeys(self.tensor_env.scripted_players)
+        pool = OpponentPool(greedy, self.config, players, seed=seed)
+        pool.add(greedy, 0)
+        return pool
+
+
+def find_self_play(config: TrainConfig, tensor_env: type[TorchVectorEnv] | None) -> SelfPlay | None:
+    """The two-player version of the env, or None if the run has no opponents."""
+    if config.opponent is None:
+        return None
+    own = two_player_version(config.env)
+    arena = open_arena(config.env)._replace(judges={})
+    moves = None
+    if own.spaces.action != arena.spaces.action:
+        moves = np.asarray(own.moves, dtype=arena.spaces.action.dtype)
+    return SelfPlay(arena, own.spaces, moves, config.opponent, tensor_env)

@@ -22,7 +22,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> None:
     from ml_pipeline.analysis.check_env import check_env
-    from ml_pipeline.assembly.build import build_env_factory, mask_key
+    from ml_pipeline.assembly.agent import mask_key
+    from ml_pipeline.assembly.build import build_env_factory
     from ml_pipeline.assembly.compose import checked_config, compose_config, find_modules_in_cwd
     from ml_pipeline.envs.trial import slow_trial
     from ml_pipeline.runs.console import say_if_slow

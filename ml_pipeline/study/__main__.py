@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from ml_pipeline.assembly.exits import exit_code
+from ml_pipeline.assembly.script import exit_code
 
 
 def _work() -> None:

@@ -31,17 +31,11 @@ from ml_pipeline.assembly.compose import (
     compose_config,
     own_folders,
 )
-from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.errors import first_line
 from ml_pipeline.shelves import conf_folders
 from ml_pipeline.study.folder import Rule, Space
 
 _MOST_COMBINATIONS = 2_000  # of integers; 2 ms each
-
-
-def default_space(config: TrainConfig) -> str:
-    """The name of the algorithm, which is also the name of its file in conf/study/."""
-    return type(config.agent).__name__.removesuffix("Config").lower()
 
 
 def read_space(name: str, config_dir: str | None = None) -> Space:

@@ -105,9 +105,10 @@ def start(name: str, arguments: Sequence[str]) -> None:
 def _new_settings(name: str, request: Request) -> StudySettings:
     """Settings of a new study; refuses settings with which trials would fail."""
     # Importing torch takes seconds; joining a study does not need it.
+    from ml_pipeline.assembly.agent import agent_name
     from ml_pipeline.assembly.compose import checked_config, compose_config, with_config_dir
     from ml_pipeline.study.judging import check_selection
-    from ml_pipeline.study.space import check_space, default_space, read_space
+    from ml_pipeline.study.space import check_space, read_space
 
     if request.n_trials is None:
         raise StudyError(f"study {name} is new; say how many trials it gets: n_trials=100")
@@ -115,7 +116,7 @@ def _new_settings(name: str, request: Request) -> StudySettings:
     cfg = compose_config([f"objective={EVAL_RETURN}", *request.overrides, *searched])
     config = checked_config(cfg)
     check_selection(config)
-    all_keys = read_space(request.space or default_space(config), request.config_dir)
+    all_keys = read_space(request.space or agent_name(config), request.config_dir)
     space = _searched(all_keys, _by_key(request.overrides))
     if not space:
         raise StudyError("overrides fix every key of the space; leave one out to search it")

@@ -25,7 +25,8 @@ from conftest import (
     summary_of,
 )
 
-from ml_pipeline.assembly.build import build_agent, cpu_context
+from ml_pipeline.assembly.agent import build_agent
+from ml_pipeline.assembly.build import cpu_context
 from ml_pipeline.assembly.compose import checked_config, compose_config
 from ml_pipeline.assembly.run import train
 from ml_pipeline.errors import UserError
@@ -185,7 +186,6 @@ def own_network(name: str) -> list[str]:
     ("arguments", "words"),
     [
         (["env.id=CartPol-v1"], "did you mean CartPole-v1"),
-        (["resume=nowhere"], "nowhere is not"),
         (["resume=."], "config.yaml"),
         (["device=cuda:9"], "device=cuda:9"),
         pytest.param(
@@ -193,8 +193,6 @@ def own_network(name: str) -> list[str]:
             "this torch has no MPS; use device=cpu",
             marks=pytest.mark.skipif(sys.platform == "darwin", reason="may have MPS"),
         ),
-        (["agent.gamma=2"], "agent.gamma"),
-        (["agent.n_minibatches=7"], "agent.n_minibatches=7"),
         (["env.target=tiny_envs.WordsEnv"], "Text"),
         pytest.param(
             ["env.id=ALE/Pong-v5"],

@@ -66,7 +66,6 @@ def test_file_in_the_commands_folder_is_a_command(
             "resume=nowhere: nowhere is not a run folder: it does not exist; "
             "python -m ml_pipeline runs lists the runs",
         ),
-        (["train", "n_env=8"], 1, "n_env=8: unknown key; did you mean n_envs?"),
         (["serve", "file", "--port", "99999"], 2, "--port: must be an integer from 0 to 65535"),
         (["evaluate", "run", "--episodes", "0"], 2, "--episodes: must be an integer of at least 1"),
         (["evalute", "run"], 2, "invalid choice: 'evalute'"),

@@ -54,10 +54,6 @@ def test_readme_links_every_page_of_the_docs() -> None:
     assert [page.name for page in DOCS.glob("*.md") if f"docs/{page.name}" not in links] == []
 
 
-def test_readme_has_at_most_150_lines() -> None:
-    assert len(README.read_text().splitlines()) <= 150
-
-
 def test_speed_chart_shows_figures_of_the_benchmarks_page() -> None:
     figures = re.findall(r">([\d.]+x|[\d,]+ steps)", (DOCS / "speed.svg").read_text())
     benchmarks = (DOCS / "benchmarks.md").read_text()
@@ -155,7 +151,6 @@ def test_script_without_hydra_trains_cartpole(here: Path) -> None:
     output = run_script(here, script)
 
     returns = [float(line.split()[1]) for line in output.splitlines()]
-    assert len(script.splitlines()) < 32
     assert len(returns) == 30
     assert returns[-1] > 2 * returns[0]
     assert list(here.iterdir()) == [here / "script.py"]
@@ -200,10 +195,6 @@ def test_loss_of_the_page_trains_and_can_be_swept(
 
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
-
-
-def test_notebooks_are_numbered() -> None:
-    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06"]
 
 
 # ``make notebooks`` runs them.

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from conftest import Capture, read_rows, small
-from staged_envs import Line
 
 from ml_pipeline.assembly.phases import EPISODE_METRICS, EVALUATION_METRICS
 from ml_pipeline.assembly.run import train
@@ -216,35 +215,10 @@ def test_wrong_phases_are_refused_before_a_run_folder_exists(
     assert not (here / "runs").exists()
 
 
-def test_workers_try_the_phases_too(here: Path) -> None:
-    with pytest.raises(UserError, match=r"a.env: env Line fails .*length=0: must be at least 1"):
-        train([*LINE, "vec_env=parallel", "vec_env.start_method=fork", curriculum(env="length: 0")])
-    assert not (here / "runs").exists()
-
-
-def test_a_metric_of_evaluations_needs_evaluations(here: Path) -> None:
-    until = "metric: eval/episode_return, threshold: 1"
-
-    with pytest.raises(UserError, match="the run has no evaluation; add"):
-        train([*LINE, curriculum(until), "~callbacks.evaluation"])
-
-
 def test_a_metric_of_an_own_callback_is_accepted(here: Path) -> None:
     own = "+callbacks.talk={_target_: own_parts.Talk}"
 
     train([*LINE, curriculum("metric: mine/score, threshold: 1"), own])
-
-
-def test_a_wrong_setting_of_a_tensor_env_is_refused(here: Path) -> None:
-    with pytest.raises(UserError, match=r"env.size=3: size: Stages has no such setting"):
-        train([*TENSOR, curriculum(env="size: 3")])
-    assert not (here / "runs").exists()
-
-
-def test_a_phase_without_self_play_names_no_opponents(here: Path) -> None:
-    with pytest.raises(UserError, match=r"a.opponents.weak: the run has no opponents to choose"):
-        train([*LINE, "+curriculum={phases: {a: {opponents: {weak: 1}}}}"])
-    assert not (here / "runs").exists()
 
 
 TUG = [
@@ -254,6 +228,44 @@ TUG = [
 ]
 MIXES = "+curriculum={phases: {a: {opponents: {weak: 1}, until: {env_steps: 128}}, "
 MIXES += "b: {opponents: {strong: 1}}}}"
+
+
+def opponents(name: str) -> str:
+    return f"+curriculum={{phases: {{a: {{opponents: {{{name}: 1}}}}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            [*LINE, "vec_env=parallel", "vec_env.start_method=fork", curriculum(env="length: 0")],
+            "a.env: env Line fails .*length=0: must be at least 1",
+        ),
+        (
+            [
+                *LINE,
+                curriculum("metric: eval/episode_return, threshold: 1"),
+                "~callbacks.evaluation",
+            ],
+            "the run has no evaluation; add",
+        ),
+        ([*TENSOR, curriculum(env="size: 3")], "env.size=3: size: Stages has no such setting"),
+        ([*LINE, opponents("weak")], "a.opponents.weak: the run has no opponents to choose"),
+        ([*TUG, opponents("odd")], "a.opponents.odd: this env has no such player, only weak"),
+        (
+            [*small(), "env=hockey", "opponent=self_play", "curriculum=hockey"],
+            "weak.env.opponent=weak: with self-play .* shares",
+        ),
+    ],
+    ids=["workers", "evaluation", "tensor env", "no opponents", "unknown opponent", "self-play"],
+)
+def test_phases_that_do_not_fit_the_run_are_refused(
+    here: Path, settings: list[str], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        train(settings)
+
+    assert not (here / "runs").exists()
 
 
 def test_a_phase_chooses_the_opponents_of_self_play(here: Path) -> None:
@@ -266,27 +278,11 @@ def test_a_phase_chooses_the_opponents_of_self_play(here: Path) -> None:
     assert last["opponents/strong_win_rate"]
 
 
-def test_wrong_opponents_of_self_play_are_refused_before_a_run_folder_exists(here: Path) -> None:
-    with pytest.raises(UserError, match=r"a.opponents.odd: this env has no such player, only weak"):
-        train([*TUG, "+curriculum={phases: {a: {opponents: {odd: 1}}}}"])
-    with pytest.raises(UserError, match=r"weak.env.opponent=weak: with self-play .* shares"):
-        train([*small(), "env=hockey", "opponent=self_play", "curriculum=hockey"])
-    assert not (here / "runs").exists()
-
-
 def test_a_phase_that_a_resumed_run_has_lost_is_named(here: Path) -> None:
     run = train([*LINE, TWO]).run_dir
 
     with pytest.raises(UserError, match="the run was in phase long, which is not in the config"):
         train([f"resume={run}", "total_steps=256", "+curriculum={phases: {other: {}}}"])
-
-
-def test_line_keeps_the_settings_of_an_episode_until_its_end() -> None:
-    env = Line(length=2)
-    env.reset(seed=1)
-    env.length = 3
-
-    assert [env.step(1)[2] for _ in range(2)] == [False, True]
 
 
 def test_hockey_goes_through_all_of_its_phases(here: Path) -> None:

@@ -601,7 +601,7 @@ SLOW_SERVER = """
 import sys, time
 from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.deploy.serve import Limits, serve
-from ml_pipeline.assembly.exits import exit_code
+from ml_pipeline.assembly.script import exit_code
 
 plain = ExportedPolicy.load(sys.argv[1])
 

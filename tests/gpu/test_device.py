@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.collect import Collector
 from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
-from ml_pipeline.assembly.build import build_env_factory, build_network, with_mask_source
+from ml_pipeline.assembly.agent import build_network, with_mask_source
+from ml_pipeline.assembly.build import build_env_factory
 from ml_pipeline.assembly.compose import checked_config, compose_config
 from ml_pipeline.assembly.run import train
 from ml_pipeline.device import (

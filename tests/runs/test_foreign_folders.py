@@ -20,8 +20,8 @@ from omegaconf import DictConfig
 from ml_pipeline.__main__ import main
 from ml_pipeline.assembly import run as build
 from ml_pipeline.assembly.compose import compose_config, plain_config
-from ml_pipeline.assembly.exits import exit_code
 from ml_pipeline.assembly.run import RunResult, load_agent, train
+from ml_pipeline.assembly.script import exit_code
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import write_sealed
 from ml_pipeline.runs.run_folder import RunFolder

@@ -8,11 +8,11 @@ import pytest
 
 optuna = pytest.importorskip("optuna", reason="needs the extra: pip install -e '.[study]'")
 
+from ml_pipeline.assembly.agent import agent_name  # noqa: E402
 from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config  # noqa: E402
 from ml_pipeline.study.folder import StudyError  # noqa: E402
 from ml_pipeline.study.space import (  # noqa: E402
     check_space,
-    default_space,
     distributions,
     param_overrides,
     read_space,
@@ -63,7 +63,7 @@ def test_mistake_in_a_space_is_refused(here: Path, rule: str, words: str) -> Non
 @pytest.mark.parametrize("agent", ["ppo", "dqn", "sac"])
 def test_default_space_fits_any_number_of_envs(agent: str) -> None:
     chosen = f"agent={agent}"
-    space = read_space(default_space(checked_config(compose_config([chosen]))))
+    space = read_space(agent_name(checked_config(compose_config([chosen]))))
 
     for n_envs in (1, 3, 8):
         overrides = [chosen, f"n_envs={n_envs}"]

@@ -10,14 +10,14 @@ import sys
 import pytest
 from conftest import REPOSITORY, TESTS, Door, call, small
 
-from ml_pipeline.assembly.exits import exit_code
+from ml_pipeline.assembly.script import exit_code
 from ml_pipeline.extras import CORE_PACKAGES
 
 LEAVE_A_THREAD = """
 import sys, threading, time
-from ml_pipeline.assembly import exits
+from ml_pipeline.assembly import script
 thread_seconds, code = float(sys.argv[1]), int(sys.argv[2])
-exits._THREAD_SECONDS = float(sys.argv[3])
+script._THREAD_SECONDS = float(sys.argv[3])
 
 def command():
     threading.Thread(target=time.sleep, args=(thread_seconds,), name="left", daemon=False).start()
@@ -25,7 +25,7 @@ def command():
     if code:
         sys.exit(code)
 
-sys.exit(exits.exit_code(command))
+sys.exit(script.exit_code(command))
 """
 
 
@@ -51,7 +51,7 @@ def test_a_program_ends_despite_a_thread(
 
 PRINT_TO_NOBODY = """
 import os, sys
-from ml_pipeline.assembly.exits import exit_code
+from ml_pipeline.assembly.script import exit_code
 read, write = os.pipe()
 os.close(read)
 sys.stdout = open(write, "w")

@@ -1,0 +1,164 @@
+"""The agent of a run: its algorithm, its settings and its network, from the config to the objects.
+
+``compose`` imports this module, and --help must be fast: torch is imported inside functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache, partial
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from gymnasium import spaces
+from omegaconf import DictConfig, OmegaConf
+
+from ml_pipeline.assembly.explain import ConfigError, unknown_key
+from ml_pipeline.config.agent import AgentConfig
+from ml_pipeline.config.curriculum import CurriculumConfig
+from ml_pipeline.config.train import TrainConfig
+from ml_pipeline.moved import moved
+from ml_pipeline.targets import (
+    ALGORITHM_OF_OLD_RUNS,
+    TargetError,
+    import_dotted,
+    import_module,
+    instantiate,
+)
+from ml_pipeline.training.contracts import Agent, Algorithm, Envs, RunContext, Trainer
+
+if TYPE_CHECKING:
+    import torch
+
+    from ml_pipeline.envs.kinds import AnySpace
+    from ml_pipeline.envs.trial import EnvTrial
+    from ml_pipeline.policy.contracts import Spaces
+
+ConfigT = TypeVar("ConfigT", AgentConfig, CurriculumConfig)
+
+
+def find_algorithm(cfg: DictConfig | TrainConfig) -> Algorithm:
+    """The algorithm that agent.algorithm names; runs without the key have the oldest one."""
+    name = getattr(cfg.agent, "algorithm", None) or ALGORITHM_OF_OLD_RUNS
+    return checked_algorithm(name, import_dotted(str(name), key="agent.algorithm"))
+
+
+def checked_algorithm(name: str, found: object) -> Algorithm:
+    """Refuse what is not an algorithm."""
+    if not isinstance(found, Algorithm):
+        raise ConfigError(
+            f"agent.algorithm={name}: must be an ml_pipeline.training.contracts.Algorithm, got a "
+            f"{type(found).__name__}"
+        )
+    return found
+
+
+def config_class(dotted: str, key: str) -> type:
+    """The dataclass at a dotted path, or that of the algorithm there; errors name ``key``.
+
+    A config.py beside an algorithm is enough: torch is not imported, so --help is fast.
+    """
+    beside = _algorithm_classes(moved(dotted), key)
+    if len(beside) == 1:
+        return beside[0]
+    found = import_dotted(dotted, key=key)
+    is_dataclass = isinstance(found, type) and dataclasses.is_dataclass(found)
+    return found if is_dataclass else checked_algorithm(dotted, found).config
+
+
+def _algorithm_classes(algorithm: str, key: str) -> list[type]:
+    """The classes in config.py of an algorithm's package that name the algorithm."""
+    package = ".".join(algorithm.split(".")[:-2])
+    if not package:
+        return []
+    try:
+        module = import_module(f"{package}.config", key=key, path=algorithm)
+    except TargetError:  # there is none, or importing the algorithm reports why it is broken
+        return []
+    classes = [each for each in vars(module).values() if isinstance(each, type)]
+    return [each for each in classes if getattr(each, "algorithm", None) == algorithm]
+
+
+def typed(key: str, config_class: type[ConfigT], cfg: DictConfig) -> ConfigT:
+    """The config at ``key``, as an object of this class."""
+    known = [field.name for field in dataclasses.fields(config_class)]
+    for name in cfg[key] if OmegaConf.is_dict(cfg[key]) else ():
+        if name not in known:
+            raise ConfigError(unknown_key(f"{key}.{name}", cfg[key][name], known))
+    schema = _schema(key, config_class)  # type: ignore[arg-type]  # mypy: only objects are hashed
+    merged = OmegaConf.merge(schema, {key: cfg[key]})
+    return cast("ConfigT", OmegaConf.to_object(getattr(merged, key)))
+
+
+@cache
+def _schema(key: str, config_class: type) -> DictConfig:
+    return OmegaConf.create({key: OmegaConf.structured(config_class)})
+
+
+def mask_key(config: TrainConfig) -> str:
+    """The key under which a probed env has its mask, in its info or its observation."""
+    source = config.agent.action_mask
+    return "action_mask" if source in ("auto", "none", "info") else source
+
+
+def with_mask_source(config: TrainConfig, trial: EnvTrial) -> TrainConfig:
+    """The config with agent.action_mask=auto replaced by the source of this env's masks, or none.
+
+    Masks in infos are needed at every step, so all infos must be sent.
+    """
+    source = config.agent.action_mask
+    if source == "auto":
+        space = trial.observation_space
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.spaces
+        can_be_masked = not isinstance(trial.action_space, spaces.Box)
+        in_info = "action_mask" in trial.info and can_be_masked
+        if can_be_masked and not in_obs and "action_mask" in trial.step_info and not in_info:
+            raise ConfigError(
+                f"env {config.env.name} returns an action_mask from step, but not from reset; "
+                "return one from reset too, or set agent.action_mask=none"
+            )
+        source = "action_mask" if in_obs else "info" if in_info else "none"
+    infos = "all" if source == "info" else config.vec_env.infos
+    return dataclasses.replace(
+        config,
+        agent=dataclasses.replace(config.agent, action_mask=source),
+        vec_env=dataclasses.replace(config.vec_env, infos=infos),
+    )
+
+
+def build_agent(config: TrainConfig, env_spaces: Spaces, context: RunContext) -> Agent:
+    """``env_spaces``: of a single env."""
+    import torch
+
+    from ml_pipeline.device import torch_threads
+
+    network = partial(build_network, config)
+    # The last bits of the first weights depend on the number of threads.
+    with torch_threads(torch.device("cpu")):
+        return find_algorithm(config).make_agent(env_spaces, network, config.agent, context)
+
+
+def build_network(config: TrainConfig, observation_space: AnySpace) -> torch.nn.Module:
+    import torch
+
+    offers = {"observation_space": observation_space}
+    network = instantiate(config.network, key="network", offers=offers)
+    if not isinstance(network, torch.nn.Module):
+        raise ConfigError(
+            f"network._target_={config.network['_target_']}: made a {type(network).__name__}; "
+            "name a torch.nn.Module"
+        )
+    if any(torch.nn.parameter.is_lazy(each) for each in network.parameters()):
+        raise ConfigError(
+            f"network {type(network).__name__} has lazy layers, whose weights have no size yet; "
+            "compute the sizes from observation_space in its constructor"
+        )
+    return network
+
+
+def build_trainer(config: TrainConfig, agent: Agent, envs: Envs, context: RunContext) -> Trainer:
+    return find_algorithm(config).make_trainer(agent, envs, config.agent, context)
+
+
+def agent_name(config: TrainConfig) -> str:
+    """The name of the algorithm, such as dqn."""
+    return type(config.agent).__name__.removesuffix("Config").lower()
