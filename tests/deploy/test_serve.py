@@ -600,7 +600,7 @@ def test_stop_signal_shuts_the_server_down_cleanly(
 SLOW_SERVER = """
 import sys, time
 from ml_pipeline.deploy.exported import ExportedPolicy
-from ml_pipeline.deploy.serve import Limits, serve
+from ml_pipeline.deploy.serve import Limits, PolicyServer, serve
 from ml_pipeline.assembly.exits import exit_code
 
 plain = ExportedPolicy.load(sys.argv[1])
@@ -614,7 +614,7 @@ def run(inputs):
 policy = ExportedPolicy(run, plain.metadata)
 limits = Limits(answer_seconds=1.0, stuck_seconds=2.0)
 options = dict(host="127.0.0.1", port=0, max_batch=8, limits=limits)
-sys.exit(exit_code(lambda: serve(policy, **options)))
+sys.exit(exit_code(lambda: serve(PolicyServer(policy, **options))))
 """
 
 
