@@ -75,7 +75,7 @@ def measure(checkout: Path, cell: Cell, cores: list[int]) -> Speeds:
     script = checkout.resolve() / "benchmarks" / cell.script
     environment = {
         **os.environ,
-        "PYTHONPATH": str(checkout.resolve()),
+        "PYTHONPATH": os.pathsep.join([str(checkout.resolve()), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }

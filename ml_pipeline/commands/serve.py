@@ -37,12 +37,13 @@ def run(options: Namespace) -> None:
     for each in ("uvicorn", "httptools"):
         import_extra(each, needed_by="serve")
     from ml_pipeline.deploy.exported import ExportedPolicy
-    from ml_pipeline.deploy.serve import serve
+    from ml_pipeline.deploy.serve import PolicyServer, serve
 
-    serve(
+    server = PolicyServer(
         ExportedPolicy.load(options.file, trust=options.trust),
         host=options.host,
         port=options.port,
         max_batch=options.max_batch,
         allow_hosts=options.allow_host,
     )
+    serve(server)

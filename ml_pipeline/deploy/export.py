@@ -10,7 +10,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,12 +55,12 @@ class Agreement(NamedTuple):
     n_other_actions: int  # discrete actions that rounding decided differently
 
 
-class Played(NamedTuple):
-    """The inputs of a policy while it played, one row per step."""
+class Step(NamedTuple):
+    """The inputs of a policy in one step of an episode."""
 
-    observations: list[Any]
-    action_mask: NDArray[np.bool_] | None  # [n, n_choices]; None: the infos have no masks
-    memory: Tensor | None  # [n, memory_size], before the step
+    obs: Any
+    action_mask: NDArray[np.bool_] | None  # [1, n_choices]; None: the infos have no masks
+    memory: Tensor | None  # [1, memory_size], before the step
 
 
 def export_policy(
@@ -94,8 +94,8 @@ def export_policy(
         ) from error
     content = _signed(content, file_format)
     policy = ExportedPolicy.from_bytes(content, str(path), trust=True)
-    played = play_steps(agent, env, N_OBSERVATIONS)
-    agreement = compare(agent, module, policy, played, env.observation_space)
+    steps = play_steps(agent, env, N_OBSERVATIONS)
+    agreement = compare(agent, module, policy, steps, env.observation_space)
     try:
         write_atomically(path, lambda file: file.write(content))
     except OSError as error:
@@ -191,51 +191,42 @@ def _quiet_torch() -> Iterator[None]:
         logging.disable(before)
 
 
-def play_steps(agent: Agent, env: AnyEnv, n_steps: int) -> Played:
-    """Observations from episodes with sampled actions; greedy actions would reach fewer states."""
-    observations: list[Any] = []
-    masks: list[NDArray[np.bool_]] = []
-    memories: list[Tensor] = []
+def play_steps(agent: Agent, env: AnyEnv, n_steps: int) -> list[Step]:
+    """Steps of episodes with sampled actions; greedy actions would reach fewer states."""
+    steps: list[Step] = []
     obs, info = env.reset(seed=0)
     memory = agent.new_memory(1)
     for _ in range(n_steps):
         mask = agent.mask_of({name: [value] for name, value in info.items()})
-        observations.append(obs)
-        if mask is not None:
-            masks.append(mask)
-        if memory is not None:
-            memories.append(memory.clone())
+        steps.append(Step(obs, mask, None if memory is None else memory.clone()))
         batch = batched(env.observation_space, [obs])
         action = agent.act_batch(batch, action_mask=mask, memory=memory)[0]
         obs, _, terminated, truncated, info = env.step(action)
         if terminated or truncated:
             obs, info = env.reset()
             memory = agent.new_memory(1)
-    return Played(
-        observations,
-        np.concatenate(masks) if masks else None,
-        torch.cat(memories) if memories else None,
-    )
+    return steps
 
 
 def compare(
     agent: Agent,
     module: GreedyPolicy,
     policy: ExportedPolicy,
-    played: Played,
+    steps: Sequence[Step],
     space: AnySpace,
 ) -> Agreement:
     """Run the live agent and the file on the same observations; raises if they disagree."""
     size = module.memory_size
     largest, n_other_actions = 0.0, 0
-    for rows in _batches(len(played.observations)):
-        obs = batched(space, played.observations[rows])
-        leaves = module.reader.read(obs)
-        mask = None if played.action_mask is None else played.action_mask[rows]
-        memory = None if played.memory is None else played.memory[rows].clone()
+    for rows in _batches(len(steps)):
+        obs = batched(space, [each.obs for each in steps[rows]])
+        masks = [each.action_mask for each in steps[rows] if each.action_mask is not None]
+        memories = [each.memory for each in steps[rows] if each.memory is not None]
+        mask = np.concatenate(masks) if masks else None
+        memory = torch.cat(memories) if memories else None
         # The critic's recurrent state follows the actor's, and is not exported.
         state = None if memory is None else memory[:, :size].numpy().copy()
-        inputs = policy.named_inputs(leaves, action_mask=mask, state=state)
+        inputs = policy.named_inputs(module.reader.read(obs), action_mask=mask, state=state)
         got = policy.run(inputs)
         with torch.no_grad():
             expected = module({name: torch.from_numpy(each) for name, each in inputs.items()})
@@ -245,12 +236,12 @@ def compare(
         if memory is not None:
             largest = max(largest, _difference(memory[:, :size].numpy(), got[NEXT_MEMORY]))
         n_other_actions += _n_other_actions(policy.to_env_action(got["action"]), live)
-    if n_other_actions > TIED_SHARE * len(played.observations):
+    if n_other_actions > TIED_SHARE * len(steps):
         raise ExportError(
             f"the exported policy takes another action than the live one in {n_other_actions} of "
-            f"{len(played.observations)} observations; no file was written"
+            f"{len(steps)} observations; no file was written"
         )
-    return Agreement(len(played.observations), largest, n_other_actions)
+    return Agreement(len(steps), largest, n_other_actions)
 
 
 def _n_other_actions(action: NDArray[np.generic], live: NDArray[np.generic]) -> int:

@@ -57,38 +57,6 @@ class Limits(NamedTuple):
     connections: int = 1_024  # or half of the file descriptors, if they are fewer
 
 
-def serve(
-    policy: ExportedPolicy,
-    *,
-    host: str,
-    port: int,
-    max_batch: int,
-    allow_hosts: Collection[str] = (),
-    limits: Limits = Limits(),  # noqa: B008 - it cannot be changed
-) -> None:
-    """Answer until a stop signal, which is raised as ``Interrupted``."""
-    with StopSignals():  # until uvicorn handles the signals, and after
-        server = PolicyServer(
-            policy,
-            host=host,
-            port=port,
-            max_batch=max_batch,
-            allow_hosts=allow_hosts,
-            limits=limits,
-        )
-        print(f"serving {policy.env_name} on {server.url} (stop with Ctrl-C)", flush=True)
-        try:
-            server.run()
-        except (Interrupted, ServeError) as end:
-            if isinstance(end, Interrupted):
-                print(f"stopped by {end.signal_name}", flush=True)
-            if server.is_busy:  # a normal exit would wait for the policy's thread
-                if isinstance(end, ServeError):
-                    print(end, file=sys.stderr, flush=True)
-                os._exit(getattr(end, "exit_code", 1))
-            raise
-
-
 class PolicyServer(uvicorn.Server):
     """An event loop for the connections, and one thread for the policy."""
 
@@ -102,7 +70,7 @@ class PolicyServer(uvicorn.Server):
         allow_hosts: Collection[str] = (),
         limits: Limits = Limits(),  # noqa: B008 - it cannot be changed
     ) -> None:
-        self._policy = policy
+        self.policy = policy
         self._limits = limits
         self._listener = _listen(host, port)
         self._names = {each.lower() for each in (*_LOOPBACK, host, *allow_hosts)}
@@ -212,7 +180,7 @@ class PolicyServer(uvicorn.Server):
         if allowed != method:
             raise RefusedError(405, f"{path} accepts {allowed}, not {method}")
         if path == "/metadata":
-            return to_json(self._policy.metadata)
+            return to_json(self.policy.metadata)
         if path == "/health":
             self._batcher.check()
             return to_json({"status": "ok"})
@@ -267,6 +235,22 @@ class PolicyServer(uvicorn.Server):
         except ValueError:  # JSON has no such numbers
             reason = "the policy returned NaN or infinity for these observations"
             raise RefusedError(500, reason) from None
+
+
+def serve(server: PolicyServer) -> None:
+    """Answer until a stop signal, which is raised as ``Interrupted``."""
+    with StopSignals():  # until uvicorn handles the signals, and after
+        print(f"serving {server.policy.env_name} on {server.url} (stop with Ctrl-C)", flush=True)
+        try:
+            server.run()
+        except (Interrupted, ServeError) as end:
+            if isinstance(end, Interrupted):
+                print(f"stopped by {end.signal_name}", flush=True)
+            if server.is_busy:  # a normal exit would wait for the policy's thread
+                if isinstance(end, ServeError):
+                    print(end, file=sys.stderr, flush=True)
+                os._exit(getattr(end, "exit_code", 1))
+            raise
 
 
 def _n_descriptors() -> int:

@@ -25,10 +25,6 @@ class SnapshotError(UserError):
     """The envs of a run cannot continue their episodes."""
 
 
-class UntrustedSnapshotError(SnapshotError, UntrustedError):
-    """The snapshots exist, but another user may have written them."""
-
-
 def snapshot_path(run: RunFolder, token: str) -> Path:
     return run.checkpoints / f"{token}.envs"
 
@@ -60,7 +56,7 @@ def load_snapshots(run: RunFolder, token: str, *, trust: bool) -> list[bytes]:
     if not content.startswith(_MAGIC):
         raise SnapshotError(f"{path.name} is damaged")
     if not trust and not hmac.compare_digest(seal, _seal(token, body, _key())):
-        raise UntrustedSnapshotError(
+        raise UntrustedError(
             f"{path} was not saved by this user, or has changed since, and loading it can run any "
             "code; use trust=true if you trust its author, or delete it to start new episodes"
         )

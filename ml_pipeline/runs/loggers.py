@@ -104,12 +104,6 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def last_values(path: Path) -> dict[str, float]:
-    """The last value of each metric in a metrics.csv."""
-    rows = read_metrics(path)
-    return {name: float(value) for row in rows for name, value in row.items() if value}
-
-
 class WandbLogger:
     """Weights & Biases: online if an API key exists, otherwise offline; it never prompts."""
 

@@ -10,28 +10,60 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ml_pipeline.metrics import MEAN_RETURN, shown_return
+from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, shown_return
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
 from ml_pipeline.runs.console import ConsoleLogger, is_job, say, typed_training, user_command
-from ml_pipeline.runs.loggers import CsvLogger, last_values
-from ml_pipeline.runs.metric_names import MetricNames
+from ml_pipeline.runs.loggers import CsvLogger, read_metrics
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 from ml_pipeline.runs.source_code import Code, package_code, user_code
 from ml_pipeline.training.contracts import Logger
 
 
 class LastValues:
-    """Keeps the last value of each metric."""
+    """Keeps the last value of each metric; ``path`` is the metrics.csv so far."""
 
-    def __init__(self, values: Mapping[str, float]) -> None:
-        self.values = dict(values)
+    def __init__(self, path: Path) -> None:
+        rows = read_metrics(path)
+        self.values = {key: float(value) for row in rows for key, value in row.items() if value}
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
         self.values |= metrics
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class MetricNames:
+    """Reports a config key that names a metric which nothing logs, early in the run.
+
+    Each name is checked once: one in ``eval/`` after the first evaluation, all others once an
+    episode has ended. A callback may still log the metric later, so this is not an error.
+    """
+
+    def __init__(self, named: Mapping[str, str]) -> None:
+        """``named``: the metric of each config key."""
+        self._waiting = {
+            key: metric for key, metric in named.items() if metric not in (EVAL_RETURN, MEAN_RETURN)
+        }
+        self._known: set[str] = set()
+
+    def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
+        if not self._waiting:
+            return
+        self._known |= set(metrics)
+        for key, metric in list(self._waiting.items()):
+            if (EVAL_RETURN if metric.startswith("eval/") else MEAN_RETURN) not in self._known:
+                continue
+            del self._waiting[key]
+            if metric not in self._known:
+                close = get_close_matches(metric, sorted(self._known), n=1)
+                hint = f"did you mean {close[0]}?" if close else "metrics.csv has all names"
+                say(f"{key}={metric}: not logged by env step {env_steps:,}; {hint}")
 
     def close(self) -> None:
         """Nothing to close."""
@@ -77,7 +109,7 @@ class Record:
         self._extra_loggers = dict(loggers)
         self._printed_status: set[str] = set()
         csv_logger = CsvLogger(run.metrics, from_env_steps=env_steps)
-        self._last = LastValues(last_values(run.metrics))
+        self._last = LastValues(run.metrics)
         self.loggers: list[Logger] = [
             csv_logger,
             self._last,

@@ -23,7 +23,6 @@ from ml_pipeline.runs.checkpoint import (
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.env_snapshots import (
     SnapshotError,
-    UntrustedSnapshotError,
     load_snapshots,
     save_snapshots,
     sweep_snapshots,
@@ -111,8 +110,6 @@ def read_episodes(
         return SavedEpisodes([], "")
     try:
         return SavedEpisodes(load_snapshots(run, token, trust=trust), "")
-    except UntrustedSnapshotError:
-        raise
     except (SnapshotError, OSError) as error:
         return SavedEpisodes([], last_line(error))
 

@@ -203,12 +203,20 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     A kill at any moment leaves the old file or the new one. It may also leave a temporary file,
     whose name starts with a dot and ends with .tmp.
     """
-    with _temporary_beside(path) as (file, temporary):
+    # Not tempfile, whose files only this user can read: others may read a run.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    file = temporary.open("xb")
+    try:
         write(file)
         file.flush()
         os.fsync(file.fileno())
         file.close()
         os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):  # a full disk fails here again
+            file.close()
+        temporary.unlink(missing_ok=True)  # missing if it already replaced ``path``
+        raise
     sync_folder(path.parent)
 
 
@@ -220,17 +228,3 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-@contextmanager
-def _temporary_beside(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
-    # Not tempfile, whose files only this user can read: others may read a run.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with temporary.open("xb") as file:
-        try:
-            yield file, temporary
-        except BaseException:
-            with suppress(OSError):  # a full disk fails here again
-                file.close()
-            temporary.unlink(missing_ok=True)  # missing if it already replaced ``path``
-            raise

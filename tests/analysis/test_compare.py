@@ -387,19 +387,24 @@ def test_bad_input_prints_one_line_and_exits_with_code_1(
     assert all(line.startswith("left out: ") for line in lines[:-1])
 
 
-def test_other_folders_and_empty_runs_are_left_out_and_named(run: str, capsys: Capture) -> None:
+def test_other_folders_and_empty_or_damaged_runs_are_left_out_and_named(
+    run: str, capsys: Capture
+) -> None:
     Path("half").mkdir()
     shutil.copytree(run, "empty")
     Path("empty/metrics.csv").write_text("env_steps\n")
+    shutil.copytree(run, "bad")
+    Path("bad/metrics.csv").write_text("env_steps,a\n32,much\n")
 
-    assert main(["compare", run, "half", "empty"]) == 0
+    assert main(["compare", run, "half", "empty", "bad"]) == 0
 
     printed = capsys.readouterr()
     assert run in printed.out
     assert "one seed: an interval needs at least two" in printed.out
-    half, empty = printed.err.splitlines()
+    half, empty, bad = printed.err.splitlines()
     assert half.startswith("left out: half is ")
     assert empty == "left out: empty has no rows in metrics.csv: no iteration has finished"
+    assert bad.startswith("left out: bad/metrics.csv is damaged: ValueError")
 
 
 def test_without_the_packages_for_a_report_the_tables_are_shown(

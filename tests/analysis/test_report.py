@@ -9,28 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import wait_until
+from test_compare import run_data
 
 from ml_pipeline.analysis.charts import make_charts
 from ml_pipeline.analysis.compare import Group
 from ml_pipeline.analysis.report import write_report
 from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.metrics import EVAL_RETURN, PHASE
-from ml_pipeline.runs.run_folder import RunFolder
 
 CHARTS = ["curves", "curves_by_time", "final", "improvement", "profile", "efficiency", "throughput"]
 
 
-def run_of(returns: list[float], seed: int, seconds: float = 0.5) -> RunData:
-    rows = [
-        {
-            "env_steps": str(100 * (i + 1)),
-            EVAL_RETURN: str(each),
-            "time/iteration_seconds": str(seconds),
-        }
-        for i, each in enumerate(returns)
-    ]
+def run_of(returns: list[float], seed: int) -> RunData:
     config = {"env.id": "CartPole-v1", "env.target": None, "seed": seed}
-    return RunData(RunFolder(Path(f"runs/CartPole-v1/run{seed}")), config, {}, rows)
+    return run_data(config, returns, name=f"run{seed}")
 
 
 def group_of(name: str, value: str, ends: list[float]) -> Group:

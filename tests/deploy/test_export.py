@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -21,7 +20,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import Capture, Trap, error_line, small
+from conftest import Capture, error_line, small
 from gymnasium import spaces
 from tiny_envs import ForbiddingEnv, SpaceEnv
 from vec_envs import linux_only
@@ -85,10 +84,8 @@ Export = Callable[..., Exported]
 
 
 def trained(*overrides: str) -> Path:
-    """A small run without workers and evaluation."""
-    quick = ["vec_env=serial", "~callbacks.evaluation"]
-    given = [each for each in small() if "evaluation" not in each]
-    return train([*given, *quick, *overrides]).run_dir.absolute()
+    """A small run without evaluation."""
+    return train([*small(), "~callbacks.evaluation", *overrides]).run_dir.absolute()
 
 
 @pytest.fixture(scope="module")
@@ -291,26 +288,6 @@ def test_file_that_is_not_an_exported_policy_is_refused(here: Path) -> None:
     ):
         with pytest.raises(PolicyFileError, match=words):
             ExportedPolicy.load(name, trust=True)
-
-
-def test_pickle_inside_a_pt2_is_not_run(exported: Export, here: Path) -> None:
-    with zipfile.ZipFile(exported().file) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    pickled = [name for name in members if name.endswith(".pt")]
-    torch.save(Trap(), "trap.pt")
-    for name in pickled:
-        members[name] = Path("trap.pt").read_bytes()
-    with zipfile.ZipFile("trap.pt2", "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-
-    with pytest.raises(PolicyFileError, match="is not an exported policy"):
-        ExportedPolicy.load("trap.pt2", trust=True)
-
-    assert pickled
-    assert not Path("sprung").exists()
-    pickle.loads(pickle.dumps(Trap()))
-    assert Path("sprung").exists()  # the trap works
 
 
 def test_input_names_of_leaves_are_unique() -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from conftest import small
+import torch
+from conftest import Capture, Trap, error_line, small
 from onnx import TensorProto, helper
 
 from ml_pipeline.__main__ import main
@@ -43,7 +44,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(export, "N_OBSERVATIONS", 100)  # test_export.py checks exports
-        settings = [*small(), "vec_env=serial", "~callbacks.evaluation"]
+        settings = [*small(), "~callbacks.evaluation"]
         for name, more in (("policy", []), ("own", ["env.target=tiny_envs.CountingEnv"])):
             run = train([*settings, *more]).run_dir
             for file_format in ("pt2", "onnx"):
@@ -68,12 +69,6 @@ def foreign(files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pat
     """The same files, exported by another user."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
     return files
-
-
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1, error
-    return error
 
 
 def rewrite_zip(path: Path, change: Callable[[str, bytes], bytes]) -> None:
@@ -116,9 +111,7 @@ def test_signed_files_are_valid_for_other_readers(files: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["play", "serve"])
-def test_pt2_of_another_user_runs_no_code(
-    command: str, foreign: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pt2_of_another_user_runs_no_code(command: str, foreign: Path, capsys: Capture) -> None:
     trap = "__import__('pathlib').Path('sprung').touch()"
 
     def set_trap(name: str, content: bytes) -> bytes:
@@ -132,12 +125,33 @@ def test_pt2_of_another_user_runs_no_code(
 
     assert main([command, "policy.pt2"]) == 1
 
-    error = one_line(capsys)
+    error = error_line(capsys)
     assert error.startswith("policy.pt2: this user did not export it, or it has changed since")
     assert "add --trust if you trust its author" in error
     assert not (foreign / "sprung").exists()
     assert main(["play", "policy.pt2", "--trust"]) == 1
     assert (foreign / "sprung").exists()  # the trap works
+
+
+def test_pickle_inside_a_pt2_is_not_run(foreign: Path) -> None:
+    torch.save(Trap(), "trap.pt")
+    trap, replaced = Path("trap.pt").read_bytes(), []
+
+    def set_trap(name: str, content: bytes) -> bytes:
+        if name.endswith(".pt"):
+            replaced.append(name)
+            return trap
+        return content
+
+    rewrite_zip(foreign / "policy.pt2", set_trap)
+
+    with pytest.raises(PolicyFileError, match="is not an exported policy"):
+        ExportedPolicy.load("policy.pt2", trust=True)
+
+    assert replaced
+    assert not Path("sprung").exists()
+    torch.load("trap.pt", weights_only=False)
+    assert Path("sprung").exists()  # the trap works
 
 
 def test_trust_accepts_a_pt2_of_another_user(foreign: Path) -> None:
@@ -160,17 +174,17 @@ def test_trust_accepts_a_pt2_of_another_user(foreign: Path) -> None:
     ],
 )
 def test_onnx_of_another_user_names_no_own_code(
-    env: dict[str, Any], shown: str, foreign: Path, capsys: pytest.CaptureFixture[str]
+    env: dict[str, Any], shown: str, foreign: Path, capsys: Capture
 ) -> None:
     with_metadata(lambda metadata: metadata["env"].update(env))
 
     assert main(["play", "policy.onnx"]) == 1
 
-    assert shown in one_line(capsys)
+    assert shown in error_line(capsys)
     assert not (foreign / "sprung").exists()
 
 
-def test_changed_onnx_is_no_longer_own(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_onnx_is_no_longer_own(files: Path, capsys: Capture) -> None:
     model = onnx.load("own.onnx")
     onnx.save(model, "own.onnx")  # without the unknown field
     content = Path("own.onnx").read_bytes()
@@ -179,7 +193,7 @@ def test_changed_onnx_is_no_longer_own(files: Path, capsys: pytest.CaptureFixtur
 
     assert main(["play", "own.onnx"]) == 1
 
-    assert "env.target=tiny_envs.CountingEnv: " in one_line(capsys)
+    assert "env.target=tiny_envs.CountingEnv: " in error_line(capsys)
 
 
 def leaking(location: str, how: str) -> bytes:
@@ -291,14 +305,12 @@ METADATA: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", METADATA)
-def test_wrong_metadata_is_one_line(
-    name: str, foreign: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_metadata_is_one_line(name: str, foreign: Path, capsys: Capture) -> None:
     with_metadata(METADATA[name])
 
     for command in ("play", "serve"):
         assert main([command, "policy.onnx"]) == 1
-        assert one_line(capsys).startswith("policy.onnx has damaged metadata: ")
+        assert error_line(capsys).startswith("policy.onnx has damaged metadata: ")
 
 
 @pytest.mark.parametrize(
@@ -316,16 +328,16 @@ def test_wrong_metadata_is_one_line(
     ids=str,
 )
 def test_wrong_env_in_the_metadata_is_one_line(
-    env: dict[str, Any], foreign: Path, capsys: pytest.CaptureFixture[str]
+    env: dict[str, Any], foreign: Path, capsys: Capture
 ) -> None:
     with_metadata(lambda metadata: metadata["env"].update(env))
 
     assert main(["play", "policy.onnx", "--episodes", "1"]) == 1
 
-    assert "\x1b" not in one_line(capsys)
+    assert "\x1b" not in error_line(capsys)
 
 
-def test_name_of_the_env_is_printable(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_name_of_the_env_is_printable(foreign: Path, capsys: Capture) -> None:
     with_metadata(put("env_name", value="Pole\x1b[2J\ud800"))
 
     assert main(["play", "policy.onnx", "--episodes", "1"]) == 0

@@ -47,14 +47,12 @@ POLICIES = {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """Exported policies in their run folders."""
-    given = [each for each in small() if "evaluation" not in each]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("served"))
         patch.setattr(export, "N_OBSERVATIONS", 100)  # test_export.py checks exports
         files = {}
         for name, overrides in POLICIES.items():
-            quick = ["vec_env=serial", "~callbacks.evaluation"]
-            run = train([*given, *quick, *overrides]).run_dir.absolute()
+            run = train([*small(), "~callbacks.evaluation", *overrides]).run_dir.absolute()
             assert main(["export", str(run)]) == 0
             files[name] = run / "policy.pt2"
         yield files
@@ -600,7 +598,7 @@ def test_stop_signal_shuts_the_server_down_cleanly(
 SLOW_SERVER = """
 import sys, time
 from ml_pipeline.deploy.exported import ExportedPolicy
-from ml_pipeline.deploy.serve import Limits, serve
+from ml_pipeline.deploy.serve import Limits, PolicyServer, serve
 from ml_pipeline.assembly.script import exit_code
 
 plain = ExportedPolicy.load(sys.argv[1])
@@ -614,7 +612,7 @@ def run(inputs):
 policy = ExportedPolicy(run, plain.metadata)
 limits = Limits(answer_seconds=1.0, stuck_seconds=2.0)
 options = dict(host="127.0.0.1", port=0, max_batch=8, limits=limits)
-sys.exit(exit_code(lambda: serve(policy, **options)))
+sys.exit(exit_code(lambda: serve(PolicyServer(policy, **options))))
 """
 
 

@@ -150,10 +150,7 @@ def local_url(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-@pytest.mark.parametrize(
-    "listens",
-    [pytest.param(True, id="silent"), pytest.param(False, id="refused")],
-)
+@pytest.mark.parametrize("listens", [True, False], ids=["silent", "refused"])
 @pytest.mark.slow
 def test_without_a_server_wandb_works_offline(run: RunFolder, listens: bool) -> None:
     with socket.socket() as server:
@@ -227,31 +224,25 @@ def test_key_is_found_in_the_environment_and_in_netrc(
 
 
 def test_wandb_run_has_the_fields_that_comparisons_need_also_after_a_resume(run: RunFolder) -> None:
-    for sweep, group, expected in (
-        (None, None, "CartPole-v1-ppo"),
-        ("morning", None, "morning"),
-        ("morning", "mine", "mine"),
+    labels = {"name": "base", "notes": "first try", "tags": ["a"]}
+    for labelled, sweep, group, expected in (
+        ({}, None, None, "CartPole-v1-ppo"),
+        ({}, "morning", None, "morning"),
+        (labels, "morning", "mine", "mine"),
     ):
-        logger = WandbLogger(run, CONFIG, sweep, mode="offline", group=group, tags=["try"])
+        config = {**CONFIG, **labelled}
+        logger = WandbLogger(run, config, sweep, mode="offline", group=group, tags=["b"])
         described = logger.wandb_run
         logger.close()
 
         assert logger.mode == "offline"
         assert described.group == expected
-        assert described.tags == ("CartPole-v1", "ppo", "try")
+        assert described.tags == ("CartPole-v1", "ppo", *labelled.get("tags", ()), "b")
         assert described.job_type == "train"
-        assert described.id == described.name == run.name
+        assert described.id == run.name
+        assert described.name == labelled.get("name", run.name)
+        assert described.notes == labelled.get("notes")
         assert described.config["agent"] == {"gamma": 0.9}
-
-
-def test_wandb_gets_the_name_notes_and_tags_of_the_run(run: RunFolder) -> None:
-    labels = {"name": "base", "notes": "first try", "tags": ["a"]}
-    logger = WandbLogger(run, {**CONFIG, **labels}, None, mode="offline", tags=["b"])
-    described = logger.wandb_run
-    logger.close()
-
-    assert (described.name, described.notes, described.id) == ("base", "first try", run.name)
-    assert described.tags == ("CartPole-v1", "ppo", "a", "b")
 
 
 def test_wandb_mode_of_the_environment_is_respected(

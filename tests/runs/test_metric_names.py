@@ -8,7 +8,7 @@ from conftest import Capture, small
 
 from ml_pipeline.assembly.run import train
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
-from ml_pipeline.runs.metric_names import MetricNames
+from ml_pipeline.runs.record import MetricNames
 
 
 def test_name_is_checked_once_its_group_is_known(capsys: Capture) -> None:

@@ -21,12 +21,12 @@ from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
 from ml_pipeline.runs.env_snapshots import (
     SnapshotError,
-    UntrustedSnapshotError,
     load_snapshots,
     save_snapshots,
     snapshot_path,
 )
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
+from ml_pipeline.runs.signatures import UntrustedError
 
 # 10 iterations of 4 envs x 16 steps; a checkpoint after every fifth.
 RUN = small(
@@ -129,7 +129,7 @@ def test_untrusted_envs_stop_the_resume_and_nothing_changes(
         trained.config.write_text(text.replace("trust: false", "trust: true"))
     before = {each: each.read_bytes() for each in (path, trained.config, trained.metrics)}
 
-    with pytest.raises(UntrustedSnapshotError, match="was not saved by this user, or has changed"):
+    with pytest.raises(UntrustedError, match="was not saved by this user, or has changed"):
         resume(trained, "agent.gamma=0.5")
 
     assert {each: each.read_bytes() for each in before} == before
@@ -194,7 +194,7 @@ def test_key_is_made_once_and_only_this_user_can_read_it(run: RunFolder, config_
     for token in tokens:
         assert load_snapshots(run, token, trust=False) == [b"one", b"", b"three"]
     key.write_bytes(b"")
-    with pytest.raises(UntrustedSnapshotError, match="was not saved by this user"):
+    with pytest.raises(UntrustedError, match="was not saved by this user"):
         load_snapshots(run, tokens[0], trust=False)
 
 

@@ -20,8 +20,6 @@ from ml_pipeline.runs.console import numbered_output
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.training.contracts import Callback
 
-SERIAL = [*small(), "vec_env=serial"]
-
 
 class Peek(Callback):
     """The state of the run before its first iteration."""
@@ -33,7 +31,7 @@ class Peek(Callback):
 
 def started(*overrides: str) -> tuple[Peek, Path]:
     peek = Peek()
-    return peek, train([*SERIAL, *overrides], callbacks={"peek": peek}).run_dir
+    return peek, train([*small(), *overrides], callbacks={"peek": peek}).run_dir
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -61,40 +59,39 @@ def test_new_run_has_the_weights_of_the_best_or_latest_checkpoint(
     assert contents(finished_run) == before
 
 
+REPLAY = [
+    *("n_envs=2", "device=cpu", "logger=none", "vec_env=serial", "network.hidden_sizes=[16]"),
+    *("agent.learning_starts=16", "agent.batch_size=8", "agent.iteration_length=16"),
+    "total_steps=64",
+]
+
+
 @pytest.mark.parametrize(
-    ("agent", "env", "parts"),
+    ("settings", "parts", "normaliser"),
     [
-        ("dqn", "cartpole", ("model", "target")),
-        ("sac", "pendulum", ("actor", "critics", "targets", "temperature")),
+        pytest.param(small(), ["model"], "model", marks=pytest.mark.slow, id="PPO"),
+        pytest.param(["agent=dqn", *REPLAY], ["model", "target"], "preprocess", id="DQN"),
+        pytest.param(
+            ["agent=sac", "env=pendulum", *REPLAY],
+            ["actor", "critics", "targets", "temperature"],
+            "preprocess",
+            id="SAC",
+        ),
     ],
 )
-def test_agents_with_replay_start_from_old_networks(
-    here: Path, agent: str, env: str, parts: tuple[str, ...]
+def test_every_agent_starts_from_old_networks_and_their_normaliser(
+    here: Path, settings: list[str], parts: list[str], normaliser: str
 ) -> None:
-    settings = [f"agent={agent}", f"env={env}", "n_envs=2", "device=cpu", "logger=none"]
-    settings += ["agent.learning_starts=16", "agent.batch_size=8", "agent.normalize_obs=true"]
-    settings += ["agent.iteration_length=16", "~callbacks.evaluation", "total_steps=64"]
-    settings += ["network.hidden_sizes=[16]", "vec_env=serial"]
+    settings = [*settings, "agent.normalize_obs=true", "~callbacks.evaluation"]
     source = train(settings).run_dir
     peek = Peek()
 
     train([*settings, f"init_from={source}", "seed=7"], callbacks={"peek": peek})
 
     saved = load_checkpoint(RunFolder.open(source), "latest")["agent"]
-    assert all(equal(peek.agent[part], saved[part]) for part in (*parts, "preprocess"))
-    assert saved["n_updates"] > peek.agent["n_updates"] == peek.env_steps == 0
-
-
-@pytest.mark.slow
-def test_observation_normaliser_comes_along(here: Path) -> None:
-    _, source = started("agent.normalize_obs=true")
-
-    peek, _ = started("agent.normalize_obs=true", f"init_from={source}")
-
-    saved = load_checkpoint(RunFolder.open(source), "best")["agent"]["model"]
-    moments = [name for name in saved if "moments" in name]
-    assert moments
-    assert equal(peek.agent["model"], saved)
+    assert any("moments" in name for name in saved[normaliser])
+    assert all(equal(peek.agent[part], saved[part]) for part in {*parts, normaliser})
+    assert peek.agent.get("n_updates", 0) == peek.env_steps == 0  # PPO does not count updates
 
 
 @pytest.mark.slow
@@ -121,7 +118,7 @@ def test_latest_is_the_newest_run_but_not_in_a_sweep(finished_run: Path) -> None
     saved = load_checkpoint(RunFolder.open(finished_run), "best")["agent"]
     assert equal(peek.agent["model"], saved["model"])
     with numbered_output(0), pytest.raises(ConfigError, match="jobs of a sweep would find each"):
-        train([*SERIAL, "init_from=latest"])
+        train([*small(), "init_from=latest"])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +139,7 @@ def test_misfit_is_one_line_that_names_the_difference(
     runs = list(finished_run.parents[1].glob("*/*"))
 
     with pytest.raises(ConfigError) as raised:
-        train([*SERIAL, override, f"init_from={finished_run}"])
+        train([*small(), override, f"init_from={finished_run}"])
 
     fix = "use the env, network and agent of that run"
     assert str(raised.value) == f"init_from={finished_run}: {difference}; {fix}"
@@ -151,10 +148,10 @@ def test_misfit_is_one_line_that_names_the_difference(
 
 def test_what_is_not_a_run_is_one_line(finished_run: Path, here: Path) -> None:
     with pytest.raises(ConfigError, match=r"^init_from=nope: nope is not a run folder"):
-        train([*SERIAL, "init_from=nope"])
+        train([*small(), "init_from=nope"])
     (finished_run / "checkpoints" / "best.pt").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match=r"^init_from=.*best\.pt is not a checkpoint of format"):
-        train([*SERIAL, f"init_from={finished_run}"])
+        train([*small(), f"init_from={finished_run}"])
 
 
 def test_folder_of_another_user_runs_no_code(finished_run: Path, here: Path) -> None:
@@ -177,4 +174,4 @@ def test_algorithm_that_cannot_start_from_another_run_says_so(
     monkeypatch.setattr(ppo, "PPO", ppo.PPO._replace(start_from=None))
 
     with pytest.raises(ConfigError, match=r"PPO cannot start from another run; give its Algorithm"):
-        train([*SERIAL, f"init_from={finished_run}"])
+        train([*small(), f"init_from={finished_run}"])
