@@ -226,8 +226,8 @@ class PPOAgent:
         leaves = self.reader.read(obs)
         mask = self.masks.in_call(leaves, action_mask)
         if deterministic and self.takes_arrays:
-            given: Any = leaves[""] if self.reader.is_single else leaves
-            outputs, _ = self.backend.outputs(PolicyInput(given, mask, None, None))
+            arrays: tuple[Any, Any] = (leaves[""] if self.reader.is_single else leaves, mask)
+            outputs, _ = self.backend.outputs(PolicyInput(*arrays, None, None))
             return self.distribution.chosen(outputs, None)
         n_envs = len(next(iter(leaves.values())))
         start = torch.zeros(n_envs, dtype=torch.bool, device=self.device)
