@@ -148,6 +148,7 @@ _MODULES = {
     "study.trading": "worlds.trading.task",
     "sweeps": "assembly.sweeps",
     "training.collector": "algorithms.ppo.collect",
+    "training.episode_window": "envs.episode_stats",
     "training.final_observations": "algorithms.replay.final_observations",
     "training.frame_stacks": "algorithms.replay.frame_stacks",
     "training.gpu.acting": "training.acting",

@@ -19,10 +19,10 @@ from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.loss import Rates
 from ml_pipeline.algorithms.ppo.on_device import DeviceEpochs, DeviceOrders, SentOrders
 from ml_pipeline.algorithms.ppo.reports import N_MEANS, rollout_error, update_error, update_means
+from ml_pipeline.envs.episode_stats import EpisodeWindow
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.contracts import RunContext
-from ml_pipeline.training.episode_window import EpisodeWindow
 from ml_pipeline.training.schedules import annealed
 
 _SLOWEST, _FASTEST = 1e-6, 1e-2  # bounds of an adaptive learning rate
