@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.contracts import FastPPO, PPOBackend
-from ml_pipeline.algorithms.ppo.fast.choice import fastest
-from ml_pipeline.algorithms.ppo.fast.mirrored import MIRRORED
+from ml_pipeline.algorithms.ppo.fast.choice import MIRRORED, fastest
 from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult, policy_change, ppo_loss
 from ml_pipeline.mirrors import why_not
 from ml_pipeline.policy.acting_noise import ActingNoise
