@@ -124,7 +124,10 @@ def parts(trainer: PPOTrainer, rounds: int) -> dict[str, float]:
         trainer.buffer.finish(gamma=config.gamma, lam=config.gae_lambda, scaler=None)
 
     def update() -> None:
-        trainer._epochs.run(rates, trainer._generator)
+        epochs = trainer._device_epochs
+        if epochs is None:
+            raise RuntimeError("this benchmark needs tensor envs")
+        epochs.run(rates, trainer._generator)
 
     def collect() -> None:
         trainer.collector.collect(trainer.agent, trainer.buffer)

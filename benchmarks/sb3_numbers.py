@@ -29,11 +29,12 @@ from ml_pipeline.algorithms.ppo import loss as ppo_loss
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates
-from ml_pipeline.algorithms.ppo.rollout import FinalStep, RolloutBuffer
+from ml_pipeline.algorithms.ppo.rollout import RolloutBuffer
 from ml_pipeline.algorithms.ppo.trainer import Schedules
 from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.training.contracts import RunContext
+from ml_pipeline.training.env_batch import FinalObservation
 from ml_pipeline.training.returns import gae
 from ml_pipeline.training.reward_scaler import RewardScaler
 
@@ -394,7 +395,7 @@ def compare_iterations(task: Task, venv: Any, n_iterations: int, *, sample_devia
             buffer.truncated[t] = truncated
             for env in np.flatnonzero(truncated).tolist():
                 final = agent.reader.read(infos[env]["terminal_observation"])
-                buffer.final_steps.append(FinalStep(t, env, final, None))
+                buffer.final_steps[t, env] = FinalObservation(env, final, None)
             n_ends, n_truncated = n_ends + done.sum(), n_truncated + truncated.sum()
         buffer.obs[""][-1] = agent.reader.read(after)[""]
         buffer.finish(gamma=task.gamma, lam=task.gae_lambda)

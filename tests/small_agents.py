@@ -81,11 +81,11 @@ class Played:
         if config.scale_reward:
             self.scaler = self.collector.new_scaler(gamma=config.gamma, clip=config.clip_reward)
 
-    def collect(self) -> Any:
-        """Collect and commit one more rollout; returns its stats."""
-        stats = self.collector.collect(self.agent, self.buffer)
+    def collect(self) -> Collector:
+        """Collect and commit one more rollout; returns the collector."""
+        self.collector.collect(self.agent, self.buffer)
         self.collector.commit(self.n_steps)
-        return stats
+        return self.collector
 
     def finish(self, gamma: float = 0.9, lam: float = 0.9) -> None:
         self.buffer.finish(gamma=gamma, lam=lam, scaler=self.scaler)

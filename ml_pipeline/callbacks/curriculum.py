@@ -11,12 +11,12 @@ from copy import deepcopy
 from typing import Protocol
 
 from ml_pipeline.config.curriculum import CurriculumConfig, PhaseConfig, UntilConfig
+from ml_pipeline.envs.episode_stats import N_RECENT
 from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import PHASE
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.runs.console import say
 from ml_pipeline.training.contracts import Callback, Forgets, RunningLoop
-from ml_pipeline.training.episode_window import N_RECENT
 
 
 class Opponents(Protocol):

@@ -1,11 +1,13 @@
 """EpisodeStats: undiscounted return and length of each episode, from the env's own rewards.
 
-Also the numbers in the info of its last step, such as ``is_success``.
+Also the numbers in the info of its last step, such as ``is_success``. ``EpisodeWindow`` makes the
+metrics of a run from them.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyEnv
-from ml_pipeline.records import StateDict
+from ml_pipeline.records import Metrics, StateDict
 
+N_RECENT = 100  # episodes in a running mean
 MAX_INFOS = 20  # names per run: each is a metric
 _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 
@@ -124,6 +127,73 @@ def info_means(episodes: Sequence[Episode], names: Sequence[str] | None = None) 
         if values:
             means[name] = float(np.mean(values))
     return means
+
+
+class EpisodeWindow:
+    """The episode statistics of a run, over the last iteration and the last 100 episodes.
+
+    Numbers in final infos are averaged over the last 100: ``rollout/info/is_success``.
+    """
+
+    def __init__(self) -> None:
+        self.n_episodes = 0
+        self._recent: deque[Episode] = deque(maxlen=N_RECENT)
+        self._info_names: list[str] = []  # of the infos that are logged
+
+    def add(self, episodes: Sequence[Episode]) -> Metrics:
+        """Add the episodes that ended in one iteration; returns the metrics to log."""
+        n_completed = sum(episode.n for episode in episodes)
+        self._recent.extend(episodes)
+        self.n_episodes += n_completed
+        latest = self._latest()
+        return {
+            "n_completed_episodes": n_completed,
+            **_means("", episodes),
+            **_means("_mean_100", latest),
+            "rollout/total_episodes": self.n_episodes,
+            **self._infos(episodes, latest),
+        }
+
+    def _infos(self, new: Sequence[Episode], latest: Sequence[Episode]) -> Metrics:
+        names = dict.fromkeys([*self._info_names, *(name for each in new for name in each.infos)])
+        self._info_names = list(names)[:MAX_INFOS]
+        means = info_means(latest, self._info_names)
+        return {f"rollout/info/{name}": mean for name, mean in means.items()}
+
+    def _latest(self) -> list[Episode]:
+        """The last 100 episodes, or a few more if only the mean of several is known."""
+        latest: list[Episode] = []
+        missing = N_RECENT
+        for episode in reversed(self._recent):
+            if missing <= 0:
+                break
+            latest.append(episode)
+            missing -= episode.n
+        return latest[::-1]
+
+    def state_dict(self) -> StateDict:
+        recent = [[*each[:3], *([dict(each.infos)] if each.infos else [])] for each in self._recent]
+        state = {"n_episodes": self.n_episodes, "recent_episodes": recent}
+        return {**state, "info_names": self._info_names} if self._info_names else state
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.n_episodes = state["n_episodes"]
+        recent = [Episode(*episode) for episode in state["recent_episodes"]]
+        numbers = [value for each in recent for value in (*each[:3], *each.infos.values())]
+        if not all(isinstance(value, (int, float)) for value in numbers):
+            raise ValueError("recent_episodes must be numbers")
+        self._recent.extend(recent)
+        self._info_names = list(state.get("info_names", []))
+
+
+def _means(suffix: str, episodes: Sequence[Episode]) -> Metrics:
+    if not episodes:
+        return {}
+    returns, lengths, weights, _ = zip(*episodes, strict=True)
+    return {
+        f"rollout/episode_return{suffix}": float(np.average(returns, weights=weights)),
+        f"rollout/episode_length{suffix}": float(np.average(lengths, weights=weights)),
+    }
 
 
 def counts_episodes(env: AnyEnv) -> bool:

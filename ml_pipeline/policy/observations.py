@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.moments import merge_moments
-from ml_pipeline.policy.contracts import Obs
+from ml_pipeline.policy.contracts import Obs, PolicyInput
 from ml_pipeline.ranks.world import ALONE, World
 
 # Stored unchanged. All other dtypes become float32, including float64, which MPS lacks.
@@ -109,6 +109,20 @@ class ObservationReader:
             for name, tensor in tensors.items():
                 tensors[name] = tensor.to(device, non_blocking=is_async)
         return tensors[""] if self.is_single else tensors
+
+    def policy_input(
+        self,
+        leaves: dict[str, NDArray[Any]],
+        action_mask: NDArray[np.bool_] | None = None,
+        memory: Tensor | None = None,
+        episode_start: Tensor | None = None,
+        *,
+        device: torch.device,
+    ) -> PolicyInput:
+        """The input of a policy on ``device``, from the arrays of ``read``."""
+        obs = self.to_tensors(leaves, device)
+        mask = None if action_mask is None else torch.from_numpy(action_mask).to(device)
+        return PolicyInput(obs, mask, memory, episode_start)
 
 
 class Preprocess(nn.Module):

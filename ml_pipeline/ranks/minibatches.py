@@ -1,43 +1,17 @@
-"""Minibatches: an order of all transitions in equal parts, and what this rank has of each.
+"""SharedMinibatches: an order of all transitions in equal parts, and what this rank has of each.
 
-All ranks draw the same order, so the minibatches are those of one process with all envs. One rank
-has all of each, and every method of ``WholeMinibatches`` returns its input.
+All ranks draw the same order, so the minibatches are those of one process with all envs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-
-class Minibatches(NamedTuple):
-    """The transitions, or the envs of a recurrent policy, of this rank in each minibatch."""
-
-    parts: Sequence[Tensor] | Tensor  # [n_minibatches, B], or one tensor per minibatch
-    shares: Sequence[float] | None = None  # of this rank in each minibatch; None: all of it
-
-
-class WholeMinibatches:
-    """Those of a single rank."""
-
-    def __init__(self, n_rows: int, n_envs: int, n_minibatches: int) -> None:
-        self.n_items = n_rows * n_envs
-        self._n_minibatches = n_minibatches
-
-    def of(self, order: Tensor) -> Minibatches:
-        return Minibatches(order.view(self._n_minibatches, -1))
-
-    def normalised(self, advantage: Tensor, minibatches: Minibatches) -> Tensor:
-        return advantage
-
-    def means(self, table: Tensor, minibatches: Minibatches, n_means: int) -> Tensor:
-        return table
 
 
 class SharedMinibatches:
@@ -52,7 +26,7 @@ class SharedMinibatches:
         sum_array: Callable[[NDArray[np.float64]], None],
     ) -> None:
         """``sum_array`` adds up an array over the ranks, in place."""
-        self.n_items = n_rows * n_all_envs
+        self._n_items = n_rows * n_all_envs
         self._n_minibatches = n_minibatches
         self._sum_array = sum_array
         # The place of each transition of all ranks in this rank's rollout; -1: not its own. Looked
@@ -62,20 +36,25 @@ class SharedMinibatches:
         places[:, own] = np.arange(n_rows * n_envs).reshape(n_rows, n_envs)
         self._own_places = places.ravel()
 
-    def of(self, order: Tensor) -> Minibatches:
+    def of(self, order: Tensor) -> tuple[Sequence[Tensor], list[float]]:
+        """The transitions of this rank in each minibatch, or the envs of a recurrent policy.
+
+        Also its share of each minibatch.
+        """
         places = self._own_places[order.cpu().numpy()]
         own = np.flatnonzero(places >= 0)
-        size = self.n_items // self._n_minibatches
-        sizes = np.diff(np.searchsorted(own, np.arange(0, self.n_items + 1, size)))
+        size = self._n_items // self._n_minibatches
+        sizes = np.diff(np.searchsorted(own, np.arange(0, self._n_items + 1, size)))
         index = torch.from_numpy(places[own].astype(np.int64)).to(order.device)
         # An empty part takes part with any transition, whose weight is zero.
         nothing, parts = index.new_zeros(1), torch.split(index, sizes.tolist())
         filled = [part if len(part) else nothing for part in parts]
-        return Minibatches(filled, (sizes / size).tolist())
+        return filled, (sizes / size).tolist()
 
-    def normalised(self, advantage: Tensor, minibatches: Minibatches) -> Tensor:
+    def normalised(
+        self, advantage: Tensor, parts: Sequence[Tensor], shares: Sequence[float]
+    ) -> Tensor:
         """Zero mean and unit variance over each minibatch of all ranks."""
-        parts, shares = minibatches.parts, minibatches.shares or ()
         held = [part for part, share in zip(parts, shares, strict=True) if share]
         filled = np.flatnonzero(shares)
         sizes = [len(each) for each in held]
@@ -96,10 +75,10 @@ class SharedMinibatches:
         result[..., index] = torch.from_numpy(scaled).to(advantage)
         return result
 
-    def means(self, table: Tensor, minibatches: Minibatches, n_means: int) -> Tensor:
+    def means(self, table: Tensor, shares: Sequence[float], n_means: int) -> Tensor:
         """Means over whole minibatches of the first ``n_means`` columns; the rest are equal."""
         numbers = table.double().cpu().numpy()
-        weights = np.array(minibatches.shares)[: len(numbers), None]
+        weights = np.array(shares)[: len(numbers), None]
         means = np.where(weights > 0, numbers[:, :n_means] * weights, 0.0).ravel()
         self._sum_array(means)
         numbers[:, :n_means] = means.reshape(len(numbers), -1)

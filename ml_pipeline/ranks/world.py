@@ -29,7 +29,7 @@ from torch import Tensor
 from ml_pipeline.errors import UserError, last_line, shorten
 from ml_pipeline.ranks.agreement import AgreedSignals
 from ml_pipeline.ranks.batches import SharedBatches, WholeBatches
-from ml_pipeline.ranks.minibatches import SharedMinibatches, WholeMinibatches
+from ml_pipeline.ranks.minibatches import SharedMinibatches
 from ml_pipeline.ranks.rendezvous import (
     RankError,
     choose_interface,
@@ -167,12 +167,13 @@ class World:
         """The envs of this rank among those of all; each rank has ``n_envs``."""
         return slice(self.rank * n_envs, (self.rank + 1) * n_envs)
 
-    def minibatches(
-        self, n_rows: int, n_envs: int, n_minibatches: int
-    ) -> WholeMinibatches | SharedMinibatches:
-        """What this rank has of the minibatches of all ranks; each has [n_rows, n_envs]."""
+    def minibatches(self, n_rows: int, n_envs: int, n_minibatches: int) -> SharedMinibatches | None:
+        """What this rank has of the minibatches of all ranks; each has [n_rows, n_envs].
+
+        None for one rank, which has all of each.
+        """
         if self.size == 1:
-            return WholeMinibatches(n_rows, n_envs, n_minibatches)
+            return None
         n_all, own = self.all_envs(n_envs), self.envs(n_envs)
         return SharedMinibatches(n_rows, n_all, own, n_minibatches, self.sum_array)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from ml_pipeline.envs.episode_stats import Episode
 from ml_pipeline.policy.contracts import (
     NetworkBuilder,
     Policy,
@@ -120,13 +119,6 @@ class Agent(Policy, Protocol):
     def state_dict(self) -> StateDict: ...
 
     def load_state_dict(self, state: StateDict) -> None: ...
-
-
-class RolloutStats(NamedTuple):
-    """What happened while a rollout was collected."""
-
-    episodes: list[Episode]  # those that ended, in order of time
-    seconds: float
 
 
 class Trainer(Protocol):

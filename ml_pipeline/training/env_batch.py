@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
 
@@ -157,3 +159,18 @@ def restore_positions(
         batch.restore(snapshots[first : first + batch.env.num_envs])
     for batch, position in zip(batches, positions, strict=True):
         batch.resume_at(position, agent)
+
+
+def new_table(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, on_host: bool
+) -> ArrayOrTensor:
+    """Zeros; an array is pinned for a GPU, so that copies to it are asynchronous."""
+    if not on_host:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    zeros = np.zeros(shape, dtype=torch.empty(0, dtype=dtype).numpy().dtype)
+    return torch.from_numpy(zeros).pin_memory().numpy() if device.type == "cuda" else zeros
+
+
+def torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
+    # torch has no public function from NumPy's dtypes to its own.
+    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype

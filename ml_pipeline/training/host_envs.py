@@ -16,7 +16,6 @@ from ml_pipeline.envs.episode_stats import Episode, EpisodeStats
 from ml_pipeline.envs.vec_env import Resizable
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.policy.masks import Mask
-from ml_pipeline.policy.observation_input import array_input
 from ml_pipeline.policy.observations import ObservationError
 from ml_pipeline.records import StateDict
 from ml_pipeline.training.acting import GpuActing
@@ -172,7 +171,8 @@ class HostEnvs:
 
     def _observe(self, agent: Observer, obs: Any, infos: Mapping[str, Any]) -> None:
         self.leaves = agent.reader.read(obs)
-        self.mask = agent.masks.in_step(self.leaves, infos)
+        if agent.masks.are_used:
+            self.mask = agent.masks.in_step(self.leaves, infos)
 
     def _final(
         self, agent: Observer, infos: Mapping[str, Any], env: int, t: int
@@ -198,7 +198,10 @@ class HostEnvs:
     def inputs(self, agent: Observer) -> PolicyInput:
         """Arrays if the agent takes them, else tensors on its device."""
         if agent.takes_arrays:
-            return array_input(agent.reader, self.leaves, self.mask)
+            # Arrays in the place of tensors; such an agent is not recurrent.
+            obs: Any = self.leaves[""] if agent.reader.is_single else self.leaves
+            mask: Any = self.mask
+            return PolicyInput(obs, mask, None, None)
         start = None
         if self.memory is not None:
             start = torch.from_numpy(self.episode_start).to(agent.device)

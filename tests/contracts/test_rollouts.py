@@ -10,14 +10,14 @@ import pytest
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
-from small_agents import CPU, Played, agent_in, seen
+from small_agents import Played, agent_in, seen
 from tiny_envs import CountingEnv
 from tiny_torch_envs import Places
 from torch import Tensor
 
-from ml_pipeline.algorithms.ppo.epochs import orders_of
+from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
 from ml_pipeline.envs.vec_env import SerialEnv
-from ml_pipeline.training.graphs import Programs
+from ml_pipeline.training.contracts import RunContext
 
 
 class PlaceEnv(CountingEnv):
@@ -195,17 +195,26 @@ def test_scaled_rewards_change_the_targets_and_not_the_kept_rewards(kind: str) -
 
 
 @kinds
-def test_each_order_has_every_transition_once_and_the_generator_determines_it(kind: str) -> None:
-    buffer = Rollouts(kind, 3, 4).buffer
+def test_each_epoch_has_every_transition_once_and_the_seed_determines_its_order(kind: str) -> None:
     orders = []
     for seed in (1, 1, 2):
-        drawn = orders_of(buffer, Programs(CPU))
-        drawn.draw(torch.Generator().manual_seed(seed), n_orders=2, n_items=buffer.n_items)
-        orders.append([drawn[number].tolist() for number in (0, 1)])
+        played = Rollouts(kind, 3, n_minibatches=2, n_epochs=2)
+        taken: list[list[int]] = []
+        real = played.agent.epoch
+
+        def epoch(rollout: Any, order: Tensor, rates: Any, real: Any = real) -> Tensor:
+            taken.append(order.flatten().tolist())  # noqa: B023
+            result: Tensor = real(rollout, order, rates)
+            return result
+
+        played.agent.epoch = epoch  # type: ignore[method-assign, assignment]
+        context = RunContext.alone(seed=seed)
+        PPOTrainer(played.agent, played.collector, context).train_episode_vectorized()
+        orders.append(taken)
 
     assert orders[0] == orders[1] != orders[2]
     assert orders[0][0] != orders[0][1]
-    assert all(sorted(order) == list(range(12)) for pair in orders for order in pair)
+    assert all(sorted(order) == list(range(3 * 128)) for pair in orders for order in pair)
 
 
 @kinds

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ml_pipeline.config.agent import AgentConfig
-from ml_pipeline.envs.episode_stats import EpisodeStats
+from ml_pipeline.envs.episode_stats import EpisodeStats, EpisodeWindow
 from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import NetworkBuilder, Spaces
 from ml_pipeline.policy.distributions import Categorical
@@ -23,7 +23,6 @@ from ml_pipeline.policy.networks import out_features
 from ml_pipeline.policy.observations import ObservationReader, Preprocess
 from ml_pipeline.records import StateDict
 from ml_pipeline.training.contracts import Algorithm, Envs, RunContext
-from ml_pipeline.training.episode_window import EpisodeWindow
 
 
 @dataclass

@@ -10,8 +10,7 @@ import pytest
 from conftest import read_rows, small
 
 from ml_pipeline.assembly.run import train
-from ml_pipeline.envs.episode_stats import Episode, final_numbers, info_means
-from ml_pipeline.training.episode_window import EpisodeWindow
+from ml_pipeline.envs.episode_stats import Episode, EpisodeWindow, final_numbers, info_means
 
 SCORING = [*small(total_steps=96), "env.target=tiny_envs.ScoringEnv"]
 

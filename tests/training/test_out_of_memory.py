@@ -13,6 +13,7 @@ from conftest import Capture, only_run, small
 from gymnasium import spaces
 from small_agents import agent_for
 
+from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.memory import memory_advice, rollout_bytes
 from ml_pipeline.assembly.run import train
 from ml_pipeline.envs.vec_env import WorkerError
@@ -35,7 +36,7 @@ def test_a_rollout_needs_the_bytes_of_its_fields() -> None:
 
     # Observation, action, five floats, three flags and the noise.
     assert rollout_bytes(agent, n_steps=10, n_envs=7) == 10 * 7 * (4 * 4 + 8 + 5 * 4 + 3 + 4)
-    of_tensor_envs = rollout_bytes(agent, n_steps=10, n_envs=7, keeps_final_obs=True)
+    of_tensor_envs = rollout_bytes(agent, n_steps=10, n_envs=7, tensor_envs=True)
     assert of_tensor_envs == 10 * 7 * (2 * 4 * 4 + 8 + 5 * 4 + 3 + 4)
 
 
@@ -108,8 +109,9 @@ def test_a_kept_error_keeps_no_tensor_alive() -> None:
 
 def test_the_advice_names_the_needs_and_the_settings_to_change() -> None:
     agent = agent_for(VECTOR, THREE)
+    config = PPOConfig(n_steps=1_000, n_minibatches=4)
 
-    advice = memory_advice(agent, n_steps=1_000, n_envs=100, n_minibatches=4)
+    advice = memory_advice(agent, config, n_envs=100, tensor_envs=False)
 
     assert "n_steps=1000 x n_envs=100 needs about 5.1 MB, 51 bytes per env and step" in advice
     assert "; cpu has " in advice

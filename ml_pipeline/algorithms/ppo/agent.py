@@ -19,15 +19,13 @@ from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.contracts import FastPPO, PPOBackend
-from ml_pipeline.algorithms.ppo.fast.choice import fastest
-from ml_pipeline.algorithms.ppo.fast.mirrored import MIRRORED
+from ml_pipeline.algorithms.ppo.fast.choice import MIRRORED, fastest
 from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult, policy_change, ppo_loss
 from ml_pipeline.mirrors import why_not
 from ml_pipeline.policy.acting_noise import ActingNoise
 from ml_pipeline.policy.actor_critic import ActorCritic, GreedyPolicy, one_step
 from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, PolicySample, Spaces
 from ml_pipeline.policy.masks import ActionMasks, Mask, find_mask_leaf
-from ml_pipeline.policy.observation_input import array_input, policy_input
 from ml_pipeline.policy.observations import ObservationReader, map_obs
 from ml_pipeline.policy.optimiser import FlatAdam
 from ml_pipeline.policy.space_data import check_spaces, space_to_data
@@ -132,7 +130,7 @@ class PPOAgent:
         self._seed = seed = context.seed
         self._player: PPOAgent | None = None
         self.reader = ObservationReader(spaces.observation)
-        self.inputs = partial(policy_input, self.reader, device)
+        self.inputs = partial(self.reader.policy_input, device=device)
         self.model = ActorCritic(
             self.reader,
             spaces.action,
@@ -227,7 +225,8 @@ class PPOAgent:
         leaves = self.reader.read(obs)
         mask = self.masks.in_call(leaves, action_mask)
         if deterministic and self.takes_arrays:
-            outputs, _ = self.backend.outputs(array_input(self.reader, leaves, mask))
+            arrays: tuple[Any, Any] = (leaves[""] if self.reader.is_single else leaves, mask)
+            outputs, _ = self.backend.outputs(PolicyInput(*arrays, None, None))
             return self.distribution.chosen(outputs, None)
         n_envs = len(next(iter(leaves.values())))
         start = torch.zeros(n_envs, dtype=torch.bool, device=self.device)

@@ -74,22 +74,11 @@ def join_ranks(agent: PPOAgent, world: World) -> str:
     return ""
 
 
-def explain_memory(agent: PPOAgent, config: PPOConfig, n_envs: int, tensor_envs: bool) -> str:
-    """How much memory a run of these sizes needs, and which settings reduce it."""
-    return memory_advice(
-        agent,
-        n_steps=config.n_steps,
-        n_envs=n_envs,
-        n_minibatches=config.n_minibatches,
-        keeps_final_obs=tensor_envs,
-    )
-
-
 def start_from(agent: PPOAgent, state: StateDict) -> None:
     """Load network and observation normaliser of another agent; Adam and noise stay new."""
     load_parts(agent, state, ("spaces", "model"))
 
 
 PPO = Algorithm(
-    PPOConfig, make_agent, make_trainer, explain_memory, start_from, trains_on_ranks=True
+    PPOConfig, make_agent, make_trainer, memory_advice, start_from, trains_on_ranks=True
 )

@@ -17,8 +17,8 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
 
-from ml_pipeline import counter_random
-from ml_pipeline.algorithms.ppo.rollout import FinalStep, RolloutBuffer
+from ml_pipeline.algorithms.ppo.on_device import DeviceNoise, GpuStopwatch
+from ml_pipeline.algorithms.ppo.rollout import RolloutBuffer
 from ml_pipeline.envs.episode_stats import Episode
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.ranks.world import ALONE, World
@@ -26,29 +26,9 @@ from ml_pipeline.records import StateDict
 from ml_pipeline.training.contracts import Actor
 from ml_pipeline.training.device_envs import DeviceEnvs
 from ml_pipeline.training.env_batch import EnvBatch, Row, restore_positions, saved_positions
-from ml_pipeline.training.graphs import Programs, send
+from ml_pipeline.training.graphs import Programs
 from ml_pipeline.training.host_envs import FiniteCheck, HostEnvs
 from ml_pipeline.training.reward_scaler import RewardScaler
-
-
-class RolloutStats:
-    """What happened in a rollout; reading it waits for a device."""
-
-    def __init__(
-        self, listed: list[Episode], batches: Sequence[EnvBatch], watch: Stopwatch
-    ) -> None:
-        self._listed = listed
-        self._batches = batches
-        self._watch = watch
-
-    @property
-    def episodes(self) -> list[Episode]:
-        """The episodes that ended, in order of time; of tensor envs only their mean."""
-        return self._listed + [each for batch in self._batches for each in batch.ended_episodes()]
-
-    @property
-    def seconds(self) -> float:
-        return self._watch.seconds()
 
 
 class Collector:
@@ -91,8 +71,11 @@ class Collector:
                 self._batches.append(host)
             self.n_envs += env.num_envs
         self.on_host = self._batches[0].on_host
-        self._watch = Stopwatch(None if self.on_host else self._batches[0].env.device)
-        self._noise: _HostNoise | _DeviceNoise
+        self._host_seconds = 0.0  # that the last rollout took
+        is_on_gpu = not self.on_host and self._batches[0].env.device.type == "cuda"
+        self._watch = GpuStopwatch() if is_on_gpu else None
+        self._noise: Any = None  # of a rollout in host memory, [T, n_envs, ...]
+        self._device_noise: DeviceNoise | None = None
         self._generator = torch.Generator().manual_seed(noise_seed)
         self._state_before: Tensor | None = None  # the generator's, during a rollout
         self._episodes: list[Episode] = []
@@ -119,16 +102,21 @@ class Collector:
             start = torch.zeros(self.n_envs, device=self._batches[0].env.device)
         return RewardScaler(start, gamma=gamma, clip=clip, world=self._world)
 
-    def collect(self, agent: Actor, buffer: RolloutBuffer) -> RolloutStats:
+    def collect(self, agent: Actor, buffer: RolloutBuffer) -> None:
         """Fill ``buffer``; a device may still be working when this returns."""
-        self._watch.start()
+        start = time.perf_counter()
+        if self._watch is not None:
+            self._watch.start()
         if (buffer, agent) != self._played:
             self._take(buffer, agent)
         for batch in self._batches:
             batch.begin(agent)
         buffer.begin(self._memory())
         self._state_before = self._generator.get_state()
-        self._noise.draw(self._generator)
+        if self._device_noise is not None:
+            self._device_noise.draw(self._generator)
+        else:
+            self._noise = self._drawn_noise(agent, buffer.n_steps)
         self._episodes = []
         try:
             self._play()
@@ -137,8 +125,29 @@ class Collector:
                 batch.abandon()
             raise
         buffer.end(self._memory())
-        self._watch.stop()
-        return RolloutStats(self._episodes, self._batches, self._watch)
+        if self._watch is not None:
+            self._watch.stop()
+        self._host_seconds = time.perf_counter() - start
+
+    def _drawn_noise(self, agent: Actor, n_steps: int) -> Any:
+        """All ranks draw the noise of all envs; each uses that of its own."""
+        n_all_envs = self._world.all_envs(self.n_envs)
+        noise = agent.draw_noise(n_steps, n_all_envs, self._generator)
+        own = noise[:, self._world.envs(self.n_envs)]
+        return own.numpy() if agent.takes_arrays else own
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """Those that ended in the last rollout, in order of time; of tensor envs only their mean.
+
+        Waits for a device.
+        """
+        return self._episodes + [each for batch in self._batches for each in batch.ended_episodes()]
+
+    @property
+    def seconds(self) -> float:
+        """The time of the last rollout; waits for a device."""
+        return self._host_seconds if self._watch is None else self._watch.seconds()
 
     def _memory(self) -> Tensor | None:
         """The recurrent state in all envs."""
@@ -156,17 +165,18 @@ class Collector:
         steps = range(buffer.n_steps)
         self._rows = [[buffer.row(t, each.place) for t in steps] for each in self._batches]
         self._play = partial(self._rollout, agent, buffer)
-        sizes = agent, buffer.n_steps, self.n_envs, self._world
-        if self.on_host:
-            self._noise = _HostNoise(*sizes)
-        else:
+        if not self.on_host:
             programs = self._programs or Programs(agent.device)
-            self._noise = _DeviceNoise(*sizes, programs)
+            sizes = agent, buffer.n_steps, self.n_envs, self._world
+            self._device_noise = DeviceNoise(*sizes, programs)
             self._play = programs.captured(self._play, "a rollout")
 
     @torch.no_grad()
     def _rollout(self, agent: Actor, buffer: RolloutBuffer) -> None:
-        noises = [self._noise.rows(batch.place) for batch in self._batches]
+        if self._device_noise is not None:
+            noises: list[Any] = [self._device_noise.rows()]
+        else:
+            noises = [list(self._noise[:, batch.place]) for batch in self._batches]
         for batch in self._batches:
             batch.show(buffer.seen(0, batch.place))
         for t in range(buffer.n_steps):
@@ -186,8 +196,8 @@ class Collector:
         step = batch.receive(agent, t, rows[t])
         if step is not None:
             self._episodes += step.episodes
-            for env, leaves, _, memory in step.finals:
-                buffer.final_steps.append(FinalStep(t, batch.place.start + env, leaves, memory))
+            for final in step.finals:
+                buffer.final_steps[t, batch.place.start + final.env] = final
 
     def resize(self, n_envs: int, agent: Actor) -> None:
         """Call between two rollouts; remaining envs keep their episodes."""
@@ -213,73 +223,3 @@ class Collector:
     def load_state_dict(self, state: StateDict) -> None:
         self._generator.set_state(state["generator"])
         self._check.n_steps = state["n_steps"]
-
-
-class _HostNoise:
-    """The noise of a rollout, drawn by a generator of the host."""
-
-    def __init__(self, agent: Actor, n_steps: int, n_envs: int, world: World) -> None:
-        self._agent = agent
-        self._n_steps = n_steps
-        self._n_envs = world.all_envs(n_envs)
-        self._own = world.envs(n_envs)
-        self._drawn: Any = None
-
-    def draw(self, generator: torch.Generator) -> None:
-        drawn = self._agent.draw_noise(self._n_steps, self._n_envs, generator)[:, self._own]
-        self._drawn = drawn.numpy() if self._agent.takes_arrays else drawn
-
-    def rows(self, place: slice) -> list[Any]:
-        return list(self._drawn[:, place])
-
-
-class _DeviceNoise:
-    """The noise of a rollout, computed on the device from a key that the host draws."""
-
-    def __init__(
-        self, agent: Actor, n_steps: int, n_envs: int, world: World, programs: Programs
-    ) -> None:
-        distribution, own = agent.distribution, world.envs(n_envs)
-        shape = distribution.noise_shape(n_steps, world.all_envs(n_envs))
-        draw = counter_random.randn if distribution.has_normal_noise else counter_random.rand
-
-        def noise(key: Tensor) -> Tensor:
-            return draw(key, shape)[:, own]
-
-        self._key = torch.zeros((), dtype=torch.int64, device=agent.device)
-        self._noise = programs.compiled(noise, "the noise of the actions")
-
-    def draw(self, generator: torch.Generator) -> None:
-        send(counter_random.draw_keys(1, generator)[0], self._key)
-
-    def rows(self, place: slice) -> Tensor:
-        return self._noise(self._key)
-
-
-class Stopwatch:
-    """Measures the work between ``start`` and ``stop``; on a GPU by events in its stream."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._on_gpu = device is not None and device.type == "cuda"
-        self._marks: list[Any] = [0.0, 0.0]
-
-    def start(self) -> None:
-        self._marks[0] = self._now()
-
-    def stop(self) -> None:
-        self._marks = [self._marks[0], self._now()]
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def seconds(self) -> float:
-        """Waits for the end of the work."""
-        begin, end = self._marks
-        if not self._on_gpu:
-            return float(end - begin)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000.0

@@ -8,9 +8,9 @@ once between the last write and the first epoch; it is the only place that knows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,10 +18,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.loss import Minibatch
-from ml_pipeline.moments import merge_moments
+from ml_pipeline.algorithms.ppo.reports import (
+    RolloutQuality,
+    device_quality,
+    merged_quality,
+    quality_part,
+)
 from ml_pipeline.policy.contracts import Obs, PolicyInput
 from ml_pipeline.ranks.world import ALONE, World
-from ml_pipeline.training.env_batch import ArrayOrTensor, Row, Seen
+from ml_pipeline.training.env_batch import (
+    ArrayOrTensor,
+    FinalObservation,
+    Row,
+    Seen,
+    new_table,
+    torch_dtype,
+)
 from ml_pipeline.training.fast_gae import advantages_of
 from ml_pipeline.training.graphs import Programs
 from ml_pipeline.training.returns import RolloutOutcome, explained_variance
@@ -31,22 +43,6 @@ if TYPE_CHECKING:
     from ml_pipeline.algorithms.ppo.agent import PPOAgent
 
 _SCORED_NUMBERS = 2**24  # observation entries per forward pass; limits the memory for images
-
-
-class RolloutQuality(NamedTuple):
-    """How well the critic fits a finished rollout, and whether the envs returned finite values."""
-
-    explained_variance: float
-    is_finite: bool  # all observations and rewards
-
-
-class FinalStep(NamedTuple):
-    """The final observation of an episode that was truncated."""
-
-    row: int
-    env: int
-    leaves: dict[str, NDArray[Any]]
-    memory: Tensor | None  # recurrent state before it
 
 
 class RolloutBuffer:
@@ -73,11 +69,11 @@ class RolloutBuffer:
         reader, distribution = agent.reader, agent.distribution
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> ArrayOrTensor:
-            return _zeros((shape[0], n_envs, *shape[1:]), dtype, agent.device, self.on_host)
+            return new_table((shape[0], n_envs, *shape[1:]), dtype, agent.device, self.on_host)
 
         # What the policy sees has one more row: the input after the last step.
         self.obs = {
-            name: zeros(n_steps + 1, *reader.shapes[name], dtype=_torch_dtype(reader.dtypes[name]))
+            name: zeros(n_steps + 1, *reader.shapes[name], dtype=torch_dtype(reader.dtypes[name]))
             for name in reader.leaves
         }
         self.action_mask: ArrayOrTensor | None = None
@@ -95,14 +91,15 @@ class RolloutBuffer:
         self.truncated = zeros(n_steps, dtype=torch.bool)
         # Before the autoreset: those of tensor envs at every step, others where truncated.
         self.final_obs = None if programs is None else torch.zeros_like(self.obs[""][:n_steps])
-        self.final_steps: list[FinalStep] = []
+        # Final observations by (row, column), of the episodes that were truncated.
+        self.final_steps: dict[tuple[int, int], FinalObservation] = {}
         self.value = self.advantage = self.value_target = zeros(n_steps)
         self._finished: Minibatch | None = None  # [T, n_envs, ...] on the device
         self._flat: Minibatch | None = None  # views of it, as ``finished`` returns them
         self._finish: Callable[[], None] | None = None
         self._quality = torch.zeros(len(RolloutQuality._fields), device=agent.device)
         if programs is not None:
-            self._measure = programs.compiled(_quality_of, "the quality of the rollout")
+            self._measure = programs.compiled(device_quality, "the quality of the rollout")
 
     @property
     def n_items(self) -> int:
@@ -111,7 +108,7 @@ class RolloutBuffer:
 
     def begin(self, memory: Tensor | None) -> None:
         """Before the first row of a new rollout; ``memory`` is the recurrent state."""
-        self.final_steps = []
+        self.final_steps = {}
         self.memory = memory
 
     def seen(self, t: int, columns: slice) -> Seen:
@@ -208,20 +205,21 @@ class RolloutBuffer:
 
     def _final_values(self) -> ArrayOrTensor:
         """Values of the final observations, [T, n_envs]; any number where nothing was truncated."""
-        agent, steps = self.agent, self.final_steps
+        agent = self.agent
         if self.final_obs is not None:
             final = PolicyInput(self.final_obs.flatten(0, 1), None, None, None)
             cut = self.truncated.flatten()
             return agent.value_batch(final, wanted=cut).view_as(self.reward)
         values = np.zeros_like(self.reward)
-        if not steps:
+        if not self.final_steps:
             return values
+        steps = list(self.final_steps.values())
         leaves = {name: np.stack([step.leaves[name] for step in steps]) for name in self.obs}
         memory = start = None
         if steps[0].memory is not None:
             memory = torch.stack([step.memory for step in steps if step.memory is not None])
             start = torch.zeros(len(steps), dtype=torch.bool, device=agent.device)
-        rows, envs = zip(*(step[:2] for step in steps), strict=True)
+        rows, envs = zip(*self.final_steps, strict=True)
         final_value = agent.value_batch(agent.inputs(leaves, None, memory, start))
         values[rows, envs] = self._home(final_value)
         return values
@@ -257,15 +255,8 @@ class RolloutBuffer:
             explained, is_finite = self._quality.tolist()
             own = RolloutQuality(explained, bool(is_finite))
         # Empty for one rank.
-        parts = self._world.parts(lambda: (own.is_finite, *self._moments()))
-        return _merged_quality(parts) if parts else own
-
-    def _moments(self) -> list[tuple[float, float, int]]:
-        """Mean, variance and count of the errors of the critic, and of its targets."""
-        rollout = self.finished()
-        target = rollout.value_target.double()
-        both = (target - rollout.value.double(), target)
-        return [(float(x.mean()), float(x.var(correction=0)), x.numel()) for x in both]
+        parts = self._world.parts(lambda: quality_part(self.finished(), own.is_finite))
+        return merged_quality(parts) if parts else own
 
     def observations(self) -> Obs:
         """[T, n_envs, ...] on the device, after ``finish``."""
@@ -277,33 +268,3 @@ class RolloutBuffer:
         """Actions and advantages, for histograms."""
         named = {"rollout/actions": self.action, "rollout/advantages": self.advantage}
         return {name: torch.as_tensor(each).cpu().numpy() for name, each in named.items()}
-
-
-def _merged_quality(parts: Sequence[Any]) -> RolloutQuality:
-    """The quality of the rollouts of several ranks together."""
-    unexplained, variance = (
-        reduce(lambda one, other: merge_moments(*one, *other), [part[place] for part in parts])[1]
-        for place in (1, 2)
-    )
-    explained = 1.0 - unexplained / variance if variance > 0 else 0.0
-    return RolloutQuality(explained, is_finite=all(part[0] for part in parts))
-
-
-def _quality_of(value: Tensor, target: Tensor, reward: Tensor, obs: Tensor) -> Tensor:
-    is_finite = torch.isfinite(reward).all() & torch.isfinite(obs).all()
-    return torch.stack([explained_variance(value, target), is_finite.float()])
-
-
-def _zeros(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, on_host: bool
-) -> ArrayOrTensor:
-    """Zeros; an array is pinned for a GPU, so that copies to it are asynchronous."""
-    if not on_host:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    zeros = np.zeros(shape, dtype=torch.empty(0, dtype=dtype).numpy().dtype)
-    return torch.from_numpy(zeros).pin_memory().numpy() if device.type == "cuda" else zeros
-
-
-def _torch_dtype(dtype: Any) -> torch.dtype:
-    # torch has no public function from NumPy's dtypes to its own.
-    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype

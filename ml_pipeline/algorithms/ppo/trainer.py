@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,13 @@ from torch import Tensor
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.collect import Collector
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.epochs import Epochs, check_rollout, check_updates, update_means
 from ml_pipeline.algorithms.ppo.loss import Rates
+from ml_pipeline.algorithms.ppo.on_device import DeviceEpochs, DeviceOrders, SentOrders
+from ml_pipeline.algorithms.ppo.reports import N_MEANS, rollout_error, update_error, update_means
+from ml_pipeline.envs.episode_stats import EpisodeWindow
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.contracts import RunContext
-from ml_pipeline.training.episode_window import EpisodeWindow
 from ml_pipeline.training.schedules import annealed
 
 _SLOWEST, _FASTEST = 1e-6, 1e-2  # bounds of an adaptive learning rate
@@ -59,19 +59,22 @@ class PPOTrainer:
         self._generator = torch.Generator().manual_seed(stream_seed(context.seed, "minibatches"))
 
     def _make_buffer(self) -> None:
-        n_epochs = self.config.n_epochs
-        self.buffer = self.collector.new_buffer(self.config.n_steps, self.agent)
+        config, device = self.config, self.agent.device
+        self.buffer = buffer = self.collector.new_buffer(config.n_steps, self.agent)
+        n_rows = buffer.n_items // buffer.n_envs
+        self._n_items = self.world.all_envs(buffer.n_items)  # that an epoch shuffles
+        # None for one rank, which has all of each minibatch.
+        self._minibatches = self.world.minibatches(n_rows, buffer.n_envs, config.n_minibatches)
         # One epoch at a time if the KL, a check or a stop signal affects the next epoch.
-        self._is_stoppable = self._on_host or self.schedules.uses_kl or n_epochs > _LONG_UPDATE
-        self._epochs = Epochs(
-            self.agent,
-            self.buffer,
-            self._programs,
-            n_epochs=1 if self._is_stoppable else n_epochs,
-            n_minibatches=self.config.n_minibatches,
-            on_host=self._on_host,
-            world=self.world,
-        )
+        is_long = config.n_epochs > _LONG_UPDATE
+        self._is_stoppable = self._on_host or self.schedules.uses_kl or is_long
+        self._device_epochs: DeviceEpochs | None = None
+        if not self._on_host:
+            orders: SentOrders | DeviceOrders = SentOrders(self._n_items, device)
+            if not self.collector.on_host:
+                orders = DeviceOrders(self._n_items, device, self._programs)
+            n_at_once = 1 if self._is_stoppable else config.n_epochs
+            self._device_epochs = DeviceEpochs(self._epoch, orders, n_at_once, self._programs)
 
     @property
     def envs(self) -> list[VectorEnv[Any, Any, Any]]:
@@ -89,7 +92,7 @@ class PPOTrainer:
         rates = self.schedules.rates(self.progress)
         # Silence NumPy; non-finite values raise our own errors.
         with np.errstate(over="ignore", invalid="ignore"):
-            stats = self.collector.collect(self.agent, self.buffer)
+            self.collector.collect(self.agent, self.buffer)
             if not self._is_stoppable:
                 hold()  # the update is one launch on a GPU, which ends soon
             with undone_if_stopped(self._learnt, self._load_learnt, enabled=self._is_stoppable):
@@ -98,26 +101,30 @@ class PPOTrainer:
         self.collector.commit(self.buffer.n_steps)
         return {
             "n_envs": self.world.all_envs(self.buffer.n_envs),
-            **self.episodes.add(self.world.joined(stats.episodes)),
+            **self.episodes.add(self.world.joined(self.collector.episodes)),
             **means,
             "policy/learning_rate": rates.learning_rate,
-            "time/collect_seconds": stats.seconds,
+            "time/collect_seconds": self.collector.seconds,
         }
 
     def _improve(self, rates: Rates) -> Metrics:
         """Run all epochs; wait for a GPU only at the end, unless each epoch needs the KL."""
-        config, buffer = self.config, self.buffer
+        agent, config, buffer = self.agent, self.config, self.buffer
         stops = config.on_nonfinite == "stop"
-        check = partial(check_updates, n_minibatches=config.n_minibatches, loss=config.loss)
         buffer.finish(gamma=config.gamma, lam=config.gae_lambda, scaler=self._scaler)
-        tables: list[Tensor] = []
+        tables: list[Tensor] = []  # one row per gradient step, with the fields of UpdateResult
         n_epochs = 0
         while n_epochs < config.n_epochs:
-            tables.append(self._epochs.run(rates, self._generator))
-            n_epochs += self._epochs.n_epochs
-            if self._on_host and stops:
-                find_broken = self.agent.adam.broken_gradients
-                check(tables[-1].numpy(), first_epoch=n_epochs, find_broken=find_broken)
+            if self._device_epochs is None:
+                order = torch.randperm(self._n_items, generator=self._generator)
+                tables.append(self._epoch(order, rates))
+                n_epochs += 1
+            else:
+                tables.append(self._device_epochs.run(rates, self._generator))
+                n_epochs += self._device_epochs.n_epochs
+            self.world.check_equal(lambda: [agent.adam.values], "the weights")
+            if self._on_host and stops and not tables[-1][:, -1].all():
+                raise update_error(torch.cat(tables).numpy(), config, agent.adam)
             if self.schedules.uses_kl:
                 table = tables[-1].cpu().numpy()
                 kl = update_means(table)["policy/approx_kl"]
@@ -125,16 +132,30 @@ class PPOTrainer:
                     rates = self.schedules.adapted(rates, kl)
                 if self.schedules.is_kl_too_large(kl):
                     break
-        self.agent.learn_moments(buffer.observations())
+        agent.learn_moments(buffer.observations())
         table, quality = torch.cat(tables).cpu().numpy(), buffer.quality()
-        if stops:
-            check_rollout(quality.is_finite)
-            check(table)
+        if stops and not quality.is_finite:
+            raise rollout_error()
+        if stops and not table[:, -1].all():
+            raise update_error(table, config, None)
         return {
             **update_means(table),
             "value/explained_variance": quality.explained_variance,
             "policy/n_epochs": float(n_epochs),
         }
+
+    def _epoch(self, order: Tensor, rates: Rates) -> Tensor:
+        """One pass over the rollout, in minibatches; one row per gradient step."""
+        rollout, minibatches = self.buffer.finished(), self._minibatches
+        if minibatches is None:
+            return self.agent.epoch(rollout, order.view(self.config.n_minibatches, -1), rates)
+        # Each rank computes the gradient of its own transitions, FlatAdam averages the gradients.
+        parts, shares = minibatches.of(order)
+        if self.agent.normalises_over_ranks:
+            advantage = minibatches.normalised(rollout.advantage, parts, shares)
+            rollout = rollout._replace(advantage=advantage)
+        table = self.agent.epoch(rollout, parts, rates, shares)
+        return minibatches.means(table, shares, N_MEANS)
 
     def resize(self, n_envs: int) -> int:
         """Train in about ``n_envs`` envs; returns the actual number, which fits the minibatches."""

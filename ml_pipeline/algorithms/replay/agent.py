@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,8 +25,8 @@ from ml_pipeline.policy.acting_noise import ActingNoise
 from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import Obs, PolicyInput, PolicySample, Spaces
 from ml_pipeline.policy.distributions import Distribution
-from ml_pipeline.policy.masks import ActionMasks, Mask
-from ml_pipeline.policy.observation_input import ObservationInput
+from ml_pipeline.policy.masks import ActionMasks, Mask, find_mask_leaf
+from ml_pipeline.policy.observations import ObservationReader, Preprocess
 from ml_pipeline.policy.optimiser import FlatAdam
 from ml_pipeline.policy.space_data import check_spaces, space_to_data
 from ml_pipeline.ranks.batches import BatchPart
@@ -64,9 +64,12 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
         self.config = config
         self.device = context.device
         self.spaces = {"observation_space": spaces.observation, "action_space": spaces.action}
-        self._input = ObservationInput(spaces.observation, config, self.device)
-        self.reader, self.preprocess = self._input.reader, self._input.preprocess
-        self.inputs = self._input.inputs
+        self.reader = ObservationReader(spaces.observation)
+        self.inputs = partial(self.reader.policy_input, device=self.device)
+        mask_leaf = find_mask_leaf(config.action_mask, self.reader)
+        clip = config.clip_obs if config.normalize_obs else None
+        preprocess = Preprocess(self.reader, ignored=mask_leaf, clip=clip)
+        self.preprocess = preprocess.to(self.device)
         self.n_updates = 0
         self.kept = {}
         self._remark = ""  # why readable code runs instead of fast code, until it is reported
@@ -152,7 +155,7 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
 
     @cached_property
     def masks(self) -> ActionMasks:
-        return self._input.masks(self.distribution)
+        return ActionMasks(self.config.action_mask, self.reader, self.distribution)
 
     @cached_property
     def _acting_noise(self) -> ActingNoise:

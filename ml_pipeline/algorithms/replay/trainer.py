@@ -16,12 +16,12 @@ from ml_pipeline.algorithms.replay.collect import ReplaySteps
 from ml_pipeline.algorithms.replay.config import OffPolicyConfig
 from ml_pipeline.algorithms.replay.files import read_replay, replay_names, write_replay
 from ml_pipeline.algorithms.replay.learning import ReplayLearning
+from ml_pipeline.envs.episode_stats import EpisodeWindow
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.checks import TrainingError
 from ml_pipeline.training.contracts import Envs, FileStore, RunContext
-from ml_pipeline.training.episode_window import EpisodeWindow
 from ml_pipeline.training.schedules import annealed
 
 

@@ -16,19 +16,17 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from small_agents import CPU, Played, agent_in
+from small_agents import Played, agent_in
 from tiny_envs import BreakingEnv, CountingEnv, ForbiddingEnv, LivesEnv, MixedEnv
 from vec_envs import forked
 
 from ml_pipeline.algorithms.ppo.collect import Collector
-from ml_pipeline.algorithms.ppo.epochs import orders_of
 from ml_pipeline.algorithms.ppo.rollout import RolloutBuffer
 from ml_pipeline.envs.episode_stats import Episode
 from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.recurrent import Recurrent
 from ml_pipeline.training.checks import BadValueError
-from ml_pipeline.training.graphs import Programs
 
 LSTM = partial(Recurrent, size=4)
 FIELDS = ("action", "reward", "truncated", "terminated")
@@ -257,9 +255,7 @@ def test_a_recurrent_policy_learns_from_whole_sequences() -> None:
     for _ in range(2):  # the second rollout begins with a recurrent state
         played.collect()
     played.finish()
-    orders = orders_of(played.buffer, Programs(CPU))
-    orders.draw(torch.Generator().manual_seed(1), 1, played.buffer.n_items)
-    order = orders[0]
+    order = torch.randperm(played.buffer.n_items, generator=torch.Generator().manual_seed(1))
 
     taken = played.buffer.finished().take(order)
 
@@ -281,14 +277,12 @@ def test_scoring_in_parts_equals_scoring_the_whole_rollout(monkeypatch: pytest.M
     np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
 
 
-def test_a_rollout_must_be_finished_and_shuffled_before_an_epoch() -> None:
+def test_a_rollout_must_be_finished_before_an_epoch() -> None:
     buffer = Played(SerialEnv([CountingEnv]), 4).buffer
 
     for call in (buffer.finished, buffer.observations):
         with pytest.raises(RuntimeError, match="call finish first"):
             call()
-    with pytest.raises(RuntimeError, match="call draw first"):
-        orders_of(buffer, Programs(CPU))[0]
 
 
 class ChoosyEnv(CountingEnv):

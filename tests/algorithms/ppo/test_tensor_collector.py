@@ -13,7 +13,7 @@ import torch
 from small_agents import CPU, Played
 from tiny_torch_envs import Drift, Places
 
-from ml_pipeline.algorithms.ppo.epochs import orders_of
+from ml_pipeline.algorithms.ppo.on_device import DeviceOrders
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
 from ml_pipeline.training.graphs import Programs
 
@@ -64,12 +64,12 @@ def test_before_the_first_rollout_there_is_no_position() -> None:
 
 def test_tensors_keep_their_addresses() -> None:
     played = Played(Drift(2), n_steps=3)
-    orders: Any = orders_of(played.buffer, Programs(CPU))
+    orders = DeviceOrders(6, CPU, Programs(CPU))
     found = []
     for _ in range(2):
         played.collect()
         played.finish()
-        orders.draw(torch.Generator(), 2, 6)
+        orders.draw(torch.Generator(), 2)
         buffer, position = played.buffer, played.collector.envs[0].position
         held = (buffer.obs[""], buffer.action, buffer.reward, *position.state, orders.keys)
         found.append([each.data_ptr() for each in held])

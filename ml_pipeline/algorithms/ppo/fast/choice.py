@@ -1,4 +1,7 @@
-"""fastest: the fast backend for PPO's arithmetic that fits a model and its device."""
+"""fastest: the fast backend for PPO's arithmetic that fits a model and its device.
+
+``MIRRORED`` lists what the backends repeat; ``python tests/fingerprints.py`` records it again.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,41 @@ import torch
 
 from ml_pipeline.algorithms.ppo.contracts import FastPPO, PlainPPO
 from ml_pipeline.algorithms.ppo.fast.numpy_ppo import NumpyPPO
+from ml_pipeline.mirrors import Mirrored
+from ml_pipeline.policy import numpy_mlp, optimiser
+
+MIRRORED: Mirrored = {
+    **numpy_mlp.MIRRORED,
+    **optimiser.MIRRORED,
+    "ml_pipeline.algorithms.ppo.agent.PPOAgent.epoch": "365e895bd10c",
+    "ml_pipeline.algorithms.ppo.agent.PPOAgent.update": "90d82c88be79",
+    "ml_pipeline.algorithms.ppo.agent.PPOAgent.sample_batch": "ffe0e71d1a1a",
+    "ml_pipeline.algorithms.ppo.agent.PPOAgent.score_batch": "2481d19f5caa",
+    "ml_pipeline.algorithms.ppo.agent.PPOAgent.value_batch": "147fee09830e",
+    "ml_pipeline.algorithms.ppo.agent.TorchPPO.outputs": "a322157ba222",
+    "ml_pipeline.algorithms.ppo.agent.TorchPPO.sample": "9abe96fb737c",
+    "ml_pipeline.algorithms.ppo.agent.TorchPPO.score": "ff3d138cba56",
+    "ml_pipeline.algorithms.ppo.agent.TorchPPO.value": "c4100e5197a6",
+    "ml_pipeline.algorithms.ppo.agent.TorchPPO.update": "634136616a8d",
+    "ml_pipeline.algorithms.ppo.loss.ppo_loss": "0bccf1d06fc8",
+    "ml_pipeline.algorithms.ppo.loss.normalised": "e27a2382f039",
+    "ml_pipeline.algorithms.ppo.loss.policy_change": "7ff95ec6a831",
+    "ml_pipeline.algorithms.ppo.loss.Minibatch.mapped": "f1646552aaf4",
+    "ml_pipeline.algorithms.ppo.loss.Minibatch.take": "b3cc5a8f2aac",
+    "ml_pipeline.policy.actor_critic.ActorCritic.forward": "1489f67a6199",
+    "ml_pipeline.policy.actor_critic.ActorCritic.policy": "caef38db9116",
+    "ml_pipeline.policy.actor_critic.ActorCritic._outputs": "f8983062120a",
+    "ml_pipeline.policy.actor_critic._run": "0f57bcead4da",
+    "ml_pipeline.policy.actor_critic.policy_outputs": "d028a5f8353f",
+    "ml_pipeline.policy.contracts.PolicyInput.mapped": "1b7413d796d1",
+    "ml_pipeline.policy.distributions.FORBIDDEN": "3c8f41129806",
+    "ml_pipeline.policy.distributions.LOG_SQRT_2PI": "400fab3384cc",
+    "ml_pipeline.policy.distributions._drawn": "cbae99a2e3ba",
+    "ml_pipeline.policy.distributions.Categorical.sample": "390dbe639409",
+    "ml_pipeline.policy.distributions.Categorical.log_prob_and_entropy": "35e696c64122",
+    "ml_pipeline.policy.distributions.DiagonalGaussian.sample": "6a8a10234f0f",
+    "ml_pipeline.policy.distributions.DiagonalGaussian.log_prob_and_entropy": "da99b38ce37c",
+}
 
 
 def fastest(plain: PlainPPO, *, masked: bool) -> FastPPO | None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ml_pipeline.envs.episode_stats import Episode
-from ml_pipeline.training.episode_window import EpisodeWindow
+from ml_pipeline.envs.episode_stats import Episode, EpisodeWindow
 
 
 def test_means_weight_each_entry_by_its_number_of_episodes() -> None:

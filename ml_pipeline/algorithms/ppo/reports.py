@@ -1,0 +1,118 @@
+"""What an iteration of PPO reports: metrics of its gradient steps, and the quality of its rollout.
+
+Each gradient step leaves one row of a table, from which metrics and errors are made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.ppo.loss import Minibatch, UpdateResult
+from ml_pipeline.moments import merge_moments
+from ml_pipeline.policy.optimiser import FlatAdam
+from ml_pipeline.records import Metrics
+from ml_pipeline.training.checks import TrainingError
+from ml_pipeline.training.returns import explained_variance
+
+_METRIC_NAMES = {
+    "policy_loss": "loss/policy",
+    "value_loss": "loss/value",
+    "entropy": "policy/entropy",
+    "approx_kl": "policy/approx_kl",
+    "clip_fraction": "policy/clip_fraction",
+    "grad_norm": "loss/grad_norm",
+}
+Moments = tuple[float, float, int]  # mean, variance and count
+N_MEANS = UpdateResult._fields.index("grad_norm")  # the fields before it: means over a minibatch
+
+
+class RolloutQuality(NamedTuple):
+    """How well the critic fits a finished rollout, and whether the envs returned finite values."""
+
+    explained_variance: float
+    is_finite: bool  # all observations and rewards
+
+
+def update_means(table: NDArray[np.generic]) -> Metrics:
+    """Means over the gradient steps that were not skipped; ``table`` has one row per step."""
+    values, finite = table[:, :-1], table[:, -1] != 0
+    n_skipped = int((~finite).sum())
+    means = np.where(finite[:, None], values, 0.0).sum(axis=0) / max(len(finite) - n_skipped, 1)
+    fields = zip(UpdateResult._fields[:-1], means.tolist(), strict=True)
+    metrics = {_METRIC_NAMES[field]: mean for field, mean in fields}
+    return {**metrics, "loss/skipped_updates": float(n_skipped)} if n_skipped else metrics
+
+
+def rollout_error() -> TrainingError:
+    """For tensor envs, whose values are checked once per rollout."""
+    return TrainingError(
+        "an env returned an observation or a reward that is not finite. To find it, train a "
+        "few envs with compile=off and print what the env's advance returns"
+    )
+
+
+def update_error(
+    table: NDArray[np.generic], config: PPOConfig, adam: FlatAdam | None
+) -> TrainingError:
+    """Names the first gradient step in ``table`` that was not finite.
+
+    ``adam`` still has the gradients of that step; None if later steps replaced them.
+    """
+    broken = None if adam is None else adam.broken_gradients()
+    row = int((table[:, -1] != 0).argmin())
+    fields = zip(UpdateResult._fields[:-1], table[row, :-1].tolist(), strict=True)
+    names = [name for name, value in fields if not math.isfinite(value)]
+    if broken:
+        names.append(f"the gradients of {', '.join(broken[:3])}{', ...' * (len(broken) > 3)}")
+    left = "That step changed nothing" if broken is None else "The weights did not change"
+    epoch, minibatch = 1 + row // config.n_minibatches, row % config.n_minibatches + 1
+    target = str(config.loss["_target_"])  # a user's own loss is the first suspect
+    is_ours = target.startswith("ml_pipeline.")
+    suspect = "" if is_ours else f"Look at agent.loss._target_={target} first. "
+    return TrainingError(
+        f"epoch {epoch}, minibatch {minibatch}: {' and '.join(names)} not finite. {left}. "
+        f"{suspect}Try a smaller agent.learning_rate, and look for huge observations or "
+        "rewards (agent.normalize_obs, agent.scale_reward)"
+    )
+
+
+def device_quality(value: Tensor, target: Tensor, reward: Tensor, obs: Tensor) -> Tensor:
+    """The fields of ``RolloutQuality``, on the device."""
+    is_finite = torch.isfinite(reward).all() & torch.isfinite(obs).all()
+    return torch.stack([explained_variance(value, target), is_finite.float()])
+
+
+class QualityPart(NamedTuple):
+    """What ``merged_quality`` needs of each rank."""
+
+    is_finite: bool
+    error: Moments  # of the critic
+    target: Moments
+
+
+def quality_part(rollout: Minibatch, is_finite: bool) -> QualityPart:
+    target = rollout.value_target.double()
+    both = (target - rollout.value.double(), target)
+    moments = ((float(x.mean()), float(x.var(correction=0)), x.numel()) for x in both)
+    return QualityPart(is_finite, *moments)
+
+
+def merged_quality(parts: Sequence[QualityPart]) -> RolloutQuality:
+    """The quality of the rollouts of several ranks together."""
+    _, unexplained, _ = reduce(_merged, [part.error for part in parts])
+    _, variance, _ = reduce(_merged, [part.target for part in parts])
+    explained = 1.0 - unexplained / variance if variance > 0 else 0.0
+    return RolloutQuality(explained, is_finite=all(part.is_finite for part in parts))
+
+
+def _merged(one: Moments, other: Moments) -> Moments:
+    return merge_moments(*one, *other)
