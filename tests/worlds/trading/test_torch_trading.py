@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trading_markets import OPTIONS, changed_after, random_market
+from trading_markets import OPTIONS, random_market
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.assembly.build import find_tensor_env
@@ -80,31 +80,6 @@ def test_every_step_equals_that_of_the_single_env(name: str, volatility: float) 
     assert n_ended >= (n if name != "whole period" else 0)
     can_close = volatility == 0.03 and name in ("leverage", "drawdown stop", "continuous portfolio")
     assert n_closed >= (n if can_close else 0)
-
-
-@each_option
-def test_nothing_depends_on_bars_after_the_current_one(name: str) -> None:
-    market, n, cut = random_market(volatility=0.01), 16, 20
-    ours = make(market, n, **OPTIONS[name])
-    theirs = make(changed_after(market, cut), n, **OPTIONS[name])
-    n_seen = n_different = 0
-
-    for _ in range(24):
-        action = sample(ours)
-        position, result = ours._advance_all(ours.position, action)
-        other, changed = theirs._advance_all(theirs.position, action)
-        seen = position.state[0] <= cut
-        for a, b in zip((*position.state, *result), (*other.state, *changed), strict=True):
-            assert torch.equal(a[seen], b[seen])
-        n_seen += int(seen.sum())
-        n_different += int((result.obs != changed.obs).any(1).sum())
-        # Both continue from the same place: an account past the cut starts its next episode.
-        ended = result.terminated | result.truncated | (position.state[0] > cut)
-        result = result._replace(truncated=ended)
-        ours.position, _ = ours._autoreset(position, result)
-        theirs.position, _ = theirs._autoreset(other, changed._replace(truncated=ended))
-    assert n_seen > 30
-    assert n_different > 0
 
 
 def check_identities(n_envs: int, n_steps: int, **settings: Any) -> None:
@@ -179,22 +154,17 @@ def test_accounts_equal_independent_sums_over_a_million_steps(name: str) -> None
     check_identities(1_000, 1_000, **{**OPTIONS[name], "episode_bars": 300})
 
 
-def test_an_account_needs_less_than_a_kilobyte() -> None:
-    def size(**settings: Any) -> float:
-        env = make(random_market(n_symbols=20), 50, **settings)
-        parts = (*env.position.state, *env.position[1:])
-        return sum(part.numel() * part.element_size() for part in parts) / 50
+@pytest.mark.parametrize(("portfolio", "n_bytes"), [(False, 149), (True, 149 + 19 * 32)])
+def test_an_account_needs_few_bytes_beside_one_copy_of_the_market(
+    portfolio: bool, n_bytes: int
+) -> None:
+    env = make(random_market(n_symbols=20), 50, portfolio=portfolio)
 
-    assert size() == 149
-    assert size(portfolio=True) == 149 + 19 * 32
+    parts = (*env.position.state, *env.position[1:])
 
-
-def test_accounts_share_one_copy_of_the_market() -> None:
-    market = random_market()
-    few, many = make(market, 2), make(market, 500)
-
-    assert few._bars.shape == many._bars.shape == (60, 3, 6)
-    assert many._features.shape == (60, 3, 2)
+    assert sum(part.numel() * part.element_size() for part in parts) == 50 * n_bytes
+    assert env._bars.shape == (60, 20, 6)
+    assert env._features.shape == (60, 20, 2)
 
 
 def test_starts_are_spread_over_rows_and_symbols() -> None:
@@ -219,20 +189,6 @@ def test_money_is_float64_and_observations_and_rewards_are_float32() -> None:
     assert obs.dtype == gain.dtype == torch.float32
     account = account_of(env.position)
     assert {part.dtype for part in account[:-1]} == {torch.float64}
-
-
-@each_option
-def test_a_saved_env_continues_exactly(name: str) -> None:
-    market = random_market(volatility=0.002)
-    ours, theirs = make(market, 6, **OPTIONS[name]), make(market, 6, **OPTIONS[name])
-    for _ in range(7):
-        ours.step(sample(ours))
-    theirs.load_state_dict(ours.state_dict())
-
-    for _ in range(25):
-        action = sample(ours)
-        for a, b in zip(ours.step(action)[:4], theirs.step(action)[:4], strict=True):
-            assert torch.equal(a, b)
 
 
 def test_the_door_detects_a_tensor_env_and_evaluates_in_the_single_env() -> None:
