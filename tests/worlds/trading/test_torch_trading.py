@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensor_transitions import check_compiles_as_one_graph, check_stays_on_the_device
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from trading_markets import OPTIONS, random_market
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
@@ -229,41 +229,12 @@ def test_mps_is_refused() -> None:
         TorchTrading(2, market=random_market(), episode_bars=20, device="mps")
 
 
-class Recorder(TorchDispatchMode):
-    """Records the name of every operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func).split(".")[1])
-        return func(*args, **(kwargs or {}))
-
-
 @each_option
 def test_a_transition_never_reads_from_the_device(name: str) -> None:
-    env = make(random_market(), 4, **OPTIONS[name])
-    action = sample(env)
-
-    with Recorder() as seen:
-        env.transition(env.position, action)
-
-    reading = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select"}
-    from_the_host = {"lift_fresh", "copy_"}
-    assert seen.names & (reading | from_the_host) == set()
+    check_stays_on_the_device(make(random_market(), 4, **OPTIONS[name]))
 
 
 @pytest.mark.slow  # tracing takes seconds
 @each_option
 def test_a_transition_compiles_as_one_graph(name: str) -> None:
-    env = make(random_market(), 4, **OPTIONS[name])
-    action = sample(env)
-    torch.compiler.reset()  # it limits how often one function is compiled
-    compiled = torch.compile(env.transition, fullgraph=True, backend="aot_eager")
-
-    position, result = compiled(env.position, action)
-
-    wanted_position, wanted = env.transition(env.position, action)
-    assert all(map(torch.equal, result, wanted))
-    assert all(map(torch.equal, position.state, wanted_position.state))
+    check_compiles_as_one_graph(make(random_market(), 4, **OPTIONS[name]))
