@@ -61,7 +61,7 @@ class Recipe(NamedTuple):
         return _columns(self.parsed)
 
 
-def load_market(*, period: str, **data: Any) -> Market:
+def load_market(*, period: str, **data: object) -> Market:
     """The market that the keys of conf/data/ describe; its arrays are read-only and shared."""
     if period not in PERIODS:
         raise DataError(f"env.kwargs.period={period}: must be {' | '.join(PERIODS)}")
@@ -73,7 +73,7 @@ def load_market(*, period: str, **data: Any) -> Market:
     return market.rows(slice(start, stop))
 
 
-def load_recipe(**data: Any) -> Recipe:
+def load_recipe(**data: object) -> Recipe:
     """The recipe of the same market."""
     with _full_keys():
         return Recipe(**_entry(data).facts["recipe"])
@@ -113,7 +113,7 @@ def read_new_bars(path: str, recipe: Recipe, **files: Any) -> dict[str, Bars]:
     )[0]
 
 
-def _entry(data: Mapping[str, Any]) -> Entry:
+def _entry(data: Mapping[str, object]) -> Entry:
     config = _config(data)
     features = [parsed(text) for text in config.features]
     embargo = _embargo(config, features)
