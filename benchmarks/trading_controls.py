@@ -70,7 +70,7 @@ def positive(options: argparse.Namespace) -> dict[str, Any]:
                 "sharpe_per_bar": sharpe,
                 "share_of_optimum": sharpe / optimum,
                 "claims_edge": result.claims_edge,
-                "exposure": result.activity.exposure,
+                "exposure": result.policy.activity.exposure,
                 "bars": len(result.time) - 1,
                 "train_seconds": round(seconds, 1),
             }
@@ -131,8 +131,8 @@ def negative(options: argparse.Namespace) -> dict[str, Any]:
         "claims": sum(each.claims_edge for each in judged),
         "probabilistic_sharpe_above_0.95": int((confidence >= 0.95).sum()),
         "probabilistic_sharpe_mean": float(confidence.mean()),
-        "mean_exposure": float(np.mean([each.activity.exposure for each in judged])),
-        "mean_trades": float(np.mean([each.activity.trades for each in judged])),
+        "mean_exposure": float(np.mean([each.policy.activity.exposure for each in judged])),
+        "mean_trades": float(np.mean([each.policy.activity.trades for each in judged])),
     }
 
 

@@ -1,49 +1,17 @@
-"""Small games for two: a two-player env, and a ParallelEnv of PettingZoo with unequal sides."""
+"""Small games of PettingZoo for two: tug of war, and one with unequal sides."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
+from two_player_games import TugOfWar
 
 from ml_pipeline.games.parallel_api import TwoPlayerParallelEnv
-from ml_pipeline.games.two_players import both_spaces
 
 OBS = spaces.Box(-100.0, 100.0, (2,), np.float32)
-
-
-class TugOfWar(gym.Env[Any, Any]):
-    """Player 0 wins at +2 and player 1 at -2; a player sees the rope from its own end."""
-
-    def __init__(self, discrete: bool = False, length: int = 20) -> None:
-        self.observation_space = both_spaces(OBS)
-        act = spaces.Discrete(3) if discrete else spaces.Box(-1.0, 1.0, (1,), np.float32)
-        self.action_space = both_spaces(act)
-        self.discrete = discrete
-        self.length = length
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.rope = float(self.np_random.uniform(-0.5, 0.5))
-        self.n_steps = 0
-        return self._observe(), {}
-
-    def step(self, action: Any) -> Any:
-        pulls = np.asarray(action, dtype=np.float64).reshape(2) - (1.0 if self.discrete else 0.0)
-        before = self.rope
-        self.rope += pulls[0] - pulls[1]
-        self.n_steps += 1
-        is_over = abs(self.rope) >= 2.0
-        is_late = self.n_steps >= self.length
-        info = {"winner": int(np.sign(self.rope)) if is_over else 0} if is_over or is_late else {}
-        return self._observe(), self.rope - before, is_over, is_late and not is_over, info
-
-    def _observe(self) -> Any:
-        rope = np.array([[self.rope], [-self.rope]])
-        return np.hstack([rope, [[self.n_steps]] * 2]).astype(np.float32)
 
 
 def parallel_tug_of_war(**kwargs: Any) -> Any:

@@ -161,6 +161,7 @@ class OpponentPool:
         return np.ones(len(lost))
 
     def record(self, env: int, winner: int) -> None:
+        """Add the result of a game: 1, 0 or -1 for the agent."""
         self.count(self.playing[env], [int(winner == kind) for kind in (1, 0, -1)])
 
     def count(self, member: Member, results: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ episode ends as soon as one agent is done. The agent with the larger sum of rewa
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -18,6 +18,9 @@ from ml_pipeline.extras import import_extra
 from ml_pipeline.games.two_players import N_PLAYERS, Array, Info, both_spaces
 from ml_pipeline.targets import import_entry
 
+if TYPE_CHECKING:
+    from pettingzoo import ParallelEnv
+
 
 class PettingZoo(gym.Env[Array, Array]):
     """``game``: the ``_target_`` of a class or function that makes the ParallelEnv, and its kwargs.
@@ -27,7 +30,7 @@ class PettingZoo(gym.Env[Array, Array]):
 
     def __init__(
         self,
-        game: Mapping[str, Any],
+        game: Mapping[str, object],
         swap_sides: bool = True,
         render_mode: str | None = None,
     ) -> None:
@@ -85,7 +88,7 @@ class PettingZoo(gym.Env[Array, Array]):
         return vars(self)
 
 
-def _make_game(entry: Mapping[str, Any], render_mode: str | None) -> Any:
+def _make_game(entry: Mapping[str, object], render_mode: str | None) -> ParallelEnv:
     pettingzoo = import_extra("pettingzoo", needed_by="PettingZoo")
     make, arguments = import_entry(entry, key="env.kwargs.game")
     if render_mode is not None:
@@ -99,7 +102,7 @@ def _make_game(entry: Mapping[str, Any], render_mode: str | None) -> Any:
     return game
 
 
-def _check_agents(game: Any, name: str) -> None:
+def _check_agents(game: ParallelEnv, name: str) -> None:
     """Refuse a game that is not for two agents of equal spaces."""
     agents = list(game.possible_agents)
     if len(agents) != N_PLAYERS:

@@ -33,15 +33,6 @@ class Pairing(NamedTuple):
     draws: int
     losses: int
 
-    @property
-    def n_games(self) -> int:
-        return self.wins + self.draws + self.losses
-
-    @property
-    def score(self) -> float:
-        """The share of the points: a win is 1 point, a draw half a point."""
-        return (self.wins + 0.5 * self.draws) / self.n_games
-
 
 class Results(NamedTuple):
     """All games of some players."""
@@ -212,17 +203,3 @@ def _canonical(cycle: tuple[int, ...]) -> tuple[int, ...]:
     """The same cycle, starting with its lowest number."""
     first = cycle.index(min(cycle))
     return cycle[first:] + cycle[:first]
-
-
-def unrelated_groups(results: Results) -> list[list[str]]:
-    """Groups of players without a game between them; one group if all ratings are comparable."""
-    met = results.games > 0
-    left, groups = set(range(len(met))), []
-    while left:
-        group, new = set[int](), {min(left)}
-        while new:
-            group |= new
-            new = {int(j) for i in new for j in np.flatnonzero(met[i])} - group
-        left -= group
-        groups.append([results.names[i] for i in sorted(group)])
-    return groups

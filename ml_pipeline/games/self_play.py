@@ -7,7 +7,7 @@ ends; those of all envs act in one call, which ``ArrayOpponents`` computes for a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,26 +25,13 @@ from ml_pipeline.games.two_players import Array, Info, player_space
 Step = tuple[Array, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], Info]
 
 
-class Opponents(Protocol):
-    """Who plays against the agent; envs have the numbers of the whole run."""
-
-    def choose(self, envs: Sequence[int]) -> None:
-        """Choose an opponent for each of ``envs``, whose episodes start."""
-
-    def act(self, envs: range, obs: Array) -> Array:
-        """[n, *obs] -> [n, *act]: the actions of the opponents in ``envs``."""
-
-    def record(self, env: int, winner: int) -> None:
-        """The result of a game: 1, 0 or -1 for the agent."""
-
-
 class SelfPlayEnv(VectorEnv[Any, Any, Any]):
     """Everything else, such as ``snapshot`` and ``worker_loads``, is that of the wrapped env."""
 
     def __init__(
         self,
         env: VectorEnv[Any, Any, Any],
-        opponents: Opponents,
+        opponents: ArrayOpponents,
         *,
         first_env: int = 0,
         moves: Array | None = None,
@@ -156,7 +143,7 @@ class SelfPlayEnv(VectorEnv[Any, Any, Any]):
 
 
 class ArrayOpponents:
-    """The members of ``pool`` as the opponents of host envs.
+    """The members of ``pool`` as the opponents of host envs, which have the numbers of the run.
 
     ``moves`` [k, *act]: the env's action for each discrete one of past selves.
     """
@@ -170,6 +157,7 @@ class ArrayOpponents:
         self.set_mix = pool.set_mix
 
     def act(self, envs: range, obs: Array) -> Array:
+        """[n, *obs] -> [n, *act]: the actions of the opponents in ``envs``."""
         members = [self._pool.playing[env] for env in envs]
         table = self._tables.get(envs)
         if table is None or table.members != members:

@@ -8,8 +8,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from tensor_transitions import check_compiles_as_one_graph, check_stays_on_the_device
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ml_pipeline.envs.classic_control.acrobot import TorchAcrobot
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
@@ -161,51 +161,18 @@ def test_observations_are_in_the_space_and_float32(task: Task) -> None:
     assert env.position.n_episodes.min() >= 3
 
 
-class Recorder(TorchDispatchMode):
-    """Records every operation, and the dtype of every tensor it returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.names.add(str(func).split(".")[1])
-        made = result if isinstance(result, (tuple, list)) else [result]
-        self.dtypes |= {one.dtype for one in made if isinstance(one, Tensor)}
-        return result
-
-
 @each_task
 def test_a_transition_never_reads_from_the_device_and_has_no_float64(task: Task) -> None:
-    env = task(4, seed=1, max_episode_steps=3)
-    env.reset()
-    action = torch.as_tensor(env.action_space.sample())
+    dtypes = check_stays_on_the_device(task(4, seed=1, max_episode_steps=3))
 
-    with Recorder() as seen:
-        env.transition(env.position, action)
-
-    reading = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select"}
-    from_the_host = {"lift_fresh", "copy_"}  # torch.tensor(...) and similar
-    assert seen.names & (reading | from_the_host) == set()
-    assert torch.float64 not in seen.dtypes
+    assert torch.float64 not in dtypes
 
 
 @pytest.mark.parametrize(
     "task", [TASKS[0], *(pytest.param(task, marks=pytest.mark.slow) for task in TASKS[1:])]
 )
 def test_a_transition_compiles_as_one_graph(task: Task) -> None:
-    env = task(4, seed=1, max_episode_steps=2)
-    env.reset()
-    action = torch.as_tensor(env.action_space.sample())
-    compiled = torch.compile(env.transition, fullgraph=True, backend="aot_eager")
-
-    position, result = compiled(env.position, action)
-
-    wanted_position, wanted = env.transition(env.position, action)
-    assert all(map(torch.equal, result, wanted))
-    assert all(map(torch.equal, position.state, wanted_position.state))
+    check_compiles_as_one_graph(task(4, seed=1, max_episode_steps=2))
 
 
 def test_the_car_stops_at_the_wall() -> None:

@@ -11,6 +11,7 @@ import pytest
 from conftest import REPOSITORY, Capture
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
+from two_player_games import TugOfWar
 
 from ml_pipeline.envs.factory import EnvError, EnvFactory
 from ml_pipeline.envs.snapshots import why_no_snapshot
@@ -22,7 +23,7 @@ pettingzoo = pytest.importorskip(
     "pettingzoo", reason="needs the extra: pip install -e '.[pettingzoo]'"
 )
 # These import pettingzoo.
-from petting_zoo_games import TugOfWar, parallel_tug_of_war  # noqa: E402
+from petting_zoo_games import parallel_tug_of_war  # noqa: E402
 from pettingzoo.test import parallel_api_test, parallel_seed_test  # noqa: E402
 
 from ml_pipeline.games.parallel_api import TwoPlayerParallelEnv  # noqa: E402
@@ -121,7 +122,7 @@ def test_episode_ends_with_the_first_agent_and_the_larger_sum_wins() -> None:
             r"the action spaces of the agents differ, Box\(.*\(1,\).*\(2,\)",
         ),
         (
-            {"_target_": "petting_zoo_games.TugOfWar"},
+            {"_target_": "two_player_games.TugOfWar"},
             "TugOfWar: returned TugOfWar, not a ParallelEnv; games that take turns often have",
         ),
         ({"length": 3}, "env.kwargs.game needs a _target_"),
@@ -177,33 +178,34 @@ def test_two_player_env_survives_the_way_to_pettingzoo_and_back() -> None:
     there_and_back.reset(seed=3)
     direct.reset(seed=3)
     direct.rope = there_and_back._game._env.rope  # the other env draws its seed
-    actions = np.random.default_rng(1).uniform(-1, 1, (20, 2, 1)).astype(np.float32)
+    actions = np.random.default_rng(1).uniform([[0.5], [0.0]], [[1.0], [0.5]], (20, 2, 1))
 
-    for action in actions:
+    for action in actions.astype(np.float32):
         theirs, ours = there_and_back.step(action), direct.step(action)
 
         assert theirs[0].tolist() == ours[0].tolist()
         assert theirs[1:4] == ours[1:4]
         assert theirs[4]["reward_opponent"] == -ours[1]
         if ours[2] or ours[3]:
-            assert abs(theirs[4]["winner"]) == 1
+            assert theirs[4]["winner"] == ours[4]["winner"] == 1
             break
     else:
         pytest.fail("no episode ended")
 
 
 def test_both_agents_get_their_view_their_reward_and_their_winner() -> None:
-    game = parallel_tug_of_war(length=2)
+    game = parallel_tug_of_war()
     game.reset(seed=0)
-    pull = {"player_0": np.ones(1, np.float32), "player_1": -np.ones(1, np.float32)}
+    pull = {"player_0": np.ones(1, np.float32), "player_1": np.zeros(1, np.float32)}
 
-    obs, rewards, terminated, truncated, infos = game.step(pull)
+    obs, rewards, *_ = game.step(pull)
 
     assert obs["player_0"][0] == -obs["player_1"][0] != 0.0
-    assert rewards == {"player_0": 2.0, "player_1": -2.0}
-    assert game.agents == ([] if terminated["player_0"] else ["player_0", "player_1"])
+    assert rewards == {"player_0": 0.0, "player_1": 0.0}
+    assert game.agents == ["player_0", "player_1"]
     while game.agents:
-        _, _, terminated, truncated, infos = game.step(pull)
+        _, rewards, terminated, truncated, infos = game.step(pull)
+    assert rewards == {"player_0": 1.0, "player_1": -1.0}
     assert infos == {"player_0": {"winner": 1}, "player_1": {"winner": -1}}
     assert terminated == {"player_0": True, "player_1": True}
     assert truncated == {"player_0": False, "player_1": False}

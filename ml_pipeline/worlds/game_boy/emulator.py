@@ -13,11 +13,15 @@ import zlib
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.extras import import_extra
+from ml_pipeline.records import StateDict
 from ml_pipeline.worlds.game_boy.rules import Cartridge
+
+if TYPE_CHECKING:
+    from pyboy import PyBoy
 
 START_FRAMES = 120  # from power-on, without a save state; the boot ROM takes about 74
 _BANK = 16 * 1024
@@ -73,7 +77,7 @@ class Emulator:
         pyboy = _import_pyboy()
         self._digest, self._version = rom.digest, version("pyboy")
         try:
-            self.pyboy: Any = pyboy.PyBoy(
+            self.pyboy: PyBoy = pyboy.PyBoy(
                 io.BytesIO(rom.data),
                 window="null",
                 sound_emulated=False,
@@ -94,7 +98,7 @@ class Emulator:
         """Return to the start: the save state, or two seconds after power-on."""
         self.load(self._start)
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Everything that decides the future."""
         cpu = [each if isinstance(each, int) else None for each in _fields(self._cpu())]
         return {
@@ -104,7 +108,7 @@ class Emulator:
             "cpu": cpu,  # None: a reference to another part
         }
 
-    def load(self, saved: dict[str, Any]) -> None:
+    def load(self, saved: StateDict) -> None:
         """Continue from a result of ``save``, of this or another process."""
         if saved["rom"] != self._digest:
             raise RomError("the ROM is not the one of the saved episode; use that one")

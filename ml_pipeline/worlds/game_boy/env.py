@@ -8,7 +8,7 @@ from an opcode that does not exist, so games that can crash belong in workers, w
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -17,8 +17,12 @@ from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info
 from ml_pipeline.errors import UserError
+from ml_pipeline.records import StateDict
 from ml_pipeline.worlds.game_boy.emulator import Emulator, read_rom
 from ml_pipeline.worlds.game_boy.rules import Address, read_rules
+
+if TYPE_CHECKING:
+    from pyboy.pyboy import PyBoyMemoryView
 
 HEIGHT, WIDTH = 144, 160
 OBSERVATIONS = ("screen", "memory", "both")
@@ -117,7 +121,7 @@ class GameBoy(AnyEnv):
         reward = float(sum(term(now, delta) for term in self.rules.reward.values()))
         terminated = any(end(now, delta) for end in self.rules.end.values())
         truncated = not terminated and self._n_steps >= self.episode_length
-        info: dict[str, Any] = {}
+        info: Info = {}
         if terminated or truncated:  # the run reports their means
             info = dict(zip(self.rules.addresses, now, strict=True))
         return self._observed(), reward, terminated, truncated, info
@@ -131,7 +135,7 @@ class GameBoy(AnyEnv):
     def close(self) -> None:
         self._emulator.stop()
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> StateDict:
         """Everything that decides the rest of the episode, for snapshots."""
         return {
             "emulator": self._emulator.save(),
@@ -140,7 +144,7 @@ class GameBoy(AnyEnv):
             "n_steps": self._n_steps,
         }
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: StateDict) -> None:
         self._emulator.load(state["emulator"])
         self._frames[:] = state["frames"]
         self._values, self._n_steps = state["values"], state["n_steps"]
@@ -150,7 +154,7 @@ class GameBoy(AnyEnv):
         return [_read_value(memory, address) for address in self._addresses]
 
     def _observed(self) -> Any:
-        parts: dict[str, Any] = {}
+        parts: dict[str, NDArray[np.generic]] = {}
         if self._sees_screen:
             parts["screen"] = self._frames.copy()
         if self._sees_memory:
@@ -180,7 +184,7 @@ class GameBoy(AnyEnv):
         return sums.astype(np.uint8)
 
 
-def _read_value(memory: Any, address: Address) -> int:
+def _read_value(memory: PyBoyMemoryView, address: Address) -> int:
     value = address.read([memory[place] for place in address.places])
     low, high = address.bounds
     return int(low) if value < low else int(high) if value > high else value

@@ -11,18 +11,18 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 Values = Sequence[float]
-Evaluate = Callable[[Values, Values], Any]  # the numbers, and their changes since the last step
+Evaluate = Callable[[Values, Values], float]  # the numbers, and their changes since the last step
 
 DELTA = "delta"  # delta.score is the change of score
 _LONGEST = 500  # characters
 _DEEPEST = 50  # levels of the tree
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+_ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -30,7 +30,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+_COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -199,7 +199,7 @@ class _Builder:
             raise self._refused(node, f"has 1 argument; {name} takes at least 2")
         parts = [self._number(each, depth) for each in node.args]
         if is_choice:
-            choose: Callable[..., Any] = max if name == "max" else min
+            choose: Callable[[Iterable[float]], float] = max if name == "max" else min
             values = [value for value, _ in parts]
             return _Part(
                 lambda now, delta: choose([value(now, delta) for value in values]),
@@ -243,7 +243,7 @@ def _sign(value: float) -> int:
 
 
 def _bounds_of(
-    op: ast.operator, function: Callable[[Any, Any], Any], left: Bounds, right: Bounds
+    op: ast.operator, function: Callable[[float, float], float], left: Bounds, right: Bounds
 ) -> Bounds:
     """The bounds of a result; those of sums, products and quotients are at the corners."""
     if isinstance(op, ast.Mod):  # has the sign of the divisor

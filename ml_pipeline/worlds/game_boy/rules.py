@@ -43,9 +43,7 @@ Place = int | tuple[int, int]  # an index of PyBoy's memory, with its bank if it
 class Address(NamedTuple):
     """Where a number is, and how its bytes are read."""
 
-    places: tuple[
-        int | tuple[int, int], ...
-    ]  # indices of PyBoy's memory, the most significant byte first
+    places: tuple[Place, ...]  # the most significant byte first
     read: Callable[[Sequence[int]], int]  # the value of these bytes
     bounds: Bounds
 
@@ -62,7 +60,6 @@ class GameRules(NamedTuple):
     """A checked game file."""
 
     actions: tuple[tuple[str, ...], ...]  # the buttons of each action
-    action_names: tuple[str, ...]
     addresses: Mapping[str, Address]
     reward: Mapping[str, Evaluate]
     end: Mapping[str, Evaluate]
@@ -83,7 +80,6 @@ def read_rules(path: Path, cartridge: Cartridge) -> GameRules:
     bounds = {name: address.bounds for name, address in addresses.items()}
     return GameRules(
         tuple(() if name == NO_BUTTON else tuple(name.split("+")) for name in names),
-        names,
         addresses,
         _read_expressions(reader, keys.get("reward"), "reward", number, bounds),
         _read_expressions(reader, keys.get("end"), "end", condition, bounds),

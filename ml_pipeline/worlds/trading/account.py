@@ -161,7 +161,7 @@ class Arrays:
 FLOATS, ARRAYS = Floats(), Arrays()
 
 
-def settings_of(kind: type[Settings], given: Mapping[str, Any], *, key: str) -> Settings:
+def settings_of(kind: type[Settings], given: Mapping[str, object], *, key: str) -> Settings:
     """A dataclass of settings; unknown names are refused with their full key."""
     names = [each.name for each in fields(kind) if each.init]  # type: ignore[arg-type]  # a dataclass
     for name in given:

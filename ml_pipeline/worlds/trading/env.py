@@ -17,6 +17,7 @@ from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import Info
+from ml_pipeline.records import StateDict
 from ml_pipeline.worlds.trading.account import (
     NO_FILL,
     Bar,
@@ -106,17 +107,17 @@ class Trading(JudgedOnBars, gym.Env[NDArray[np.float32], Any]):
         info = task.outcome(account) if is_closed or is_late else {}
         return self._observe(index), float(gain), is_closed, is_late, info
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> StateDict:
         """Everything that a step changes; the market is not part of it."""
         names = ("symbol", "row", "column", "account", "fill", "forced", "_moments", "_n_steps")
         return {name: getattr(self, name) for name in names}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: StateDict) -> None:
         for name, value in state.items():
             setattr(self, name, value)
         self._read()
 
-    def export_facts(self) -> dict[str, Any]:
+    def export_facts(self) -> dict[str, object]:
         """What an exported policy needs to see new bars as it saw those of its market."""
         if self._data is None:
             return {}

@@ -60,13 +60,13 @@ class Activity(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One run, or one symbol over all runs."""
+    """The policy as a whole, one run, or one symbol over all runs."""
 
     name: str
     figures: Figures
     activity: Activity
     sharpe: Estimate  # of a year
-    deflated: float
+    deflated: float  # confidence in a Sharpe ratio above the best of n_trials without skill
 
 
 class Judgement(NamedTuple):
@@ -82,13 +82,10 @@ class Judgement(NamedTuple):
     time: NDArray[np.int64]  # [T + 1]
     equity: Array  # [T + 1] mean of all runs and accounts
     hold_equity: Array  # [T + 1]
-    figures: Figures
+    policy: Part  # all runs and accounts together
     hold: Figures
-    activity: Activity
-    interval: Estimate  # of the Sharpe ratio of a year
     excess: Estimate  # Sharpe ratio minus that of the better benchmark, of a year
     probabilistic: float  # confidence in a Sharpe ratio above 0
-    deflated: float  # confidence in one above the best of n_trials without skill
     best_without_skill: float  # of a year
     runs: list[Part]
     symbols: list[Part]
@@ -97,7 +94,7 @@ class Judgement(NamedTuple):
     @property
     def sharpe(self) -> float:
         """Of a year."""
-        return self.figures.sharpe
+        return self.policy.figures.sharpe
 
 
 def judge(walks: Mapping[str, Walk], *, period: str, n_trials: int, is_held_out: bool) -> Judgement:
@@ -124,12 +121,18 @@ def judge(walks: Mapping[str, Walk], *, period: str, n_trials: int, is_held_out:
     )
     deflated, best = deflated_sharpe(returns[:, 0], n_trials)
     why_not = _why_not(returns[:, 0], excess, deflated, scale * best, n_trials, is_held_out)
-    figures, hold = (figures_of(curve, per_year) for curve in (equity, hold_equity))
-    sharpe = estimate(scale * ratios[0], scale * draws[:, 0])
+    hold = figures_of(hold_equity, per_year)
+    policy = Part(
+        "policy",
+        figures_of(equity, per_year),
+        _activity(each, slice(None), per_year),
+        estimate(scale * ratios[0], scale * draws[:, 0]),
+        deflated,
+    )
     return Judgement(
         claims_edge=not why_not,
-        verdict=_verdict(period, sharpe, excess, deflated, n_trials, why_not),
-        remarks=_remarks(walks, period, figures, hold, n_trials),
+        verdict=_verdict(period, policy, excess, n_trials, why_not),
+        remarks=_remarks(walks, period, policy.figures, hold, n_trials),
         period=period,
         n_trials=n_trials,
         block=block,
@@ -137,13 +140,10 @@ def judge(walks: Mapping[str, Walk], *, period: str, n_trials: int, is_held_out:
         time=first.time,
         equity=equity,
         hold_equity=hold_equity,
-        figures=figures,
+        policy=policy,
         hold=hold,
-        activity=_activity(each, slice(None), per_year),
-        interval=sharpe,
         excess=excess,
         probabilistic=deflated_sharpe(returns[:, 0], 1)[0],
-        deflated=deflated,
         best_without_skill=scale * best,
         runs=[_part(name, [walk], slice(None), per_year, n_trials) for name, walk in walks.items()],
         symbols=[
@@ -219,19 +219,15 @@ def _why_not(
 
 
 def _verdict(
-    period: str,
-    sharpe: Estimate,
-    excess: Estimate,
-    deflated: float,
-    n_trials: int,
-    why_not: Sequence[str],
+    period: str, policy: Part, excess: Estimate, n_trials: int, why_not: Sequence[str]
 ) -> str:
+    sharpe = policy.sharpe
     shown = f"Sharpe ratio {sharpe.value:.2f} (95 % interval {sharpe.low:.2f} to {sharpe.high:.2f})"
     if why_not:
         return f"no edge can be claimed on the period {period}: {shown}; {'; '.join(why_not)}"
     return (
         f"an edge can be claimed on the period {period}: {shown}, deflated Sharpe ratio "
-        f"{deflated:.3f} after {counted(n_trials, 'trial')}, "
+        f"{policy.deflated:.3f} after {counted(n_trials, 'trial')}, "
         f"{excess.value:.2f} ({excess.low:.2f} to {excess.high:.2f}) above the better of cash and "
         "buy-and-hold"
     )
@@ -282,12 +278,12 @@ def as_json(judgement: Judgement) -> dict[str, object]:
         "periods_per_year": judgement.periods_per_year,
         "trials": judgement.n_trials,
         "block_bars": judgement.block,
-        "sharpe_interval": _numbers(judgement.interval),
+        "sharpe_interval": _numbers(judgement.policy.sharpe),
         "excess_sharpe_interval": _numbers(judgement.excess),
         "probabilistic_sharpe": judgement.probabilistic,
-        "deflated_sharpe": judgement.deflated,
+        "deflated_sharpe": judgement.policy.deflated,
         "best_sharpe_without_skill": judgement.best_without_skill,
-        "strategy": _finite({**judgement.figures._asdict(), **judgement.activity._asdict()}),
+        "strategy": _part_figures(judgement.policy),
         "buy_and_hold": _finite(judgement.hold._asdict()),
         "runs": [_part_json(part) for part in judgement.runs],
         "symbols": [_part_json(part) for part in judgement.symbols],
@@ -295,9 +291,17 @@ def as_json(judgement: Judgement) -> dict[str, object]:
 
 
 def _part_json(part: Part) -> dict[str, object]:
-    figures = _finite({**part.figures._asdict(), **part.activity._asdict()})
     interval = _numbers(part.sharpe)
-    return {"name": part.name, **figures, "sharpe_interval": interval, "deflated": part.deflated}
+    return {
+        "name": part.name,
+        **_part_figures(part),
+        "sharpe_interval": interval,
+        "deflated": part.deflated,
+    }
+
+
+def _part_figures(part: Part) -> dict[str, float | None]:
+    return _finite({**part.figures._asdict(), **part.activity._asdict()})
 
 
 def _numbers(estimate: Estimate) -> list[float]:

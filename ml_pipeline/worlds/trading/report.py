@@ -122,13 +122,10 @@ class Picture(NamedTuple):
 
 def rows(judgement: Judgement) -> list[list[str]]:
     """The table of all figures, below ``TITLES``."""
-    whole = Part(
-        "policy", judgement.figures, judgement.activity, judgement.interval, judgement.deflated
-    )
     hold = ["buy and hold", *_figure_texts(judgement.hold, interval="")]
     cash = ["cash", "0.0%", "0.0%", "0.0%", "0.00"]
     benchmarks = [[*row, *[""] * (len(TITLES) - len(row))] for row in (hold, cash)]
-    return [_part_row(whole), *map(_part_row, _shown_parts(judgement)), *benchmarks]
+    return [*map(_part_row, [judgement.policy, *_shown_parts(judgement)]), *benchmarks]
 
 
 def _shown_parts(judgement: Judgement, most: int | None = None) -> list[Part]:
@@ -247,7 +244,7 @@ def _conditions(judgement: Judgement) -> page.Table:
     return page.Table(
         ["test", "value", "needed"],
         [
-            ["deflated Sharpe ratio", f"{judgement.deflated:.3f}", f"at least {CONFIDENCE}"],
+            ["deflated Sharpe ratio", f"{judgement.policy.deflated:.3f}", f"at least {CONFIDENCE}"],
             ["Sharpe ratio minus that of the better benchmark", interval, "above 0"],
             ["probabilistic Sharpe ratio (one trial)", f"{judgement.probabilistic:.3f}", ""],
             ["best of the trials without skill", f"{judgement.best_without_skill:.2f}", ""],
@@ -326,7 +323,10 @@ def _curve(
 
 
 def _sharpe_chart(judgement: Judgement) -> Chart:
-    estimates = [("policy", judgement.interval), ("policy - better benchmark", judgement.excess)]
+    estimates = [
+        ("policy", judgement.policy.sharpe),
+        ("policy - better benchmark", judgement.excess),
+    ]
     estimates += [(part.name, part.sharpe) for part in _shown_parts(judgement, _MOST_PARTS)]
     bars = [
         interval_bar(rank, name, float(each.value), float(each.low), float(each.high))

@@ -37,7 +37,7 @@ N_DRAWS = 2  # random numbers of a start: the row and the symbol
 class TradingSettings:
     """Arguments of both trading envs; conf/env/trading.yaml explains the keys."""
 
-    data: Mapping[str, Any] | None = None  # arguments of load_market
+    data: Mapping[str, object] | None = None  # arguments of load_market
     period: str = "train"
     market: Market | None = None  # instead of data; a worker would get a copy of its own
     symbol: str = RANDOM
@@ -46,8 +46,8 @@ class TradingSettings:
     window: int = 1
     episode_bars: int = 1_000
     random_start: bool = True
-    account: Mapping[str, Any] = field(default_factory=dict)
-    reward: Mapping[str, Any] = field(default_factory=dict)
+    account: Mapping[str, object] = field(default_factory=dict)
+    reward: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("window", "episode_bars"):
@@ -65,7 +65,7 @@ class TradingSettings:
 class TradingTask:
     """The checked settings of a trading env, with its market and its spaces."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, object]) -> None:
         settings = settings_of(TradingSettings, given, key="")
         self.rules = settings_of(AccountRules, settings.account, key="account.")
         self.reward_rules = settings_of(RewardRules, settings.reward, key="reward.")

@@ -261,7 +261,7 @@ def test_several_emulators_in_a_worker_play_as_in_this_process(tmp_path: Path) -
 def test_a_game_that_hangs_continues_without_change(tmp_path: Path, button: str) -> None:
     env = GameBoy(**write_game(tmp_path, "crash"))
     env.reset()
-    hang = env.rules.action_names.index(button)
+    hang = env.rules.actions.index((button,))
 
     env.step(hang)
 

@@ -228,7 +228,7 @@ def test_files_that_are_empty_or_not_text_are_refused(tmp_path: Path) -> None:
 def test_the_defaults_are_all_buttons_and_no_end(tmp_path: Path) -> None:
     found = rules(tmp_path, "addresses: {x: {address: 0xC000}}\nreward: {x: 0.5 * delta.x}\n")
 
-    assert found.action_names[0] == "none"
+    assert found.actions[0] == ()
     assert len(found.actions) == 9
     assert found.end == {}
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensor_transitions import check_compiles_as_one_graph, check_stays_on_the_device
 from torch import Tensor
 
 from ml_pipeline.worlds.hockey.env import Hockey, steps_of
@@ -112,23 +113,6 @@ def test_rackets_that_meet_move_like_those_of_the_reference() -> None:
     assert seen["rackets"] >= 1
 
 
-def test_whole_games_stay_close_to_the_reference() -> None:
-    n = 8
-    references = [Hockey() for _ in range(n)]
-    for seed, reference in enumerate(references):
-        reference.reset(seed=seed)
-    env = TorchHockey(n, seed=0)
-    env.reset()
-    put(env, references)
-    random = np.random.default_rng(1)
-
-    for _ in range(40):
-        action = random.uniform(-1.0, 1.0, (n, 2, 4)).astype(np.float32)
-        obs, *_ = env.step(torch.as_tensor(action))
-        theirs = [reference.step(action[i])[0] for i, reference in enumerate(references)]
-        np.testing.assert_allclose(obs, np.stack(theirs), rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("opponent", ["weak", "strong"])
 def test_an_opponent_plays_like_the_policy_of_two_players(opponent: str) -> None:
     n = 32
@@ -196,21 +180,17 @@ def test_final_info_has_the_winner_of_every_ended_game() -> None:
     assert -11.0 < reward[1] < -10.0
 
 
+@pytest.mark.parametrize("opponent", [None, "strong"])
+def test_a_transition_never_reads_from_the_device_and_has_no_float64(opponent: str | None) -> None:
+    dtypes = check_stays_on_the_device(TorchHockey(4, opponent=opponent, seed=1))
+
+    assert torch.float64 not in dtypes
+
+
 @pytest.mark.slow  # tracing takes seconds
 @pytest.mark.parametrize("opponent", [None, "strong"])
 def test_a_transition_compiles_as_one_graph(opponent: str | None) -> None:
-    env = TorchHockey(4, opponent=opponent, seed=1)
-    env.reset()
-    action = torch.as_tensor(env.action_space.sample())
-    compiled = torch.compile(env.transition, fullgraph=True, backend="aot_eager")
-
-    position, result = compiled(env.position, action)
-
-    wanted_position, wanted = env.transition(env.position, action)
-    assert all(map(torch.equal, result, wanted))
-    assert all(map(torch.equal, position.state, wanted_position.state))
-    every = (*position.state, *position[1:], *result)
-    assert all(tensor.dtype != torch.float64 for tensor in every)
+    check_compiles_as_one_graph(TorchHockey(4, opponent=opponent, seed=1))
 
 
 @pytest.mark.parametrize(

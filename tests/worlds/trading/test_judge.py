@@ -92,7 +92,7 @@ def test_recurrent_policies_and_portfolios(name: str, runs: Path) -> None:
     found = judge_run(name, period="validation", n_trials=1)
 
     assert len(found.time) - 1 == N_BARS
-    assert found.sharpe == found.figures.sharpe
+    assert found.sharpe == found.policy.figures.sharpe
     (walk,) = found.walks.values()
     assert walk.accounts == (("portfolio",) if name == "portfolio" else ("SYN0", "SYN1"))
 

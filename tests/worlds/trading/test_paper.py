@@ -10,28 +10,76 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, TESTS, Capture, error_line, wait_until
+from conftest import REPOSITORY, TESTS, Capture, error_line, only_run, small, wait_until
 from market_rows import write_table
-from paper_policies import N_BARS, Trained, market_bars, trained
 
 from ml_pipeline.__main__ import main
+from ml_pipeline.assembly.load import export_run
+from ml_pipeline.assembly.run import train
 from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.device import torch_threads
 from ml_pipeline.locks import FileLock
-from ml_pipeline.worlds.trading.data.bars import text_of
+from ml_pipeline.worlds.trading.data.bars import Bars, text_of
 from ml_pipeline.worlds.trading.data.load import load_market
+from ml_pipeline.worlds.trading.data.synthetic import synthetic_bars
 from ml_pipeline.worlds.trading.env import Trading
 from ml_pipeline.worlds.trading.paper import PaperPolicy, PaperWalk
 from ml_pipeline.worlds.trading.paper_log import LOG_FILE, PaperError, PaperLog
 
 pytestmark = pytest.mark.xdist_group("paper")  # a policy is trained and exported once
 
-Folders = dict[str, Path]
+N_BARS = 300
+
+# Name -> further overrides of the run. The symbols of the market have different gaps.
+CASES = {
+    "each": ["network=lstm", "network.size=8", "env.kwargs.symbol=each", "agent.n_minibatches=1"],
+    "one": ["env.kwargs.symbol=SYN1", "env.kwargs.window=3", "env.kwargs.account.leverage=2"],
+    "portfolio": ["env.kwargs.portfolio=true", "env.kwargs.positions=null"],
+    "stopped": ["env.kwargs.account.max_drawdown=0.02"],
+}
+
+
+class Trained(NamedTuple):
+    """A policy, its market files, and the arguments of its env."""
+
+    policy: Path
+    prices: Path  # a folder
+    kwargs: dict[str, Any]
+
+
+def market_bars() -> dict[str, Bars]:
+    return synthetic_bars(
+        "gaps", n_symbols=2, n_bars=N_BARS, bar="1h", seed=3, parameters={"outage_share": 0.1}
+    )
+
+
+def trained(name: str) -> Trained:
+    """Train in the current folder."""
+    prices = Path("prices")
+    prices.mkdir()
+    for symbol, bars in market_bars().items():
+        write_table(prices / f"{symbol}.csv", bars)
+    data = {"path": str(prices), "label": "end", "cache_dir": "cache", "validation": 0.25}
+    features = "[column_signal,return_1,ema_5,volatility_6,time_of_day]"
+    train(
+        [
+            *small(),
+            *("env=trading", "data=files", "env.kwargs.episode_bars=20"),
+            *(f"env.kwargs.data.{key}={value}" for key, value in data.items()),
+            *(f"env.kwargs.data.features={features}", "~callbacks.evaluation"),
+            *CASES[name],
+        ]
+    )
+    _, path, policy, _ = export_run(only_run(Path.cwd()), None, file_format="pt2")
+    return Trained(path, prices, policy.metadata["env"]["kwargs"])
+
+
+Folders = dict[str, tuple[Path, Trained]]
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +98,19 @@ def case(
     """A trained policy by its name, in a copy of its folder."""
     name = getattr(request, "param", "each")
     if name not in folders:
-        folders[name] = tmp_path_factory.mktemp(name)
+        folder = tmp_path_factory.mktemp(name)
         with monkeypatch.context() as patch:
-            patch.chdir(folders[name])
-            (folders[name] / "kwargs.json").write_text(
-                json.dumps(trained(name)._asdict(), default=str)
-            )
-    shutil.copytree(folders[name], here, dirs_exist_ok=True)
-    stored = json.loads((here / "kwargs.json").read_text())
-    return Trained(Path(stored["policy"]), Path(stored["prices"]), stored["kwargs"])
+            patch.chdir(folder)
+            folders[name] = folder, trained(name)
+    folder, found = folders[name]
+    shutil.copytree(folder, here, dirs_exist_ok=True)
+    return found
+
+
+def command(case: Trained, *arguments: str, start: str = "2020-01-01") -> list[str]:
+    """Walk the bars after ``start`` into the folder log."""
+    known = ["--data", "prices", "--log", "log", "--start", start]
+    return ["paper", str(case.policy), *known, *arguments]
 
 
 def lines(folder: str) -> list[dict[str, Any]]:
@@ -102,9 +154,7 @@ def backtest(case: Trained, symbol: str) -> list[tuple[float, list[float], list[
     indirect=["case"],
 )
 def test_a_walk_of_the_test_period_equals_the_env(case: Trained, accounts: list[str]) -> None:
-    start = ["--start", start_of_test(case)]
-
-    assert main(["paper", str(case.policy), "--data", "prices", "--log", "log", *start]) == 0
+    assert main(command(case, start=start_of_test(case))) == 0
 
     records = lines("log")
     names = list(records[0]["accounts"])
@@ -181,6 +231,8 @@ import os, random, signal, sys, time
 import torch
 import ml_pipeline.worlds.trading.paper, ml_pipeline.assembly.build
 from ml_pipeline.__main__ import main
+from ml_pipeline.assembly.load import export_run
+from ml_pipeline.assembly.run import train
 from ml_pipeline.deploy.exported import ExportedPolicy
 
 # Import everything once: a child that is killed soon must get far.
@@ -233,12 +285,11 @@ sys.exit(main([each for each in arguments if each != "--follow"]))
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, to start processes quickly")
 def test_a_process_killed_many_times_while_files_grow_writes_the_same_log(case: Trained) -> None:
-    arguments = ["paper", str(case.policy), "--data", "prices", "--start", "2020-01-01"]
-    assert main([*arguments, "--log", "whole"]) == 0
+    assert main(command(case, "--log", "whole")) == 0
     shutil.copytree("prices", "whole_prices")
 
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, "25", *arguments, "--follow", "--log", "killed"],
+        [sys.executable, "-c", DRIVER, "25", *command(case, "--follow", "--log", "killed")],
         env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{TESTS}"},
         capture_output=True,
         text=True,
@@ -252,13 +303,12 @@ def test_a_process_killed_many_times_while_files_grow_writes_the_same_log(case: 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_process_that_follows_and_the_same_command_continues(case: Trained) -> None:
-    arguments = ["paper", str(case.policy), "--data", "prices", "--start", "2020-01-01"]
-    assert main([*arguments, "--log", "whole"]) == 0
+    assert main(command(case, "--log", "whole")) == 0
     path, log = case.prices / "SYN0.csv", Path("log") / LOG_FILE
     content = path.read_text()
     path.write_text("\n".join(content.splitlines()[: N_BARS // 2]) + "\n2020")
     with subprocess.Popen(
-        [sys.executable, "-m", "ml_pipeline", *arguments, "--follow", "--log", "log"],
+        [sys.executable, "-m", "ml_pipeline", *command(case, "--follow")],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         text=True,
@@ -272,14 +322,13 @@ def test_ctrl_c_ends_a_process_that_follows_and_the_same_command_continues(case:
 
     assert process.returncode == 130
     assert "nothing is lost" in output
-    assert main([*arguments, "--log", "log"]) == 0
+    assert main(command(case)) == 0
     assert log.read_bytes() == (Path("whole") / LOG_FILE).read_bytes()
 
 
 def fails(capsys: Capture, case: Trained, *arguments: str, start: str = "2020-01-01") -> str:
     capsys.readouterr()
-    options = ["--data", "prices", "--log", "log", "--start", start]
-    assert main(["paper", str(case.policy), *options, *arguments]) == 1
+    assert main(command(case, *arguments, start=start)) == 1
     return error_line(capsys)
 
 
@@ -300,18 +349,16 @@ def test_mistakes_in_the_data_are_one_line(case: Trained, capsys: Capture) -> No
 
 
 def test_columns_of_new_files_can_be_named(case: Trained) -> None:
-    command = ["paper", str(case.policy), "--data", "prices", "--start", "2020-01-01"]
-    assert main([*command, "--log", "plain"]) == 0
+    assert main(command(case, "--log", "plain")) == 0
     for path in case.prices.iterdir():
         path.write_text(path.read_text().replace("close", "last", 1))
 
-    assert main([*command, "--log", "named", "--column", "close=last"]) == 0
+    assert main(command(case, "--log", "named", "--column", "close=last")) == 0
     assert lines("named") == lines("plain")
 
 
 def test_data_that_do_not_continue_the_log_are_refused(case: Trained, capsys: Capture) -> None:
-    start = ["--log", "log", "--start", "2020-01-01"]
-    assert main(["paper", str(case.policy), "--data", "prices", *start]) == 0
+    assert main(command(case)) == 0
     last = lines("log")[-1]["time"]
     before = (Path("log") / LOG_FILE).read_bytes()
 
@@ -352,8 +399,7 @@ def test_a_log_belongs_to_one_process_and_one_policy(case: Trained, capsys: Capt
         "--log log: another process writes to it; stop it, or use another folder"
     )
     lock.release()
-    start = ["--log", "log", "--start", "2020-01-01"]
-    assert main(["paper", str(case.policy), "--data", "prices", *start]) == 0
+    assert main(command(case)) == 0
 
     assert "was started with start=2020-01-01" in fails(capsys, case, start="2020-01-05")
     log = Path("log") / LOG_FILE
@@ -363,9 +409,8 @@ def test_a_log_belongs_to_one_process_and_one_policy(case: Trained, capsys: Capt
 
 @pytest.mark.parametrize("case", ["stopped"], indirect=True)
 def test_a_walk_ends_when_its_accounts_are_closed(case: Trained, capsys: Capture) -> None:
-    start = ["--log", "log", "--start", "2020-01-01"]
     for _ in range(2):
-        assert main(["paper", str(case.policy), "--data", "prices", *start, "--follow"]) == 0
+        assert main(command(case, "--follow")) == 0
         assert "has closed every account" in capsys.readouterr().out
 
     records = lines("log")

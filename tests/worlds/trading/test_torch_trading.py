@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensor_transitions import check_compiles_as_one_graph, check_stays_on_the_device
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from trading_markets import OPTIONS, changed_after, random_market
+from trading_markets import OPTIONS, random_market
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.assembly.build import find_tensor_env
@@ -82,35 +82,11 @@ def test_every_step_equals_that_of_the_single_env(name: str, volatility: float) 
     assert n_closed >= (n if can_close else 0)
 
 
-@each_option
-def test_nothing_depends_on_bars_after_the_current_one(name: str) -> None:
-    market, n, cut = random_market(volatility=0.01), 16, 20
-    ours = make(market, n, **OPTIONS[name])
-    theirs = make(changed_after(market, cut), n, **OPTIONS[name])
-    n_seen = n_different = 0
-
-    for _ in range(24):
-        action = sample(ours)
-        position, result = ours._advance_all(ours.position, action)
-        other, changed = theirs._advance_all(theirs.position, action)
-        seen = position.state[0] <= cut
-        for a, b in zip((*position.state, *result), (*other.state, *changed), strict=True):
-            assert torch.equal(a[seen], b[seen])
-        n_seen += int(seen.sum())
-        n_different += int((result.obs != changed.obs).any(1).sum())
-        # Both continue from the same place: an account past the cut starts its next episode.
-        ended = result.terminated | result.truncated | (position.state[0] > cut)
-        result = result._replace(truncated=ended)
-        ours.position, _ = ours._autoreset(position, result)
-        theirs.position, _ = theirs._autoreset(other, changed._replace(truncated=ended))
-    assert n_seen > 30
-    assert n_different > 0
-
-
-def check_identities(n_envs: int, n_steps: int, **settings: Any) -> None:
-    """Compare every account with sums that use only prices, units and the rules."""
-    market = random_market(400, volatility=0.01)
-    env = make(market, n_envs, **settings)
+@pytest.mark.parametrize("name", ["costs", "leverage", "continuous", "continuous portfolio"])
+def test_accounts_equal_independent_sums(name: str) -> None:
+    """The sums use only prices, units and the rules, over episodes of 100 bars."""
+    n_envs, market = 100, random_market(400, volatility=0.01)
+    env = make(market, n_envs, **{**OPTIONS[name], "episode_bars": 100})
     rules = env.task.rules
     opens, close, spread = (
         torch.from_numpy(each) for each in (market.open, market.close, market.spread)
@@ -121,7 +97,7 @@ def check_identities(n_envs: int, n_steps: int, **settings: Any) -> None:
         row, column = position.state[:2]
         return table[row] if env.task.portfolio else table[row, column][:, None]
 
-    for _ in range(n_steps):
+    for _ in range(120):
         position, result = env._advance_all(env.position, sample(env))
         before, after = account_of(env.position), account_of(position)
         alive = ~after.is_closed[:, 0]
@@ -137,11 +113,6 @@ def check_identities(n_envs: int, n_steps: int, **settings: Any) -> None:
         paid = first + torch.sign(traded) * half
         flow = flow - (traded * first).sum(1, keepdim=True) - cost - due
         scale = after.equity.abs() + (after.units.abs() * last).sum(1, keepdim=True)
-
-        def equal(
-            found: Tensor, wanted: Tensor, size: Tensor = scale, here: Tensor = alive
-        ) -> None:
-            assert ((found - wanted).abs() <= 1e-9 * size)[here].all()
 
         wanted_cost = traded.abs() * (half + rules.commission * paid)
         errors = (
@@ -165,36 +136,17 @@ def check_identities(n_envs: int, n_steps: int, **settings: Any) -> None:
     assert (n_closed > 0) == (rules.max_drawdown is not None or rules.leverage > 1.0)
 
 
-IDENTITIES = ["costs", "leverage", "continuous", "continuous portfolio"]
+@pytest.mark.parametrize(("portfolio", "n_bytes"), [(False, 149), (True, 149 + 19 * 32)])
+def test_an_account_needs_few_bytes_beside_one_copy_of_the_market(
+    portfolio: bool, n_bytes: int
+) -> None:
+    env = make(random_market(n_symbols=20), 50, portfolio=portfolio)
 
+    parts = (*env.position.state, *env.position[1:])
 
-@pytest.mark.parametrize("name", IDENTITIES)
-def test_accounts_equal_independent_sums(name: str) -> None:
-    check_identities(200, 50, **OPTIONS[name])
-
-
-@pytest.mark.slow  # a million steps each
-@pytest.mark.parametrize("name", IDENTITIES)
-def test_accounts_equal_independent_sums_over_a_million_steps(name: str) -> None:
-    check_identities(1_000, 1_000, **{**OPTIONS[name], "episode_bars": 300})
-
-
-def test_an_account_needs_less_than_a_kilobyte() -> None:
-    def size(**settings: Any) -> float:
-        env = make(random_market(n_symbols=20), 50, **settings)
-        parts = (*env.position.state, *env.position[1:])
-        return sum(part.numel() * part.element_size() for part in parts) / 50
-
-    assert size() == 149
-    assert size(portfolio=True) == 149 + 19 * 32
-
-
-def test_accounts_share_one_copy_of_the_market() -> None:
-    market = random_market()
-    few, many = make(market, 2), make(market, 500)
-
-    assert few._bars.shape == many._bars.shape == (60, 3, 6)
-    assert many._features.shape == (60, 3, 2)
+    assert sum(part.numel() * part.element_size() for part in parts) == 50 * n_bytes
+    assert env._bars.shape == (60, 20, 6)
+    assert env._features.shape == (60, 20, 2)
 
 
 def test_starts_are_spread_over_rows_and_symbols() -> None:
@@ -219,20 +171,6 @@ def test_money_is_float64_and_observations_and_rewards_are_float32() -> None:
     assert obs.dtype == gain.dtype == torch.float32
     account = account_of(env.position)
     assert {part.dtype for part in account[:-1]} == {torch.float64}
-
-
-@each_option
-def test_a_saved_env_continues_exactly(name: str) -> None:
-    market = random_market(volatility=0.002)
-    ours, theirs = make(market, 6, **OPTIONS[name]), make(market, 6, **OPTIONS[name])
-    for _ in range(7):
-        ours.step(sample(ours))
-    theirs.load_state_dict(ours.state_dict())
-
-    for _ in range(25):
-        action = sample(ours)
-        for a, b in zip(ours.step(action)[:4], theirs.step(action)[:4], strict=True):
-            assert torch.equal(a, b)
 
 
 def test_the_door_detects_a_tensor_env_and_evaluates_in_the_single_env() -> None:
@@ -273,41 +211,12 @@ def test_mps_is_refused() -> None:
         TorchTrading(2, market=random_market(), episode_bars=20, device="mps")
 
 
-class Recorder(TorchDispatchMode):
-    """Records the name of every operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func).split(".")[1])
-        return func(*args, **(kwargs or {}))
-
-
 @each_option
 def test_a_transition_never_reads_from_the_device(name: str) -> None:
-    env = make(random_market(), 4, **OPTIONS[name])
-    action = sample(env)
-
-    with Recorder() as seen:
-        env.transition(env.position, action)
-
-    reading = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select"}
-    from_the_host = {"lift_fresh", "copy_"}
-    assert seen.names & (reading | from_the_host) == set()
+    check_stays_on_the_device(make(random_market(), 4, **OPTIONS[name]))
 
 
 @pytest.mark.slow  # tracing takes seconds
 @each_option
 def test_a_transition_compiles_as_one_graph(name: str) -> None:
-    env = make(random_market(), 4, **OPTIONS[name])
-    action = sample(env)
-    torch.compiler.reset()  # it limits how often one function is compiled
-    compiled = torch.compile(env.transition, fullgraph=True, backend="aot_eager")
-
-    position, result = compiled(env.position, action)
-
-    wanted_position, wanted = env.transition(env.position, action)
-    assert all(map(torch.equal, result, wanted))
-    assert all(map(torch.equal, position.state, wanted_position.state))
+    check_compiles_as_one_graph(make(random_market(), 4, **OPTIONS[name]))

@@ -18,7 +18,6 @@ from ml_pipeline.worlds.trading.account import (
     fill,
     mark,
     open_account,
-    settings_of,
     view,
 )
 from ml_pipeline.worlds.trading.rewards import RewardRules, reward
@@ -42,47 +41,33 @@ def new(rules: AccountRules) -> Account:
     return open_account(rules, 0.0, 0.0)
 
 
-def test_a_long_position_gains_what_the_price_gains_between_fill_and_close() -> None:
+@pytest.mark.parametrize(
+    ("target", "units", "cash", "equity", "drawdown"),
+    [(1.0, 100.0, 0.0, 1_100.0, 0.0), (-1.0, -100.0, 2_000.0, 900.0, 0.1)],
+)
+def test_a_position_gains_what_the_price_gains_between_fill_and_close(
+    target: float, units: float, cash: float, equity: float, drawdown: float
+) -> None:
     rules = AccountRules(**FREE)
 
-    account = step(rules, new(rules), 1.0, bar(10.0, 11.0))
+    account = step(rules, new(rules), target, bar(10.0, 11.0))
 
-    assert account.units == 100.0
-    assert account.cash == 0.0
-    assert account.equity == 1_100.0
-    assert account.value == 1_100.0
-
-
-def test_a_short_position_loses_when_the_price_rises() -> None:
-    rules = AccountRules(**FREE)
-
-    account = step(rules, new(rules), -1.0, bar(10.0, 11.0))
-
-    assert account.units == -100.0
-    assert account.cash == 2_000.0
-    assert account.equity == 900.0
-    assert account.drawdown == pytest.approx(0.1)
+    assert (account.units, account.cash, account.equity) == (units, cash, equity)
+    assert account.value == units * 11.0
+    assert account.drawdown == pytest.approx(drawdown)
 
 
-def test_a_buyer_pays_slippage_half_the_spread_and_commission() -> None:
+@pytest.mark.parametrize("side", [1.0, -1.0])
+def test_a_trade_pays_slippage_half_the_spread_and_commission(side: float) -> None:
     rules = AccountRules(**{**FREE, "commission": 0.01, "slippage": 0.02})
 
-    account, filled = fill(FLOATS, rules, new(rules), 0.5, bar(10.0, spread=0.4))
+    account, filled = fill(FLOATS, rules, new(rules), 0.5 * side, bar(10.0, spread=0.4))
 
-    assert filled.price == pytest.approx(10.0 * 1.02 + 0.2)
+    assert filled.price == pytest.approx(10.0 + side * (0.2 + 0.2))
     assert filled.units == account.units
-    assert account.cash == pytest.approx(1_000.0 - filled.units * filled.price * 1.01)
-    assert account.costs == pytest.approx(filled.units * (0.4 + 0.01 * 10.4))
-
-
-def test_a_seller_gets_less_by_slippage_half_the_spread_and_commission() -> None:
-    rules = AccountRules(**{**FREE, "commission": 0.01, "slippage": 0.02})
-
-    account, filled = fill(FLOATS, rules, new(rules), -0.5, bar(10.0, spread=0.4))
-
-    assert filled.price == pytest.approx(10.0 * 0.98 - 0.2)
-    assert filled.units < 0.0
-    assert account.cash == pytest.approx(1_000.0 - filled.units * filled.price * 0.99)
+    assert filled.units * side > 0.0
+    assert account.cash == pytest.approx(1_000.0 - filled.units * filled.price * (1 + 0.01 * side))
+    assert account.costs == pytest.approx(abs(filled.units) * (0.4 + 0.01 * filled.price))
 
 
 @pytest.mark.parametrize("target", [1.0, 0.3, -0.3, -1.0, 2.0])
@@ -94,14 +79,6 @@ def test_exposure_after_the_costs_is_exactly_the_target(target: float) -> None:
     equity = account.cash + account.units * 10.0
     assert equity == pytest.approx(1_000.0 - account.costs)
     assert account.units * 10.0 / equity == pytest.approx(target)
-
-
-def test_a_full_position_without_leverage_never_borrows() -> None:
-    rules = AccountRules(**{**FREE, "commission": 0.01})
-
-    account, _ = fill(FLOATS, rules, new(rules), 1.0, bar(10.0))
-
-    assert account.cash == pytest.approx(0.0, abs=1e-12)
 
 
 def test_closing_a_position_leaves_no_units() -> None:
@@ -179,38 +156,30 @@ def test_borrowed_money_and_borrowed_units_cost_interest() -> None:
     assert short.financing == pytest.approx(0.01 * 1_000.0)
 
 
-def test_a_margin_call_closes_at_the_worst_price_of_the_bar() -> None:
+@pytest.mark.parametrize(
+    ("target", "worst", "equity"),
+    [
+        (4.0, {"low": 8.3}, 320.0),  # 400 units, cash -3000; 0.1 * 3320 = 332 would be needed
+        (4.0, {"low": 8.34}, None),  # 336 > 333.6
+        (-4.0, {"high": 11.5}, 400.0),  # -400 units, cash 5000; 0.1 * 4600 = 460 would be needed
+        (-4.0, {"high": 11.3}, None),  # 480 > 452
+    ],
+)
+def test_a_margin_call_closes_at_the_worst_price_of_the_bar(
+    target: float, worst: dict[str, float], equity: float | None
+) -> None:
     rules = AccountRules(**{**FREE, "leverage": 4.0, "maintenance_margin": 0.1})
-    account, _ = fill(FLOATS, rules, new(rules), 4.0, bar(10.0))  # 400 units, cash -3000
+    account, _ = fill(FLOATS, rules, new(rules), target, bar(10.0))
 
-    # At 8.3 the equity is 320, and 0.1 * 3320 = 332 would be needed.
-    account, forced = mark(FLOATS, rules, account, bar(10.0, low=8.3))
+    account, forced = mark(FLOATS, rules, account, bar(10.0, **worst))
 
-    assert account.is_closed
-    assert (account.units, account.equity) == (0.0, pytest.approx(320.0))
-    assert account.cash == account.equity
-    assert (forced.units, forced.price) == (-400.0, 8.3)
-
-
-def test_a_short_position_is_called_at_the_high() -> None:
-    rules = AccountRules(**{**FREE, "maintenance_margin": 0.1})
-    account, _ = fill(FLOATS, rules, new(rules), -1.0, bar(10.0))  # -100 units, cash 2000
-
-    # At 18.5 the equity is 150, and 0.1 * 1850 = 185 would be needed.
-    account, forced = mark(FLOATS, rules, account, bar(10.0, high=18.5))
-
-    assert account.is_closed
-    assert (account.equity, forced.units) == (pytest.approx(150.0), 100.0)
-
-
-def test_the_margin_is_enough_just_above_the_limit() -> None:
-    rules = AccountRules(**{**FREE, "leverage": 4.0, "maintenance_margin": 0.1})
-    account, _ = fill(FLOATS, rules, new(rules), 4.0, bar(10.0))
-
-    account, _ = mark(FLOATS, rules, account, bar(10.0, low=8.34))  # 336 > 333.6
-
-    assert not account.is_closed
-    assert account.equity == 1_000.0
+    assert account.is_closed == (equity is not None)
+    if equity is None:
+        assert (account.equity, forced) == (1_000.0, NO_FILL)
+    else:
+        assert (account.units, account.equity) == (0.0, pytest.approx(equity))
+        assert account.cash == account.equity
+        assert (forced.units, forced.price) == (-100.0 * target, *worst.values())
 
 
 def test_the_drawdown_stop_closes_at_the_close_with_costs() -> None:
@@ -307,32 +276,3 @@ def test_risk_adjusted_reward_subtracts_each_penalty() -> None:
 
     fall = math.log(0.9)
     assert gain == pytest.approx(fall - 3.0 * fall**2 - 0.5 * 0.1 - 0.01 * 2.0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"comission": 0.1}, "account.comission=0.1: unknown; choose from cash, leverage"),
-        ({"cash": 0.0}, "account.cash=0.0: is not above 0"),
-        ({"commission": -0.1}, "account.commission=-0.1: is a share"),
-        ({"leverage": 5.0, "maintenance_margin": 0.2}, r"maintenance_margin=0.2: .* 1 / leverage"),
-        ({"max_drawdown": 1.5}, "account.max_drawdown=1.5"),
-        ({"least_share": 0.5}, "account.least_share=0.5: unknown"),
-    ],
-)
-def test_wrong_rules_are_refused(changes: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        settings_of(AccountRules, changes, key="account.")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"kind": "profit"}, "reward.kind=profit: unknown; choose from log_return"),
-        ({"sharpe_rate": 0.0}, "reward.sharpe_rate=0.0"),
-        ({"turnover_penalty": 1.0}, "reward.turnover_penalty=1.0: reward.kind=log_return has no"),
-    ],
-)
-def test_wrong_rewards_are_refused(changes: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        RewardRules(**changes)

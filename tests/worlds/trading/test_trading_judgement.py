@@ -164,7 +164,7 @@ def test_strong_returns_on_held_out_bars_are_an_edge() -> None:
     assert found.claims_edge
     assert found.verdict.startswith("an edge can be claimed on the period test: Sharpe ratio")
     assert found.sharpe == pytest.approx(0.1 * np.sqrt(24 * 365.25))
-    assert found.interval.low < found.sharpe < found.interval.high
+    assert found.policy.sharpe.low < found.sharpe < found.policy.sharpe.high
 
 
 @pytest.mark.parametrize(

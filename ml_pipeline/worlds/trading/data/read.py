@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +26,18 @@ from ml_pipeline.worlds.trading.data.layouts import (
     recognised,
 )
 from ml_pipeline.worlds.trading.data.market import DataError
-from ml_pipeline.worlds.trading.data.zones import to_utc
 
-TEXT = (".csv", ".txt", ".tsv")
-SUFFIXES = (*TEXT, ".parquet")
+if TYPE_CHECKING:
+    from pyarrow import Array, ChunkedArray, Table
+
+SUFFIXES = (".csv", ".txt", ".tsv", ".parquet")
 
 _OPTIONAL = ("symbol", "volume", "spread", "date", "clock")
 _FORMATS = {"histdata": "%Y%m%d %H%M%S", "mt5": "%Y.%m.%d"}
-
+_MINUTE = 60_000_000_000
 
 Rows = slice | NDArray[np.int64]  # of a table
-Table = Any  # of pyarrow, which has no types
+Times = NDArray[np.int64]
 
 
 class Read(NamedTuple):
@@ -143,7 +145,7 @@ def _read_parquet(path: Path, form: FileFormat, further: Sequence[str]) -> tuple
     return Layout("table", "", 0, tuple(ours), clock, None, 1.0), table
 
 
-def _nanoseconds(column: Any, clock: str) -> Any:
+def _nanoseconds(column: ChunkedArray, clock: str) -> ChunkedArray:
     arrow = _arrow("pyarrow")
     return column.cast(arrow.timestamp("ns", None if clock == "local" else "UTC"))
 
@@ -162,7 +164,7 @@ def _wanted(path: Path, found: Sequence[str], further: Sequence[str]) -> list[st
 
 def _utc(
     path: Path, layout: Layout, table: Table, timezone: str | None, place: Callable[[int], str]
-) -> NDArray[np.int64]:
+) -> Times:
     """The times as UTC nanoseconds."""
     for name in ("time", "date", "clock", "symbol"):
         if name in table.column_names and table[name].null_count:
@@ -193,11 +195,11 @@ def _utc(
     return utc
 
 
-def _integers(column: Any) -> NDArray[np.int64]:
+def _integers(column: Array | ChunkedArray) -> Times:
     return np.asarray(column.cast(_arrow("pyarrow").int64()).to_numpy())
 
 
-def _since_1970(value: NDArray[np.int64]) -> NDArray[np.int64]:
+def _since_1970(value: Times) -> Times:
     """Seconds, milliseconds, microseconds or nanoseconds, told apart by their size, per bar."""
     scale = np.ones(len(value), dtype=np.int64)
     for limit in (10**11, 10**14, 10**17):
@@ -231,9 +233,7 @@ def _own_columns(table: Table, symbol: str) -> _Part:
     return _Part(symbol, slice(None) if is_bar.all() else np.flatnonzero(is_bar), own)
 
 
-def _bars(
-    table: Table, time: NDArray[np.int64], part: _Part, further: Sequence[str], point: float
-) -> Bars:
+def _bars(table: Table, time: Times, part: _Part, further: Sequence[str], point: float) -> Bars:
     own = time[part.rows]
 
     def values(name: str) -> NDArray[np.float64]:
@@ -244,3 +244,45 @@ def _bars(
     prices = {name: values(name) for name in OHLCV}
     columns = {name: values(name) for name in further}
     return Bars(time=own, **prices, spread=values("spread") * point, columns=columns)
+
+
+def to_utc(local: Times, zone: str) -> tuple[Times, NDArray[np.bool_]]:
+    """UTC nanoseconds of local ones, and which of them the clock of the zone skips.
+
+    ``zone`` is an IANA name, UTC, or either with a shift: UTC-05:00, America/New_York+07:00. A
+    time that the clock shows twice is the earlier one, unless the times step back before it.
+    """
+    name, shift = _name_and_shift(zone)
+    local = local - shift
+    if name == "UTC":
+        return local, np.zeros(len(local), dtype=np.bool_)
+    early, late = _assumed(local, name, "earliest"), _assumed(local, name, "latest")
+    is_skipped = late - early == 1  # the last nanosecond before the change, and the change
+    utc = early.copy()
+    is_late = False
+    for row in np.flatnonzero((early != late) & ~is_skipped):
+        goes_on = row > 0 and early[row - 1] != late[row - 1]
+        is_late = bool(goes_on and (is_late or local[row] <= local[row - 1]))
+        utc[row] = late[row] if is_late else early[row]
+    return utc, is_skipped
+
+
+def _name_and_shift(zone: str) -> tuple[str, int]:
+    match = re.fullmatch(r"(.*?)(?:([+-])(\d\d):(\d\d))?", zone)
+    if match is None or not match[1]:
+        raise DataError(
+            f"timezone={zone}: is not a zone; write UTC, Europe/Athens, UTC+02:00 or "
+            "America/New_York+07:00"
+        )
+    minutes = int(match[3] or 0) * 60 + int(match[4] or 0)
+    return match[1], (-minutes if match[2] == "-" else minutes) * _MINUTE
+
+
+def _assumed(local: Times, name: str, choice: str) -> Times:
+    arrow, compute = _arrow("pyarrow"), _arrow("pyarrow.compute")
+    naive = arrow.array(local, arrow.timestamp("ns"))
+    try:
+        aware = compute.assume_timezone(naive, name, ambiguous=choice, nonexistent=choice)
+    except arrow.ArrowInvalid as error:
+        raise DataError(f"timezone={name}: {error}; write a name such as Europe/Athens") from error
+    return _integers(aware)

@@ -11,8 +11,8 @@ from market_rows import HOUR, random_bars, utc
 from ml_pipeline.worlds.trading.data.align import aligned
 from ml_pipeline.worlds.trading.data.bars import Bars, bar_text, nanoseconds, resampled
 from ml_pipeline.worlds.trading.data.features import parsed
+from ml_pipeline.worlds.trading.data.load import periods
 from ml_pipeline.worlds.trading.data.market import DataError, periods_per_year
-from ml_pipeline.worlds.trading.data.split import periods
 
 START = utc("2024-01-01")
 

@@ -45,32 +45,29 @@ def refusal(path: Path, form: FileFormat = PLAIN, **options: Any) -> str:
     return text
 
 
-def test_the_good_file_is_accepted(tmp_path: Path) -> None:
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    """X.csv with six good bars."""
     path = tmp_path / "X.csv"
     path.write_text("\n".join([HEADER, *GOOD]))
+    return path
 
-    bars, _ = read_bars([path])
+
+def test_the_good_file_is_accepted(good: Path) -> None:
+    bars, _ = read_bars([good])
 
     assert len(bars["X"].time) == 6
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
-def test_bad_line_is_named(tmp_path: Path, case: str) -> None:
+def test_bad_line_is_named(good: Path, case: str) -> None:
     line, reason = BAD_LINES[case]
-    path = tmp_path / "X.csv"
-    path.write_text("\n".join([HEADER, *GOOD[:2], line, *GOOD[3:]]))
+    good.write_text("\n".join([HEADER, *GOOD[:2], line, *GOOD[3:]]))
 
-    text = refusal(path)
+    text = refusal(good)
 
-    assert text.startswith(f"{path}:4: ")
+    assert text.startswith(f"{good}:4: ")
     assert any(each in text for each in reason.split("|"))
-
-
-def test_blank_lines_count_in_the_number_of_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "X.csv"
-    path.write_text("\n".join([HEADER, GOOD[0], "", "", GOOD[1], GOOD[1], ""]))
-
-    assert refusal(path).startswith(f"{path}:6: ")
 
 
 def test_bad_bar_of_one_symbol_among_others_is_named_by_its_line(tmp_path: Path) -> None:
@@ -82,76 +79,50 @@ def test_bad_bar_of_one_symbol_among_others_is_named_by_its_line(tmp_path: Path)
     assert "low is not positive" in refusal(path)
 
 
-@pytest.mark.parametrize(
-    ("header", "reason"),
-    [
-        (
-            "when,open,high,low,last,volume",
-            "it lacks time, close; found when open high low last volume; "
-            "name them: env.kwargs.data.columns={time: NAME, close: NAME}",
-        ),
-        (
-            "time,open,high,low,close,close",
-            "it has close twice; found time open high low close close; "
-            "name them: env.kwargs.data.columns={close: NAME}",
-        ),
-        (
-            "timestamp,date,open,high,low,close",
-            "it has time twice; found timestamp date open high low close; "
-            "name them: env.kwargs.data.columns={time: NAME}",
-        ),
-        (
-            "time|open|high|low|close|volume",
-            "it lacks time, open, high, low, close; found time|open|high|low|close|volume; "
-            "separate columns by commas, semicolons or tabs",
-        ),
-    ],
-)
-def test_unknown_header_is_refused_with_the_map_to_write(
-    tmp_path: Path, header: str, reason: str
-) -> None:
+UNKNOWN = "1: not a known layout: "
+LACKS = f"{UNKNOWN}it lacks time, open, high, low, close"
+
+# The content of a file, and what follows its path in the error.
+BAD_FILES = {
+    "blank lines count": ("\n".join([HEADER, GOOD[0], "", "", GOOD[1], GOOD[1], ""]), "6: "),
+    "other names": (
+        "when,open,high,low,last,volume\n",
+        f"{UNKNOWN}it lacks time, close; found when open high low last volume; "
+        "name them: env.kwargs.data.columns={time: NAME, close: NAME}",
+    ),
+    "a name twice": (
+        "time,open,high,low,close,close\n",
+        f"{UNKNOWN}it has close twice; found time open high low close close; "
+        "name them: env.kwargs.data.columns={close: NAME}",
+    ),
+    "two times": (
+        "timestamp,date,open,high,low,close\n",
+        f"{UNKNOWN}it has time twice; found timestamp date open high low close; "
+        "name them: env.kwargs.data.columns={time: NAME}",
+    ),
+    "separator": (
+        "time|open|high|low|close|volume\n",
+        f"{LACKS}; found time|open|high|low|close|volume; "
+        "separate columns by commas, semicolons or tabs",
+    ),
+    "no header": ("1704067200000,1,2,3\n", f"{UNKNOWN}4 columns"),
+    "empty": ("", " too short"),
+    "blank": ("\n\n", " too short"),
+    "no bars": (HEADER, " too short"),
+    "one bar": (f"{HEADER}\n{GOOD[0]}\n", " too short"),
+    "zero bytes": (b"\0\0\n\0", LACKS),
+    "one long cell": (b"x" * 200_000, LACKS),
+    "UTF-16": (b"\xff\xfet\0i\0m\0e\0", LACKS),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file_is_refused_with_its_line_or_header(tmp_path: Path, case: str) -> None:
+    content, reason = BAD_FILES[case]
     path = tmp_path / "X.csv"
-    path.write_text("\n".join([header, *GOOD]))
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    assert refusal(path) == f"{path}:1: not a known layout: {reason}"
-
-
-def test_named_column_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "X.csv"
-    path.write_text("\n".join([HEADER, *GOOD]))
-
-    text = refusal(path, FileFormat(columns={"volume": "lots"}))
-    assert "it lacks volume; found time open high low close volume; name them" in text
-
-
-@pytest.mark.parametrize("text", ["", HEADER, "\n\n"])
-def test_file_without_bars_is_too_short(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "X.csv"
-    path.write_text(text)
-
-    assert refusal(path).startswith(f"{path}: too short")
-
-
-@pytest.mark.parametrize("content", [b"\0\0\n\0", b"x" * 200_000, b"\xff\xfet\0i\0m\0e\0"])
-def test_file_that_is_not_text_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "X.csv"
-    path.write_bytes(content)
-
-    assert f"{path}:1: not a known layout: it lacks time, open, high, low, close" in refusal(path)
-
-
-def test_one_bar_is_too_short(tmp_path: Path) -> None:
-    path = tmp_path / "X.csv"
-    path.write_text(f"{HEADER}\n{GOOD[0]}\n")
-
-    assert "too short" in refusal(path)
-
-
-def test_unknown_columns_without_a_header_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "X.csv"
-    path.write_text("1704067200000,1,2,3\n")
-
-    assert f"{path}:1: not a known layout: 4 columns" in refusal(path)
+    assert refusal(path).startswith(f"{path}:{reason}")
 
 
 def test_bad_row_of_a_parquet_file_is_named(tmp_path: Path) -> None:
@@ -188,43 +159,37 @@ def test_bars_of_different_lengths_need_a_common_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("file", "options", "reason"),
     [
-        ({"form": FileFormat("Mars/Olympus")}, "timezone=Mars/Olympus"),
-        ({"symbols": ["Y"]}, "symbols=Y: not in the files; found X"),
-        ({"further": ["signal"]}, "column signal is missing"),
-        ({"length": 60_000_000_000}, "bar=1m: must be a multiple of the bars of X, which have 1h"),
+        ("X.csv", {"form": FileFormat("Mars/Olympus")}, "timezone=Mars/Olympus"),
+        ("X.csv", {"symbols": ["Y"]}, "symbols=Y: not in the files; found X"),
+        ("X.csv", {"further": ["signal"]}, "column signal is missing"),
+        ("X.csv", {"length": 60_000_000_000}, "bar=1m: must be a multiple of the bars of X, which"),
+        (
+            "X.csv",
+            {"form": FileFormat(columns={"volume": "lots"})},
+            "it lacks volume; found time open high low close volume; name them",
+        ),
+        ("ccxt_plain.csv", {"form": FileFormat("Europe/Berlin")}, "have a zone; remove the key"),
+        (
+            "BTCUSDT-1h-2024-12.csv",
+            {"form": FileFormat(label="end")},
+            "BTCUSDT-1h-2024-12.csv looks like a file of binance",
+        ),
+        ("EURUSD_M1_*.csv", {}, ".csv: MT5 writes the broker's time; set timezone"),
     ],
 )
 def test_settings_that_do_not_fit_the_file_are_refused(
-    tmp_path: Path, options: dict[str, Any], reason: str
+    good: Path, file: str, options: dict[str, Any], reason: str
 ) -> None:
-    path = tmp_path / "X.csv"
-    path.write_text("\n".join([HEADER, *GOOD]))
-
-    assert reason in refusal(path, **options)
+    assert reason in refusal(good if file == "X.csv" else FILES / file, **options)
 
 
-def test_timezone_is_refused_where_times_have_one() -> None:
-    path = FILES / "ccxt_plain.csv"
+def test_skipped_hour_is_refused(good: Path) -> None:
+    good.write_text(f"{HEADER}\n2024-03-31 01:00,1,1,1,1,1\n2024-03-31 02:30,1,1,1,1,1\n")
 
-    assert "have a zone; remove the key" in refusal(path, FileFormat("Europe/Berlin"))
-
-
-def test_label_is_refused_where_the_layout_decides() -> None:
-    path = FILES / "BTCUSDT-1h-2024-12.csv"
-
-    assert f"label=end: {path} looks like a file of binance" in refusal(
-        path, FileFormat(label="end")
-    )
-
-
-def test_skipped_hour_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "X.csv"
-    path.write_text(f"{HEADER}\n2024-03-31 01:00,1,1,1,1,1\n2024-03-31 02:30,1,1,1,1,1\n")
-
-    text = refusal(path, FileFormat("Europe/Berlin"))
-    assert f"{path}:3: the clock of Europe/Berlin skips this time" in text
+    text = refusal(good, form=FileFormat("Europe/Berlin"))
+    assert f"{good}:3: the clock of Europe/Berlin skips this time" in text
 
 
 @pytest.mark.parametrize("name", ["missing.csv", "empty"])

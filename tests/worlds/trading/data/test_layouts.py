@@ -12,7 +12,6 @@ from market_rows import FILES, HOUR, random_bars, utc, write_table
 from ml_pipeline.worlds.trading.data.bars import Bars
 from ml_pipeline.worlds.trading.data.files import market_files, read_bars, symbol_of
 from ml_pipeline.worlds.trading.data.layouts import PLAIN, FileFormat
-from ml_pipeline.worlds.trading.data.market import DataError
 from ml_pipeline.worlds.trading.data.read import read_file
 
 MINUTE = HOUR // 60
@@ -65,11 +64,6 @@ def test_mt5_has_the_clock_of_the_broker_and_a_spread_in_points() -> None:
     assert list(eur.time[[0, 2]]) == [utc("2024-01-14T22:01"), utc("2024-07-14T21:01")]
     assert np.allclose(eur.spread, [0.00012, 0.00009, 0.00011, 0.0001], rtol=1e-12, atol=0)
     assert list(eur.volume) == [35.0, 41.0, 28.0, 30.0]
-
-
-def test_mt5_without_a_timezone_is_refused() -> None:
-    with pytest.raises(DataError, match=r"EURUSD_M1_.*csv: MT5 writes the broker's time; set"):
-        read("EURUSD_M1_*.csv")
 
 
 @pytest.mark.parametrize("name", ["ccxt_header.csv", "ccxt_plain.csv"])

@@ -1,131 +1,92 @@
-"""Changing every bar after row t changes no bit of rows up to t: features, normalisers,
-resampling, alignment and the whole way from files to a market."""
+"""Changing or removing every bar after row t changes no bit of the rows up to t."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from market_rows import HOUR, changed_after, random_bars, write_table
+from market_rows import changed_after, random_bars, write_table
 
 from ml_pipeline.worlds.trading.config import NORMALISERS
-from ml_pipeline.worlds.trading.data.align import aligned
-from ml_pipeline.worlds.trading.data.bars import resampled
-from ml_pipeline.worlds.trading.data.features import _MAKERS, parsed
-from ml_pipeline.worlds.trading.data.load import load_market
+from ml_pipeline.worlds.trading.data.bars import Bars
+from ml_pipeline.worlds.trading.data.features import _MAKERS
+from ml_pipeline.worlds.trading.data.load import load_market, load_recipe, new_market, read_new_bars
 from ml_pipeline.worlds.trading.data.market import Market
-from ml_pipeline.worlds.trading.data.normalise import fitted, normalised
 
-EXAMPLES = (
-    *("return_1", "return_24", "rsi_14", "ema_50", "atr_14", "bollinger_20_2", "volatility_24"),
-    *("volume_24", "time_of_day", "time_of_week", "column_signal"),
-)
-N_BARS, ROW = 5_000, 4_500  # behind the first block of a recursion
+FEATURES = [
+    *("time_of_day", "time_of_week", "return_1", "return_24", "rsi_14", "ema_50", "atr_14"),
+    *("bollinger_20_2", "volatility_24", "volume_24", "column_signal"),
+]
+N_TIMES = 4  # columns that depend on the time alone
+# Row 4,499 is behind the first block of a recursion and ends a bar of 3 hours; row 60 does not.
+N_BARS, ROW = 5_000, 4_499
+# Row 4,499 is a bar of the validation period.
+PERIODS = {"validation": "2024-07-01", "test": "2024-07-20"}
+ARRAYS = Market._fields[2:]
+
+
+def bars_of(seed: int) -> Bars:
+    """Each symbol misses other bars."""
+    keep = np.random.default_rng(seed).random(N_BARS) > 0.1
+    return random_bars(N_BARS, seed=seed).rows(np.flatnonzero(keep))
+
+
+def files(folder: Path, *, until: int | None = None) -> dict[str, Any]:
+    """Arguments of load_market for two symbols; their bars after the time ``until`` differ."""
+    folder.mkdir()
+    for seed, name in enumerate(("A", "B")):
+        bars = bars_of(seed)
+        if until is not None:
+            bars = changed_after(bars, int(np.searchsorted(bars.time, until, side="right")) - 1)
+        write_table(folder / f"{name}.csv", bars)
+    cache = str(folder / "cache")
+    return {"path": str(folder), "label": "end", "features": FEATURES, "cache_dir": cache}
+
+
+def same_rows(one: Market, other: Market, n_rows: int) -> bool:
+    return all(
+        np.array_equal(getattr(one, name)[:n_rows], getattr(other, name)[:n_rows])
+        for name in ARRAYS
+    )
 
 
 def test_every_feature_has_an_example_here() -> None:
     for name in _MAKERS:
-        assert any(example.startswith(name) for example in EXAMPLES), name
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize("row", [60, ROW])
-def test_feature_does_not_see_later_bars(name: str, row: int) -> None:
-    bars = random_bars(N_BARS)
-    feature = parsed(name)
-
-    before = feature.compute(bars)
-    after = feature.compute(changed_after(bars, row))
-
-    n_rows = row + 1 - feature.warmup
-    for old, new in zip(before, after, strict=True):
-        assert np.array_equal(old[:n_rows], new[:n_rows])
-        if not feature.only_time:  # else the test could not fail
-            assert not np.array_equal(old[n_rows:], new[n_rows:])
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_feature_of_a_file_that_ends_earlier_is_the_same(name: str) -> None:
-    bars = random_bars(N_BARS)
-    feature = parsed(name)
-
-    whole = feature.compute(bars)
-    short = feature.compute(bars.rows(slice(0, ROW)))
-
-    for long, cut in zip(whole, short, strict=True):
-        assert np.array_equal(long[: len(cut)], cut)
-
-
-def same_rows(one: Market, other: Market, n_rows: int) -> bool:
-    names = Market._fields[2:]
-    return all(
-        np.array_equal(getattr(one, name)[:n_rows], getattr(other, name)[:n_rows]) for name in names
-    )
-
-
-@pytest.mark.parametrize("normalise", NORMALISERS)
-def test_normaliser_does_not_see_bars_after_the_train_period(normalise: str) -> None:
-    features = [parsed(name) for name in EXAMPLES]
-    bars = random_bars(1_000)
-    markets = [aligned({"A": each}, features) for each in (bars, changed_after(bars, 800))]
-    end = int(np.searchsorted(markets[0].time, bars.time[800])) + 1
-
-    old, new = (
-        each._replace(feature=normalised(each.feature, fitted(each, slice(0, end), normalise)))
-        for each in markets
-    )
-
-    assert same_rows(old, new, end)
-    assert not same_rows(old, new, end + 1)
-
-
-def test_resampled_bars_up_to_t_do_not_see_later_bars() -> None:
-    bars = random_bars(200)
-    old = resampled(bars, HOUR, 4 * HOUR, "A")
-
-    for row in (96, 97, 98, 99):
-        new = resampled(changed_after(bars, row), HOUR, 4 * HOUR, "A")
-        n_rows = int(np.searchsorted(old.time, bars.time[row], side="right"))
-        for name in ("time", "open", "high", "low", "close", "volume", "spread"):
-            assert np.array_equal(getattr(old, name)[:n_rows], getattr(new, name)[:n_rows])
-        assert old.close[n_rows] != new.close[n_rows]
-
-
-def test_alignment_does_not_see_later_bars_of_any_symbol() -> None:
-    features = [parsed(name) for name in ("return_1", "rsi_14", "column_signal")]
-    a, b = random_bars(300, seed=1), random_bars(300, seed=2)
-    b = b.rows(np.flatnonzero(np.random.default_rng(0).random(300) > 0.2))
-    old = aligned({"A": a, "B": b}, features)
-    t = int(a.time[200])
-
-    changed = {
-        name: changed_after(each, int(np.searchsorted(each.time, t, side="right")) - 1)
-        for name, each in (("A", a), ("B", b))
-    }
-    new = aligned(changed, features)
-
-    n_rows = int(np.searchsorted(old.time, t, side="right"))
-    assert same_rows(old, new, n_rows)
-    assert not same_rows(old, new, n_rows + 1)
+        assert any(example.startswith(name) for example in FEATURES), name
 
 
 @pytest.mark.parametrize("bar", ["1h", "3h"])
-def test_train_period_of_files_does_not_see_later_bars(tmp_path: Path, bar: str) -> None:
-    def market(folder: str, n_known: int | None, period: str) -> Market:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        for seed, name in enumerate(("A", "B")):
-            bars = random_bars(1_500, seed=seed)
-            known = bars if n_known is None else changed_after(bars, n_known - 1)
-            write_table(tmp_path / folder / f"{name}.csv", known)
-        settings = {"features": list(EXAMPLES), "label": "end", "bar": bar, "cache_dir": "cache"}
-        settings["cache_dir"] = str(tmp_path / "cache")
-        return load_market(period=period, path=str(tmp_path / folder), **settings)
+@pytest.mark.parametrize(
+    ("normalise", "row"), [("none", 60), *((name, ROW) for name in NORMALISERS)]
+)
+def test_market_of_files_does_not_see_later_bars(
+    tmp_path: Path, normalise: str, bar: str, row: int
+) -> None:
+    """Through features, normaliser, resampling and alignment."""
+    until = int(random_bars(N_BARS).time[row])
+    settings = {"bar": bar, "normalise": normalise, **PERIODS}
 
-    old = market("old", None, "train")
-    n_known = int((old.time[-1] - random_bars(1).time[0]) // HOUR) + 1
-    new = market("new", n_known, "train")
+    old = load_market(period="all", **files(tmp_path / "old"), **settings)
+    new = load_market(period="all", **files(tmp_path / "new", until=until), **settings)
 
-    assert same_rows(old, new, len(old.time))
-    later = market("old", None, "validation"), market("new", n_known, "validation")
-    assert not same_rows(*later, 1)
+    n_rows = int(np.searchsorted(old.time, until, side="right"))
+    assert same_rows(old, new, n_rows)
+    # Else the test could not fail: every feature of every symbol differs soon afterwards.
+    differs = (old.feature != new.feature)[n_rows : n_rows + 5].any(axis=0)
+    assert differs[:, N_TIMES:].all()
+
+
+@pytest.mark.parametrize("bar", ["1h", "3h"])
+def test_market_of_files_that_end_earlier_is_the_same(tmp_path: Path, bar: str) -> None:
+    settings = {**files(tmp_path / "old"), "bar": bar}
+    recipe = load_recipe(**settings)
+    bars = read_new_bars(settings["path"], recipe, label="end")
+    whole = new_market(bars, recipe)
+
+    until = int(random_bars(N_BARS).time[ROW])
+    short = new_market({name: each.rows(each.time <= until) for name, each in bars.items()}, recipe)
+
+    assert len(short.time) > 1_000
+    assert same_rows(whole, short, len(short.time))

@@ -13,7 +13,6 @@ from ml_pipeline.worlds.trading.data.align import aligned
 from ml_pipeline.worlds.trading.data.bars import Bars, check_bars
 from ml_pipeline.worlds.trading.data.edge import optimal_sharpe
 from ml_pipeline.worlds.trading.data.features import parsed
-from ml_pipeline.worlds.trading.data.market import DataError
 from ml_pipeline.worlds.trading.data.synthetic import synthetic_bars
 
 N_BARS = 200_000
@@ -122,23 +121,3 @@ def test_gaps_are_weekends_jumps_and_bars_that_single_symbols_miss() -> None:
     jump = single.open[1:] / single.close[:-1] - 1.0
     reopens = np.diff(single.time) > 24 * 3_600_000_000_000
     assert np.array_equal(jump != 0.0, reopens)
-
-
-@pytest.mark.parametrize(
-    ("market", "name", "value", "reason"),
-    [
-        ("edge", "correlation", 1.0, "parameters.correlation=1.0: must be between -0.99 and 0.99"),
-        (
-            "random_walk",
-            "correlation",
-            0.1,
-            "correlation=0.1: unknown; market=random_walk",
-        ),
-        ("gaps", "volatility", 0.5, "parameters.volatility=0.5: must be between"),
-    ],
-)
-def test_wrong_parameter_is_refused(market: str, name: str, value: float, reason: str) -> None:
-    with pytest.raises(DataError) as caught:
-        made(market, 10, parameters={name: value})
-
-    assert reason in str(caught.value)
