@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ml_pipeline.algorithms.replay.config import OffPolicyConfig
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
-from ml_pipeline.algorithms.replay.update_noise import UpdateNoise
 from ml_pipeline.policy.acting_noise import ActingNoise
 from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import Obs, PolicyInput, PolicySample, Spaces
@@ -46,6 +45,25 @@ class LearningRate(NamedTuple):
     """The annealed settings of an agent that anneals nothing else."""
 
     learning_rate: float
+
+
+class UpdateNoise:
+    """Standard normal noise of gradient steps, equal for any number of ranks.
+
+    A rank uses its rows of the noise of the whole batch.
+    """
+
+    def __init__(self, generator: torch.Generator, device: torch.device) -> None:
+        self._generator = generator
+        self._device = device
+        self.part: BatchPart | None = None  # None: the batch is whole
+
+    def draw(self, n_rows: int, n_columns: int) -> Tensor:
+        """[n_rows, n_columns], one row for each transition of the batch or of the part."""
+        n_drawn = n_rows if self.part is None else self.part.size
+        shape = (n_drawn, n_columns)
+        noise = torch.randn(shape, generator=self._generator, device=self._device)
+        return noise if self.part is None else noise[self.part.rows]
 
 
 class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):

@@ -84,3 +84,19 @@ class Critics(nn.ModuleList):
     def forward(self, *inputs: Any) -> Tensor:
         """[2, B], or [2, B, n_actions] for discrete actions."""
         return torch.stack([critic(*inputs) for critic in self])
+
+
+def add_layer_norm(critics: Critics) -> None:
+    """Normalise the output of every linear layer except the heads, which give the values."""
+    for critic in critics:
+        for name, part in critic.named_children():
+            if name != "head":
+                _normalise_linear_layers(part)
+
+
+def _normalise_linear_layers(module: nn.Module) -> None:
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(module, name, nn.Sequential(child, nn.LayerNorm(child.out_features)))
+        else:
+            _normalise_linear_layers(child)

@@ -6,18 +6,18 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ml_pipeline.algorithms.replay.agent import LearningRate, ReplayAgent
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
-from ml_pipeline.algorithms.replay.networks import Actor, Critics
+from ml_pipeline.algorithms.replay.networks import Actor, Critics, add_layer_norm
 from ml_pipeline.algorithms.sac.config import SACConfig
 from ml_pipeline.algorithms.sac.fast.mlp_sac import MIRRORED, MlpBatch, MlpSAC
-from ml_pipeline.algorithms.sac.networks import Temperature, add_layer_norm
 from ml_pipeline.algorithms.sac.soft_actions import SoftValue, soft_actions
 from ml_pipeline.mirrors import why_not
 from ml_pipeline.policy.actor_critic import GreedyPolicy
@@ -57,6 +57,17 @@ def soft_target(
 ) -> Tensor:
     """What the critics should predict, [B]; ``following`` is the state after the window."""
     return reward + discount * (following.value - temperature * following.log_prob)
+
+
+class Temperature(nn.Module):
+    """The weight of the entropy, as its logarithm."""
+
+    def __init__(self, initial: float) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.tensor(math.log(initial) if initial > 0 else -math.inf))
+
+    def forward(self) -> Tensor:
+        return self.log.exp()
 
 
 class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
