@@ -164,7 +164,7 @@ _MODULES = {
     "training.replay_buffer": "algorithms.replay.buffer",
     "training.replay_learning": "algorithms.replay.learning",
     "training.replay_rows": "algorithms.replay.files",
-    "training.replay_steps": "algorithms.replay.collect",
+    "training.replay_steps": "algorithms.replay.trainer",
     "training.replay_windows": "algorithms.replay.windows",
     "training.rollout_buffer": "algorithms.ppo.rollout",
     "training.sum_tree": "algorithms.replay.priorities",
@@ -172,7 +172,7 @@ _MODULES = {
     "training.tensor.collector": "algorithms.ppo.collect",
     "training.tensor.gae_kernel": "training.gae_kernel",
     "training.tensor.opponents": "games.tensor_self_play",
-    "training.tensor.replay_steps": "algorithms.replay.collect",
+    "training.tensor.replay_steps": "algorithms.replay.trainer",
     "training.tensor.returns": "training.returns",
     "training.undo": "algorithms.ppo.trainer",
 }

@@ -9,9 +9,9 @@ from typing import Any
 from ml_pipeline.algorithms.replay.agent import ReplayAgent
 from ml_pipeline.algorithms.replay.config import OffPolicyConfig
 from ml_pipeline.algorithms.replay.rank_replay import state_of_rank
-from ml_pipeline.algorithms.replay.trainer import OffPolicyTrainer, check_envs
+from ml_pipeline.algorithms.replay.trainer import OffPolicyTrainer
 from ml_pipeline.records import StateDict
-from ml_pipeline.training.contracts import Actor, Algorithm, Envs, RunContext
+from ml_pipeline.training.contracts import Actor, Algorithm
 from ml_pipeline.training.old_weights import load_parts
 from ml_pipeline.training.out_of_memory import memory_of, obs_bytes, shown_bytes
 
@@ -25,19 +25,12 @@ def replay_algorithm(
     return Algorithm(
         config,
         agent,
-        make_trainer,
+        OffPolicyTrainer,
         replay_advice,
         start_from,
         trains_on_ranks=True,
         state_of_rank=state_of_rank,
     )
-
-
-def make_trainer(
-    agent: ReplayAgent[Any, Any, Any], envs: Envs, config: OffPolicyConfig, context: RunContext
-) -> OffPolicyTrainer:
-    check_envs(envs)
-    return OffPolicyTrainer(agent, envs, config, context)
 
 
 def start_from(agent: ReplayAgent[Any, Any, Any], state: StateDict) -> None:
