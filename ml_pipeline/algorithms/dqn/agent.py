@@ -144,10 +144,9 @@ class DQNAgent(ReplayAgent[DQNConfig, DQNRates, DQNResult]):
         context: RunContext,
     ) -> None:
         super().__init__(env_spaces, config, context)
+        self.turn_every = config.target_every
         self.distribution = _discrete(env_spaces.action)
-        # Layers draw their first weights from torch's global generator, so seed it here.
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(stream_seed(context.seed, "weights"))
+        with self.first_weights():
             trunk = refuse_recurrent(build_network(self.preprocess.space))
             head = ValueHead(
                 out_features(trunk),
@@ -227,11 +226,6 @@ class DQNAgent(ReplayAgent[DQNConfig, DQNRates, DQNResult]):
 
     def greedy(self) -> GreedyPolicy:
         return self.policy_of(self.model.trunk, self.model.head)
-
-    def begin_update(self) -> bool:
-        """Count an update; returns whether the target network is replaced after it."""
-        self.n_updates += 1
-        return self.n_updates % self.config.target_every == 0
 
     def gradient_step(self, batch: ReplayBatch, rates: DQNRates, is_turn: bool) -> DQNResult:
         """``is_turn``: the target network is replaced after this update."""

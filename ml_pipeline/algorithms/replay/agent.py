@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -34,11 +35,11 @@ from ml_pipeline.records import StateDict
 from ml_pipeline.seeding import set_generator_state, stream_seed
 from ml_pipeline.training.contracts import RunContext
 
-ConfigT = TypeVar("ConfigT", bound=OffPolicyConfig)
+ConfigT = TypeVar("ConfigT", bound=OffPolicyConfig, covariant=True)
 RatesT = TypeVar("RatesT", bound="tuple[float, ...]")
 # A NamedTuple of metrics, 0-d tensors or numbers. ``finite`` is False if a loss or a gradient was
 # not finite; such a step changes nothing. Prioritised replay reads ``error``, the TD errors [B].
-ResultT = TypeVar("ResultT", bound="tuple[Any, ...]")
+ResultT = TypeVar("ResultT", bound="tuple[Any, ...]", covariant=True)
 
 
 class LearningRate(NamedTuple):
@@ -70,6 +71,7 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
     """A subclass sets ``distribution``, ``adams`` and ``parts`` in its ``__init__``."""
 
     memory_size = 0  # not recurrent
+    turn_every = 1  # updates: every so many have the part that only some have, see ``begin_update``
     draws_in_updates: ClassVar[bool] = False  # whether ``gradient_step`` uses ``update_noise``
     metric_names: ClassVar[dict[str, str]]  # field of the result of an update -> name in the log
 
@@ -101,6 +103,14 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
             raise TypeError(f"{type(self).__name__} needs draws_in_updates = True")
         return UpdateNoise(self.update_generator, self.device)
 
+    @contextmanager
+    def first_weights(self) -> Iterator[None]:
+        """Networks that are made within it begin with the weights of the run's seed."""
+        # Layers draw their first weights from torch's global generator.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(stream_seed(self._seed, "weights"))
+            yield
+
     def new_adam(self, module: nn.Module) -> FlatAdam:
         """The optimiser of a module on its device; a value of ``adams``."""
         norm = self.config.max_grad_norm
@@ -117,6 +127,11 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
         # Only these parameters: the loss of an actor must not train its critics.
         torch.autograd.backward(loss, inputs=adam.parameters)
         return adam.quick_step(rates[0], loss.detach())[1]
+
+    def keep(self, name: str, metric: Tensor) -> None:
+        """Let later updates report ``self.kept[name]``; so it must cover the batch of all ranks."""
+        adam = next(iter(self.adams.values()))
+        self.kept[name].copy_(adam.world.weighted(metric.detach(), adam.share))
 
     @abstractmethod
     def outputs(self, inputs: PolicyInput) -> Tensor:
@@ -151,9 +166,9 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
         )
 
     def begin_update(self) -> bool:
-        """Count an update; returns whether it has the part that only some updates have."""
+        """Count an update; returns whether it is the turn of the part that only some have."""
         self.n_updates += 1
-        return True
+        return self.n_updates % self.turn_every == 0
 
     def rates(self, progress: float, learning_rate: float) -> RatesT:
         """The annealed settings at ``progress`` (0 to 1) through the run."""

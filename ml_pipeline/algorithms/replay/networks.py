@@ -14,6 +14,7 @@ from ml_pipeline.policy.actor_critic import policy_outputs
 from ml_pipeline.policy.contracts import NetworkBuilder, Obs
 from ml_pipeline.policy.distributions import Distribution
 from ml_pipeline.policy.networks import MLP, out_features
+from ml_pipeline.policy.recurrent import refuse_recurrent
 
 
 class Actor(nn.Module):
@@ -21,7 +22,7 @@ class Actor(nn.Module):
 
     def __init__(self, trunk: nn.Module, distribution: Distribution) -> None:
         super().__init__()
-        self.trunk = trunk
+        self.trunk = refuse_recurrent(trunk)
         self.head = nn.Linear(out_features(trunk), distribution.n_outputs)
         self.distribution = distribution
 

@@ -216,4 +216,4 @@ def test_an_agent_trained_on_a_gpu_is_loaded_on_a_cpu() -> None:
         draws.append(torch.rand(4, generator=agent.update_generator))
 
     assert torch.equal(*draws)
-    assert torch.equal(agent.state_dict()["last_actor"][0], state["last_actor"][0])
+    assert torch.equal(agent.kept["last_actor"], state["kept"]["last_actor"])
