@@ -120,13 +120,14 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
             max_grad_norm=math.inf if norm is None else norm,
         )
 
-    def step(self, name: str, loss: Tensor, rates: RatesT) -> Any:
+    def step(self, name: str, loss: Tensor, rates: RatesT) -> bool | Tensor:
         """A gradient step of ``adams[name]`` alone; returns whether all was finite."""
         adam = self.adams[name]
         adam.grad.zero_()
         # Only these parameters: the loss of an actor must not train its critics.
         torch.autograd.backward(loss, inputs=adam.parameters)
-        return adam.quick_step(rates[0], loss.detach())[1]
+        finite: bool | Tensor = adam.quick_step(rates[0], loss.detach())[1]
+        return finite
 
     def keep(self, name: str, metric: Tensor) -> None:
         """Let later updates report ``self.kept[name]``; so it must cover the batch of all ranks."""

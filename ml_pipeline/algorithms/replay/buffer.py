@@ -9,12 +9,12 @@ Stacked frames are stored once each; see ``FrameStacks``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
@@ -35,7 +35,7 @@ class Sampled(NamedTuple):
     """Transitions that were drawn."""
 
     batch: ReplayBatch
-    index: Any  # for ``prioritise``: an array or a tensor, [B]
+    index: ArrayOrTensor  # [B], for ``prioritise``
     part: BatchPart | None  # of several ranks: what this one has of the batch
 
 
@@ -292,24 +292,26 @@ class ReplayBuffer:
         start = (row % self.n_rows) * self.n_envs
         return slice(start, start + self.n_envs)
 
-    def sample(self, uniform: Any, *, beta: Any = 1.0) -> Sampled:
+    def sample(self, uniform: ArrayOrTensor, *, beta: float | Tensor = 1.0) -> Sampled:
         """Transitions for uniform numbers [B] in [0, 1).
 
         All are tensors, or arrays if ``uniform`` is an array, which is faster on the CPU.
         """
         return self._sample(uniform, beta)
 
-    def _plain_sample(self, uniform: Any, beta: Any) -> Sampled:
+    def _plain_sample(self, uniform: ArrayOrTensor, beta: float | Tensor) -> Sampled:
         index, weight = self.draw(uniform, beta=beta)
         part, own = self._batches.part(index)
         weight = weight if part is None else weight[part.rows]
         return Sampled(self.batch(own, weight), index, part)
 
-    def draw(self, uniform: Any, *, beta: Any = 1.0) -> tuple[Any, Any]:
+    def draw(
+        self, uniform: ArrayOrTensor, *, beta: float | Tensor = 1.0
+    ) -> tuple[ArrayOrTensor, ArrayOrTensor]:
         """Indices [B] into the envs of all ranks, row by row, and the importance weights."""
         n_valid, first, _ = self._counts()
-        index: Any
-        weight: Any
+        index: ArrayOrTensor
+        weight: ArrayOrTensor
         is_array = isinstance(uniform, np.ndarray)
         if self.tree is not None:
             index = self.tree.draw(torch.as_tensor(uniform))
@@ -326,7 +328,7 @@ class ReplayBuffer:
             weight = np.ones_like(uniform) if is_array else torch.ones_like(uniform)
         return index, weight
 
-    def _counts(self) -> tuple[Any, Any, Any]:
+    def _counts(self) -> Sequence[int | Tensor]:
         """Transitions that can be drawn, index of the first, newest row; tensors on a device."""
         if self.device.type != "cpu":
             n_valid, first, newest = self._on_device().counts
@@ -334,11 +336,11 @@ class ReplayBuffer:
         first_row, newest_row = self.first_drawn % self.n_rows, (self.n_written - 1) % self.n_rows
         return len(self), first_row * self.n_all_envs, newest_row
 
-    def batch(self, index: Any, weight: Any) -> ReplayBatch:
+    def batch(self, index: ArrayOrTensor, weight: ArrayOrTensor) -> ReplayBatch:
         """The windows of n steps that begin at ``index``."""
         return self.windows.batch(index, weight, self._counts()[2])
 
-    def prioritise(self, index: Any, error: Any) -> None:
+    def prioritise(self, index: ArrayOrTensor, error: ArrayOrTensor) -> None:
         """Set priorities by the absolute TD error, [B]; without prioritised replay does nothing."""
         if self.tree is None:
             return
@@ -375,5 +377,5 @@ class ReplayBuffer:
             self._set_priority(self.first_drawn, self.n_written, self._top)
 
 
-def _torch_dtype(dtype: Any) -> torch.dtype:
+def _torch_dtype(dtype: DTypeLike) -> torch.dtype:
     return torch.from_numpy(np.zeros(0, dtype)).dtype

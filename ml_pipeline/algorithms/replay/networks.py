@@ -45,8 +45,7 @@ class Critic(nn.Module):
         self.mixer: MLP | None = None
         if isinstance(observation_space, spaces.Box) and len(shape or ()) == 1:
             size = int(np.prod(shape or ())) + n_actions
-            joint: Any = spaces.Box(-np.inf, np.inf, (size,))
-            self.trunk = build_network(joint)
+            self.trunk = build_network(spaces.Box(-np.inf, np.inf, (size,)))
         else:
             self.trunk = build_network(observation_space)
             joint = spaces.Box(-np.inf, np.inf, (out_features(self.trunk) + n_actions,))
@@ -82,7 +81,7 @@ class DiscreteCritic(nn.Module):
 class Critics(nn.ModuleList):
     """Two critics; their minimum is less optimistic than either."""
 
-    def forward(self, *inputs: Any) -> Tensor:
+    def forward(self, *inputs: Obs) -> Tensor:
         """[2, B], or [2, B, n_actions] for discrete actions."""
         return torch.stack([critic(*inputs) for critic in self])
 

@@ -16,7 +16,7 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
 
-from ml_pipeline.algorithms.replay.agent import RatesT, ReplayAgent, ResultT
+from ml_pipeline.algorithms.replay.agent import RatesT, ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
 from ml_pipeline.algorithms.replay.config import OffPolicyConfig
 from ml_pipeline.algorithms.replay.files import read_replay, replay_names, write_replay
@@ -40,12 +40,12 @@ from ml_pipeline.training.host_envs import FiniteCheck, HostEnvs
 from ml_pipeline.training.schedules import annealed
 
 
-class OffPolicyTrainer(Generic[RatesT, ResultT]):
+class OffPolicyTrainer(Generic[RatesT]):
     """Trains ``agent`` in one vector env; on several ranks in one each."""
 
     def __init__(
         self,
-        agent: ReplayAgent[OffPolicyConfig, RatesT, ResultT],
+        agent: ReplayAgent[OffPolicyConfig, RatesT, Any],
         envs: Envs,
         config: OffPolicyConfig,
         context: RunContext,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class SACResult(NamedTuple):
     q: Tensor  # mean value of the actions in the batch
     entropy: Tensor  # of the actor; for a Box, the mean -log_prob of new actions
     temperature: Tensor
-    finite: Any  # False if a loss or a gradient was not finite; such a step changes nothing
+    finite: bool | Tensor  # False: a loss or gradient was not finite, and nothing changed
 
 
 def critic_loss(values: Tensor, target: Tensor, weight: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
     def _soft_value(self, critics: Critics, obs: Obs, mask: Tensor | None) -> SoftValue:
         return self.actions.soft_value(critics, obs, self.actor(obs, mask), self.update_noise)
 
-    def _update_actor(self, obs: Obs, mask: Tensor | None, rates: LearningRate) -> Any:
+    def _update_actor(self, obs: Obs, mask: Tensor | None, rates: LearningRate) -> bool | Tensor:
         soft = self._soft_value(self.critics, obs, mask)
         loss = actor_loss(soft, self.temperature().detach())
         finite = self.step("actor", loss, rates)
