@@ -27,7 +27,6 @@ from gymnasium import spaces
 
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
 from ml_pipeline.algorithms.replay.files import read_replay, write_replay
-from ml_pipeline.algorithms.replay.rows import row_bytes
 from ml_pipeline.policy.distributions import Categorical
 from ml_pipeline.policy.observations import ObservationReader
 from ml_pipeline.runs.large_files import LargeFiles
@@ -142,7 +141,7 @@ def whole_stacks(n: int) -> dict[str, str]:
     buffer = made(n // 10, 1)
     Game(buffer).play(n // 10)
     return {
-        "memory, whole stacks (computed)": f"{row_bytes(buffer) / N_ENVS * n / 1e9:.2f} GB",
+        "memory, whole stacks (computed)": f"{buffer.row_bytes / N_ENVS * n / 1e9:.2f} GB",
         "batch of 32, whole stacks": f"{batch_seconds(buffer) * 1e6:.0f} µs",
     }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any, ClassVar, NamedTuple
 
+import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -39,6 +40,7 @@ from ml_pipeline.policy.recurrent import refuse_recurrent
 from ml_pipeline.records import StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.contracts import RunContext
+from ml_pipeline.training.env_batch import ArrayOrTensor
 
 
 class DQNRates(NamedTuple):
@@ -52,11 +54,11 @@ class DQNRates(NamedTuple):
 class DQNResult(NamedTuple):
     """Metrics of one gradient step, 0-d tensors or numbers, and the TD error of each transition."""
 
-    loss: Any
-    q: Any  # mean value of the actions in the batch
-    grad_norm: Any
-    finite: Any  # False if loss or gradient was not finite; such a step changes nothing
-    error: Any  # [B], a tensor or an array
+    loss: float | Tensor
+    q: float | Tensor  # mean value of the actions in the batch
+    grad_norm: float | Tensor
+    finite: bool | Tensor  # False if loss or gradient was not finite; such a step changes nothing
+    error: ArrayOrTensor  # [B]
 
 
 def dqn_loss(chosen: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,10 +146,9 @@ class DQNAgent(ReplayAgent[DQNConfig, DQNRates, DQNResult]):
         context: RunContext,
     ) -> None:
         super().__init__(env_spaces, config, context)
+        self.turn_every = config.target_every
         self.distribution = _discrete(env_spaces.action)
-        # Layers draw their first weights from torch's global generator, so seed it here.
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(stream_seed(context.seed, "weights"))
+        with self.first_weights():
             trunk = refuse_recurrent(build_network(self.preprocess.space))
             head = ValueHead(
                 out_features(trunk),
@@ -228,11 +229,6 @@ class DQNAgent(ReplayAgent[DQNConfig, DQNRates, DQNResult]):
     def greedy(self) -> GreedyPolicy:
         return self.policy_of(self.model.trunk, self.model.head)
 
-    def begin_update(self) -> bool:
-        """Count an update; returns whether the target network is replaced after it."""
-        self.n_updates += 1
-        return self.n_updates % self.config.target_every == 0
-
     def gradient_step(self, batch: ReplayBatch, rates: DQNRates, is_turn: bool) -> DQNResult:
         """``is_turn``: the target network is replaced after this update."""
         gradient: Any = self.plain_gradient if self.fast is None else self.fast.gradient
@@ -293,19 +289,16 @@ class DQNAgent(ReplayAgent[DQNConfig, DQNRates, DQNResult]):
             own.copy_(other)
 
     def state_dict(self) -> StateDict:
-        state = super().state_dict()
-        own = {"adam": self.adam.state_dict(), "act_generator": self._generator.get_state()}
-        return {name: value for name, value in state.items() if name not in _NOT_SAVED} | own
+        return {**super().state_dict(), "act_generator": self._generator.get_state()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        super().load_state_dict({**state, "adams": {"model": state["adam"]}})
+        if "adam" in state:  # of earlier versions
+            state = {**state, "adams": {"model": state["adam"]}}
+        super().load_state_dict(state)
         self._generator.set_state(state["act_generator"])
 
 
-_NOT_SAVED = ("adams", "act_step", "act_noise")  # one optimiser, and no noise that lasts
-
-
-def _discrete(space: Any) -> Distribution:
+def _discrete(space: gym.Space[Any]) -> Distribution:
     if isinstance(space, spaces.Discrete):
         return Categorical(space)
     if isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary)):

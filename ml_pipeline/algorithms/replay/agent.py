@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 
 from ml_pipeline.algorithms.replay.config import OffPolicyConfig
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
-from ml_pipeline.algorithms.replay.update_noise import UpdateNoise
 from ml_pipeline.policy.acting_noise import ActingNoise
 from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import Obs, PolicyInput, PolicySample, Spaces
@@ -35,11 +35,11 @@ from ml_pipeline.records import StateDict
 from ml_pipeline.seeding import set_generator_state, stream_seed
 from ml_pipeline.training.contracts import RunContext
 
-ConfigT = TypeVar("ConfigT", bound=OffPolicyConfig)
+ConfigT = TypeVar("ConfigT", bound=OffPolicyConfig, covariant=True)
 RatesT = TypeVar("RatesT", bound="tuple[float, ...]")
 # A NamedTuple of metrics, 0-d tensors or numbers. ``finite`` is False if a loss or a gradient was
 # not finite; such a step changes nothing. Prioritised replay reads ``error``, the TD errors [B].
-ResultT = TypeVar("ResultT", bound="tuple[Any, ...]")
+ResultT = TypeVar("ResultT", bound="tuple[Any, ...]", covariant=True)
 
 
 class LearningRate(NamedTuple):
@@ -48,10 +48,30 @@ class LearningRate(NamedTuple):
     learning_rate: float
 
 
+class UpdateNoise:
+    """Standard normal noise of gradient steps, equal for any number of ranks.
+
+    A rank uses its rows of the noise of the whole batch.
+    """
+
+    def __init__(self, generator: torch.Generator, device: torch.device) -> None:
+        self._generator = generator
+        self._device = device
+        self.part: BatchPart | None = None  # None: the batch is whole
+
+    def draw(self, n_rows: int, n_columns: int) -> Tensor:
+        """[n_rows, n_columns], one row for each transition of the batch or of the part."""
+        n_drawn = n_rows if self.part is None else self.part.size
+        shape = (n_drawn, n_columns)
+        noise = torch.randn(shape, generator=self._generator, device=self._device)
+        return noise if self.part is None else noise[self.part.rows]
+
+
 class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
     """A subclass sets ``distribution``, ``adams`` and ``parts`` in its ``__init__``."""
 
     memory_size = 0  # not recurrent
+    turn_every = 1  # updates: every so many have the part that only some have, see ``begin_update``
     draws_in_updates: ClassVar[bool] = False  # whether ``gradient_step`` uses ``update_noise``
     metric_names: ClassVar[dict[str, str]]  # field of the result of an update -> name in the log
 
@@ -86,6 +106,14 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
             raise TypeError(f"{type(self).__name__} needs draws_in_updates = True")
         return UpdateNoise(self.update_generator, self.device)
 
+    @contextmanager
+    def first_weights(self) -> Iterator[None]:
+        """Networks that are made within it begin with the weights of the run's seed."""
+        # Layers draw their first weights from torch's global generator.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(stream_seed(self._seed, "weights"))
+            yield
+
     def new_adam(self, module: nn.Module) -> FlatAdam:
         """The optimiser of a module on its device; a value of ``adams``."""
         norm = self.config.max_grad_norm
@@ -95,13 +123,19 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
             max_grad_norm=math.inf if norm is None else norm,
         )
 
-    def step(self, name: str, loss: Tensor, rates: RatesT) -> Any:
+    def step(self, name: str, loss: Tensor, rates: RatesT) -> bool | Tensor:
         """A gradient step of ``adams[name]`` alone; returns whether all was finite."""
         adam = self.adams[name]
         adam.grad.zero_()
         # Only these parameters: the loss of an actor must not train its critics.
         torch.autograd.backward(loss, inputs=adam.parameters)
-        return adam.quick_step(rates[0], loss.detach())[1]
+        finite: bool | Tensor = adam.quick_step(rates[0], loss.detach())[1]
+        return finite
+
+    def keep(self, name: str, metric: Tensor) -> None:
+        """Let later updates report ``self.kept[name]``; so it must cover the batch of all ranks."""
+        adam = next(iter(self.adams.values()))
+        self.kept[name].copy_(adam.world.weighted(metric.detach(), adam.share))
 
     @abstractmethod
     def outputs(self, inputs: PolicyInput) -> Tensor:
@@ -136,9 +170,9 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
         )
 
     def begin_update(self) -> bool:
-        """Count an update; returns whether it has the part that only some updates have."""
+        """Count an update; returns whether it is the turn of the part that only some have."""
         self.n_updates += 1
-        return True
+        return self.n_updates % self.turn_every == 0
 
     def rates(self, progress: float, learning_rate: float) -> RatesT:
         """The annealed settings at ``progress`` (0 to 1) through the run."""

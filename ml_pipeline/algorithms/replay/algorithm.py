@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from ml_pipeline.algorithms.replay.agent import ReplayAgent
 from ml_pipeline.algorithms.replay.config import OffPolicyConfig
-from ml_pipeline.algorithms.replay.memory import replay_advice
 from ml_pipeline.algorithms.replay.rank_replay import state_of_rank
-from ml_pipeline.algorithms.replay.trainer import OffPolicyTrainer, check_envs
+from ml_pipeline.algorithms.replay.trainer import OffPolicyTrainer
 from ml_pipeline.records import StateDict
-from ml_pipeline.training.contracts import Algorithm, Envs, RunContext
+from ml_pipeline.training.contracts import Actor, Algorithm
 from ml_pipeline.training.old_weights import load_parts
+from ml_pipeline.training.out_of_memory import memory_of, obs_bytes, shown_bytes
+
+_N_FLAGS = 3  # terminated, truncated, episode_start
 
 
 def replay_algorithm(
@@ -22,7 +25,7 @@ def replay_algorithm(
     return Algorithm(
         config,
         agent,
-        make_trainer,
+        OffPolicyTrainer,
         replay_advice,
         start_from,
         trains_on_ranks=True,
@@ -30,13 +33,19 @@ def replay_algorithm(
     )
 
 
-def make_trainer(
-    agent: ReplayAgent[Any, Any, Any], envs: Envs, config: OffPolicyConfig, context: RunContext
-) -> OffPolicyTrainer:
-    check_envs(envs)
-    return OffPolicyTrainer(agent, envs, config, context)
-
-
 def start_from(agent: ReplayAgent[Any, Any, Any], state: StateDict) -> None:
     """Load all that another agent has learnt; optimisers, noise and replay stay new."""
     load_parts(agent, state, ("spaces", *agent.parts))
+
+
+def replay_advice(agent: Actor, config: OffPolicyConfig, n_envs: int, tensor_envs: bool) -> str:
+    """How much memory a replay buffer needs, which stores each frame of a stack once."""
+    distribution, size = agent.distribution, int(config.buffer_size)
+    each = obs_bytes(agent.reader) / config.stacked_frames + 4 + _N_FLAGS  # 4 of the reward
+    each += math.prod(distribution.action_shape) * distribution.action_dtype.itemsize
+    each += distribution.mask_size if agent.masks.are_used else 0
+    return (
+        f"a replay buffer of agent.buffer_size={size} needs about {shown_bytes(size * each)}, "
+        f"{shown_bytes(each)} per transition{memory_of(agent.device)}. Lower agent.buffer_size; "
+        f"lower agent.batch_size={config.batch_size} for smaller updates"
+    )

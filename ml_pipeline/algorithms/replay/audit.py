@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
+from ml_pipeline.algorithms.replay.windows import by_table
 
 _CHUNK = 4_096  # transitions at a time
 
@@ -38,11 +39,11 @@ class ReplayAudit(NamedTuple):
 
 def audit(buffer: ReplayBuffer) -> ReplayAudit:
     """Look at every transition of a buffer whose rows are loaded."""
-    n_envs, size = buffer.n_envs, len(buffer.done)
+    n_envs, size = buffer.n_envs, buffer.size
     first = buffer.first_drawn * n_envs
     numbers = torch.arange(first, buffer.n_written * n_envs, device=buffer.device)
     # How many episodes of its env ended before each transition.
-    done = buffer.done[numbers % size].view(-1, n_envs)
+    done = buffer.tables["done"][numbers % size].view(-1, n_envs)
     ends_before = (done.cumsum(0) - done.long()).flatten()
     newest = (buffer.n_written - 1) % buffer.n_rows
     n_over_head = n_over_end = n_resets = 0
@@ -58,10 +59,10 @@ def audit(buffer: ReplayBuffer) -> ReplayAudit:
         n_resets += _count_resets(buffer, index, last)
     n_outside = 0
     if buffer.tree is not None:
-        outside = torch.ones_like(buffer.done)
+        outside = torch.ones_like(buffer.tables["done"])
         outside[numbers % size] = False
         n_outside = int((buffer.tree.priorities[outside] > 0).sum())
-    terminated = buffer.terminated[numbers % size]
+    terminated = buffer.tables["terminated"][numbers % size]
     return ReplayAudit(
         len(numbers),
         int(terminated.sum()),
@@ -76,15 +77,15 @@ def audit(buffer: ReplayBuffer) -> ReplayAudit:
 
 def _count_resets(buffer: ReplayBuffer, index: Tensor, last: Tensor) -> int:
     """Windows that are truncated at ``last``, and whose next observation is not the final one."""
-    is_cut = buffer.done[last] & ~buffer.terminated[last]
+    is_cut = buffer.tables["done"][last] & ~buffer.tables["terminated"][last]
     index, slot = index[is_cut], buffer.finals.slot_of[last[is_cut]]
     lacks_final = slot < 0
     if not len(index) or not len(buffer.finals):
         return int(lacks_final.sum())
     given = buffer.batch(index, torch.ones_like(index, dtype=torch.float32)).next_inputs.obs
-    leaves = {"": given} if isinstance(given, Tensor) else given
+    seen = by_table({"": given} if isinstance(given, Tensor) else given, None)
     is_reset = lacks_final
-    for name, table in buffer.finals.leaves.items():
-        differs = leaves[name] != table[slot.clamp(min=0)]
+    for name, leaf in seen.items():
+        differs = leaf != buffer.finals.tables[name][slot.clamp(min=0)]
         is_reset = is_reset | differs.flatten(1).any(dim=1)
     return int(is_reset.sum())

@@ -9,27 +9,25 @@ Stacked frames are stored once each; see ``FrameStacks``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
 from ml_pipeline.algorithms.replay.device_rows import DeviceRows
-from ml_pipeline.algorithms.replay.final_observations import FinalObservations
-from ml_pipeline.algorithms.replay.frame_stacks import FrameStacks
 from ml_pipeline.algorithms.replay.priorities import SumTree
-from ml_pipeline.algorithms.replay.windows import Windows
+from ml_pipeline.algorithms.replay.windows import FinalObservations, FrameStacks, Windows, by_table
 from ml_pipeline.policy.distributions import Distribution
 from ml_pipeline.policy.masks import Mask
 from ml_pipeline.policy.observations import ObservationReader
 from ml_pipeline.ranks.batches import BatchPart
 from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.records import StateDict
-from ml_pipeline.training.env_batch import ArrayOrTensor, EnvStep, FinalObservation
+from ml_pipeline.training.env_batch import ArrayOrTensor, EnvStep
 from ml_pipeline.training.graphs import Programs
 
 
@@ -37,7 +35,7 @@ class Sampled(NamedTuple):
     """Transitions that were drawn."""
 
     batch: ReplayBatch
-    index: Any  # for ``prioritise``: an array or a tensor, [B]
+    index: ArrayOrTensor  # [B], for ``prioritise``
     part: BatchPart | None  # of several ranks: what this one has of the batch
 
 
@@ -71,50 +69,57 @@ class ReplayBuffer:
         self.capacity_rows = max(capacity // self.n_all_envs, 1)  # those that are drawn
         # One more for the current observation, and those that complete the oldest stack.
         self.n_rows = self.capacity_rows + stacked_frames
-        self.stacks = FrameStacks(stacked_frames, reader.shapes)
         self.device = device
         self.n_written = 0  # rows since the start of the run
         self.first = 0  # no row before this one can be drawn
         self._exponent = priority_exponent
-        mask_size = distribution.mask_size if has_masks else 0
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        n = self.n_rows * n_envs
+        # What the envs show at each step: one row of these tables, and one final observation.
+        shapes = by_table(reader.shapes, (distribution.mask_size,) if has_masks else None)
         dtypes = {name: _torch_dtype(dtype) for name, dtype in reader.dtypes.items()}
-        self.obs = {
-            name: zeros(n, *self.stacks.stored_shape(name, shape), dtype=dtypes[name])
-            for name, shape in reader.shapes.items()
+        dtypes = by_table(dtypes, torch.bool)
+        self.stacks = FrameStacks(stacked_frames, by_table(reader.shapes, None))
+        stacked = self.stacks.names
+        n = self.size
+        seen = {
+            name: zeros(n, *(shape[1:] if name in stacked else shape), dtype=dtypes[name])
+            for name, shape in shapes.items()
         }
-        self.mask = zeros(n, mask_size, dtype=torch.bool) if mask_size else None
-        self.action = zeros(n, *distribution.action_shape, dtype=distribution.action_dtype)
-        self.reward = zeros(n)
-        self.terminated = zeros(n, dtype=torch.bool)
-        self.done = ~zeros(n, dtype=torch.bool)  # no episode reaches back beyond the first row
         self.finals = FinalObservations(
-            {name: zeros(0, *shape, dtype=dtypes[name]) for name, shape in reader.shapes.items()},
-            None if self.mask is None else self.mask[:0].clone(),
+            {name: zeros(0, *shape, dtype=dtypes[name]) for name, shape in shapes.items()},
             n,
             has_all_slots=on_device,
         )
+        # What a step returns. No episode reaches back beyond the first row.
+        outcome = {
+            "action": zeros(n, *distribution.action_shape, dtype=distribution.action_dtype),
+            "reward": zeros(n),
+            "terminated": zeros(n, dtype=torch.bool),
+            "done": ~zeros(n, dtype=torch.bool),
+            "final": self.finals.slot_of,
+        }
+        self.tables = {**seen, **outcome}
         self.tree = SumTree(world.all_envs(n), device) if priority_exponent > 0 else None
         # Files that hold the transitions: written by ``files``, named in the checkpoint.
         self.segments: list[dict[str, Any]] = []
         self.n_saved = 0  # rows that are in these files
         self._top = zeros() + 1.0  # the largest priority so far, which new transitions get
+        programs = programs or Programs(device)
         self._device_rows: DeviceRows | None = None
         if device.type != "cpu" or on_device:
             self._device_rows = DeviceRows(
-                self._row_tables(),
-                self._next_tables(),
-                programs or Programs(device),
+                outcome,
+                seen,
+                programs,
                 n_envs=n_envs,
                 n_all_envs=self.n_all_envs,
                 n_drawn=self.capacity_rows,
             )
         self.windows = Windows(
-            {**self._row_tables(), **self._next_tables()},
+            self.tables,
             self.finals,
             self.stacks,
             is_single=reader.is_single,
@@ -123,10 +128,10 @@ class ReplayBuffer:
             gamma=gamma,
         )
         self._is_reset = True  # the next ``begin`` starts episodes
-        self._sample: Callable[..., Sampled] = self._plain_sample
-        if device.type == "cuda" and programs is not None and self._batches.can_be_compiled:
+        self._sample = self._plain_sample
+        if device.type == "cuda" and self._batches.can_be_compiled:
 
-            def sample(uniform: Tensor, beta: Any) -> Sampled:
+            def sample(uniform: ArrayOrTensor, beta: float | Tensor) -> Sampled:
                 return self._plain_sample(uniform, beta)
 
             self._sample = programs.compiled(sample, "the batches of replay")
@@ -145,23 +150,36 @@ class ReplayBuffer:
         """The first row that is still needed, counted from the start of the run."""
         return max(self.first_drawn - (self.stacks.n_frames - 1), 0)
 
-    def begin(self, leaves: Mapping[str, Any], mask: Mask | None) -> None:
+    @property
+    def size(self) -> int:
+        """Transitions that the ring holds, of this rank, whether they can be drawn or not."""
+        return self.n_rows * self.n_envs
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row holds, without final observations and priorities."""
+        held = [table.nbytes for name, table in self.tables.items() if name != "final"]
+        return sum(held) // self.n_rows
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of the buffer."""
+        finals = sum(table.nbytes for table in self.finals.tables.values())
+        tree = 0 if self.tree is None else self.tree.n_bytes
+        return self.n_rows * self.row_bytes + self.finals.slot_of.nbytes + finals + tree
+
+    def begin(self, leaves: Mapping[str, ArrayOrTensor], mask: Mask | None) -> None:
         """Store the current observations of all envs: after ``end_episodes`` and a resume."""
-        self._observe(leaves, mask, np.ones(self.n_envs, bool) if self._is_reset else None)
+        start = np.ones(self.n_envs, bool) if self._is_reset else None
+        self._observe(by_table(leaves, mask), start)
         self._is_reset = False
 
-    def _observe(
-        self, leaves: Mapping[str, NDArray[Any]], mask: Mask | None, start: NDArray[Any] | None
-    ) -> None:
-        self.stacks.check(leaves, start)
-        place = self.place(self.n_written)
-        seen = {f"obs {name}": self.stacks.newest(name, leaf) for name, leaf in leaves.items()}
-        if self.mask is not None and mask is not None:
-            seen["mask"] = mask
+    def _observe(self, seen: Mapping[str, ArrayOrTensor], start: NDArray[np.bool_] | None) -> None:
+        self.stacks.check(seen, start)
+        place, on_host = self.place(self.n_written), self.device.type == "cpu"
         for name, values in seen.items():
-            on_host = self.device.type == "cpu"
-            table = self.windows.tables[name]
-            table[place] = values if on_host else torch.as_tensor(values).to(table)
+            newest, table = self.stacks.newest(name, values), self.windows.tables[name]
+            table[place] = newest if on_host else torch.as_tensor(newest).to(table)
 
     def end_episodes(self) -> None:
         """The envs start new episodes: the current observations are final ones."""
@@ -171,12 +189,11 @@ class ReplayBuffer:
             return
         newest, head = self.place(self.n_written - 1), self.place(self.n_written)
         seen = self.windows.observed(torch.arange(head.start, head.stop, device=self.device))
-        current = {name: leaf.cpu().numpy() for name, leaf in seen.items()}
-        for env in torch.nonzero(~self.done[newest]).flatten().tolist():
-            leaves = {name: leaf[env] for name, leaf in current.items()}
-            mask = None if self.mask is None else self.mask[head.start + env].cpu().numpy()
-            self.finals.keep(newest.start + env, FinalObservation(env, leaves, mask))
-        self.done[newest] = True
+        done = self.tables["done"]
+        for env in torch.nonzero(~done[newest]).flatten().tolist():
+            values = {name: each[env] for name, each in seen.items()}
+            self.finals.keep(newest.start + env, values)
+        done[newest] = True
 
     def forget_newest(self) -> None:
         """Drop the newest row, whose successor is not known; its observations are current."""
@@ -205,46 +222,40 @@ class ReplayBuffer:
 
         Call ``count_row`` as well after a step of envs on the device: that is not captured.
         """
-        if step.final_obs is not None:
-            self._insert(action, step, step.final_obs)
-            return
-        place = self.place(self.n_written)
         done = step.terminated | step.truncated
         row = {
             "action": action,
             "reward": step.reward,
             "terminated": step.terminated,
             "done": done,
-            "final": self.finals.replace(place, step.finals),
         }
+        seen = by_table(step.obs, step.mask)
+        if step.final_obs is not None:
+            is_cut = step.truncated & ~step.terminated
+            self._insert({**row, **seen}, is_cut, step.final_obs)
+            return
+        place = self.place(self.n_written)
+        row["final"] = self.finals.replace(place, step.finals)
         self.n_written += 1
-        leaves, mask = step.obs, step.mask
         if self._device_rows is not None:
-            self.stacks.check(leaves, done)
-            seen = {f"obs {name}": self.stacks.newest(name, leaf) for name, leaf in leaves.items()}
-            self._device_rows.write({**row, **seen, **({} if mask is None else {"mask": mask})})
+            self.stacks.check(seen, done)
+            newest = {name: self.stacks.newest(name, values) for name, values in seen.items()}
+            self._device_rows.write({**row, **newest})
         else:
             for name, values in row.items():
                 self.windows.tables[name][place] = values
-            self._observe(leaves, mask, done)
+            self._observe(seen, done)
         if self.tree is not None:
             new, left = self.n_written - 1, self.n_written - 1 - self.capacity_rows
             self._set_priority(new, new + 1, self._top)
             self._set_priority(left, left + 1, 0.0 * self._top)
 
-    def _insert(self, action: Tensor, step: EnvStep, final_obs: Tensor) -> None:
+    def _insert(self, row: dict[str, Tensor], is_cut: Tensor, final_obs: Tensor) -> None:
         """``write`` without a wait for the device."""
         rows = self._on_device()
         here = rows.place()
-        row = {
-            "action": action,
-            "reward": step.reward,
-            "terminated": step.terminated,
-            "done": step.terminated | step.truncated,
-            "final": torch.where(step.truncated & ~step.terminated, here, -1),
-        }
-        self.finals.leaves[""].index_copy_(0, here, final_obs)
-        rows.insert({**row, "obs ": step.obs[""]})
+        self.finals.tables["obs "].index_copy_(0, here, final_obs)
+        rows.insert({**row, "final": torch.where(is_cut, here, -1)})
         if self.tree is not None:
             n_envs = self.n_all_envs  # every rank has the priorities of all
             self.tree.set(rows.places_of_all(before=1), self._top.expand(n_envs))
@@ -281,24 +292,26 @@ class ReplayBuffer:
         start = (row % self.n_rows) * self.n_envs
         return slice(start, start + self.n_envs)
 
-    def sample(self, uniform: Any, *, beta: Any = 1.0) -> Sampled:
+    def sample(self, uniform: ArrayOrTensor, *, beta: float | Tensor = 1.0) -> Sampled:
         """Transitions for uniform numbers [B] in [0, 1).
 
         All are tensors, or arrays if ``uniform`` is an array, which is faster on the CPU.
         """
         return self._sample(uniform, beta)
 
-    def _plain_sample(self, uniform: Any, beta: Any) -> Sampled:
+    def _plain_sample(self, uniform: ArrayOrTensor, beta: float | Tensor) -> Sampled:
         index, weight = self.draw(uniform, beta=beta)
         part, own = self._batches.part(index)
         weight = weight if part is None else weight[part.rows]
         return Sampled(self.batch(own, weight), index, part)
 
-    def draw(self, uniform: Any, *, beta: Any = 1.0) -> tuple[Any, Any]:
+    def draw(
+        self, uniform: ArrayOrTensor, *, beta: float | Tensor = 1.0
+    ) -> tuple[ArrayOrTensor, ArrayOrTensor]:
         """Indices [B] into the envs of all ranks, row by row, and the importance weights."""
         n_valid, first, _ = self._counts()
-        index: Any
-        weight: Any
+        index: ArrayOrTensor
+        weight: ArrayOrTensor
         is_array = isinstance(uniform, np.ndarray)
         if self.tree is not None:
             index = self.tree.draw(torch.as_tensor(uniform))
@@ -315,7 +328,7 @@ class ReplayBuffer:
             weight = np.ones_like(uniform) if is_array else torch.ones_like(uniform)
         return index, weight
 
-    def _counts(self) -> tuple[Any, Any, Any]:
+    def _counts(self) -> Sequence[int | Tensor]:
         """Transitions that can be drawn, index of the first, newest row; tensors on a device."""
         if self.device.type != "cpu":
             n_valid, first, newest = self._on_device().counts
@@ -323,11 +336,11 @@ class ReplayBuffer:
         first_row, newest_row = self.first_drawn % self.n_rows, (self.n_written - 1) % self.n_rows
         return len(self), first_row * self.n_all_envs, newest_row
 
-    def batch(self, index: Any, weight: Any) -> ReplayBatch:
+    def batch(self, index: ArrayOrTensor, weight: ArrayOrTensor) -> ReplayBatch:
         """The windows of n steps that begin at ``index``."""
         return self.windows.batch(index, weight, self._counts()[2])
 
-    def prioritise(self, index: Any, error: Any) -> None:
+    def prioritise(self, index: ArrayOrTensor, error: ArrayOrTensor) -> None:
         """Set priorities by the absolute TD error, [B]; without prioritised replay does nothing."""
         if self.tree is None:
             return
@@ -335,15 +348,6 @@ class ReplayBuffer:
         # The same transition may be drawn twice; its errors are equal, so any of them will do.
         self.tree.set(torch.as_tensor(index), priority)
         self._top.copy_(torch.maximum(self._top, priority.max()))
-
-    def _row_tables(self) -> dict[str, Tensor]:
-        """What a step completes; the tables of observations and masks hold what follows it."""
-        names = ("action", "reward", "terminated", "done")
-        return {**{name: getattr(self, name) for name in names}, "final": self.finals.slot_of}
-
-    def _next_tables(self) -> dict[str, Tensor]:
-        seen = {f"obs {name}": leaf for name, leaf in self.obs.items()}
-        return seen if self.mask is None else {**seen, "mask": self.mask}
 
     def state_dict(self) -> StateDict:
         """The counters and priorities; ``files`` saves the transitions."""
@@ -373,5 +377,5 @@ class ReplayBuffer:
             self._set_priority(self.first_drawn, self.n_written, self._top)
 
 
-def _torch_dtype(dtype: Any) -> torch.dtype:
+def _torch_dtype(dtype: DTypeLike) -> torch.dtype:
     return torch.from_numpy(np.zeros(0, dtype)).dtype

@@ -7,12 +7,11 @@ and for everything that samples from the buffer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from ml_pipeline.training.env_batch import ArrayOrTensor
 from ml_pipeline.training.graphs import Programs
 
 
@@ -64,7 +63,7 @@ class DeviceRows:
         row: Tensor = (self._written - before) % self._n_rows
         return row * self._n_all_envs + self._offsets_of_all
 
-    def write(self, values: Mapping[str, NDArray[Any]]) -> None:
+    def write(self, values: Mapping[str, ArrayOrTensor]) -> None:
         """Insert arrays of the host.
 
         The caller must wait for the device before the next call, as it does to read its actions.

@@ -10,9 +10,11 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
 from ml_pipeline.algorithms.replay.rank_replay import own_rows
-from ml_pipeline.algorithms.replay.rows import load_rows, row_bytes, rows_of
 from ml_pipeline.errors import UserError
 from ml_pipeline.records import StateDict
 from ml_pipeline.training.contracts import FileStore
@@ -24,7 +26,7 @@ def write_replay(files: FileStore, buffer: ReplayBuffer) -> None:
     """Write the rows that are not in a file yet, and name the files in the buffer's state."""
     first, last = max(buffer.n_saved, buffer.oldest), buffer.n_written
     buffer.segments = [each for each in buffer.segments if each["last"] > buffer.oldest]
-    n_rows = max(_FILE_BYTES // row_bytes(buffer), 1)
+    n_rows = max(_FILE_BYTES // buffer.row_bytes, 1)
     for start in range(first, last, n_rows):
         _write(files, buffer, start, min(start + n_rows, last))
 
@@ -77,3 +79,54 @@ def replay_names(state: StateDict) -> set[str]:
     """The files that a checkpoint needs, of all ranks."""
     parts = [state, *state.get("ranks", [])]
     return {segment["name"] for part in parts for segment in part["replay"]["segments"]}
+
+
+def rows_of(buffer: ReplayBuffer, first: int, last: int) -> dict[str, Tensor]:
+    """The rows from ``first`` to ``last``, counted from the start of the run, on the CPU."""
+    spans = _spans(buffer, first, last)
+    rows = {
+        name: torch.cat([table[span] for span in spans]) for name, table in buffer.tables.items()
+    }
+    slot = rows.pop("final")
+    has_final = torch.nonzero(slot >= 0).flatten()
+    rows["final_at"] = has_final
+    for name, finals in buffer.finals.tables.items():
+        rows[f"final {name}"] = finals[slot[has_final]]
+    return {name: values.cpu() for name, values in rows.items()}
+
+
+def load_rows(buffer: ReplayBuffer, first: int, last: int, rows: Mapping[str, Tensor]) -> None:
+    """Put rows back; those that are no longer in the ring are ignored."""
+    _check(buffer, rows, last - first)
+    skipped = max(buffer.oldest - first, 0) * buffer.n_envs
+    read = skipped
+    for span in _spans(buffer, max(first, buffer.oldest), last):
+        part = slice(read, read + span.stop - span.start)
+        for name, table in buffer.tables.items():
+            if name != "final":
+                table[span] = rows[name][part].to(buffer.device)
+        buffer.finals.release(span)
+        buffer.finals.slot_of[span] = -1
+        read = part.stop
+    for number, at in enumerate(rows["final_at"].tolist()):
+        if at >= skipped:
+            place = (first * buffer.n_envs + at) % buffer.size
+            values = {name: rows[f"final {name}"][number] for name in buffer.finals.tables}
+            buffer.finals.keep(place, values)
+
+
+def _spans(buffer: ReplayBuffer, first: int, last: int) -> list[slice]:
+    """The rows from ``first`` to ``last`` as slices: two if they pass the end of the ring."""
+    start, size = buffer.place(first).start, buffer.size
+    stop = start + max(last - first, 0) * buffer.n_envs
+    return [slice(start, min(stop, size)), slice(0, max(stop - size, 0))]
+
+
+def _check(buffer: ReplayBuffer, rows: Mapping[str, Tensor], n_rows: int) -> None:
+    if len(rows["reward"]) != n_rows * buffer.n_envs:
+        n_envs = len(rows["reward"]) // n_rows
+        raise ValueError(f"n_envs={buffer.n_envs}: the replay files have {n_envs} envs")
+    for name, table in buffer.tables.items():
+        if name != "final" and (name not in rows or rows[name].shape[1:] != table.shape[1:]):
+            key = f"agent.stacked_frames={buffer.stacks.n_frames}"
+            raise ValueError(f"{key}: {name!r} has another shape in the replay files")

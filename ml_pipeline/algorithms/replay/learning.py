@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ml_pipeline.algorithms.replay.agent import ReplayAgent
+from ml_pipeline.algorithms.replay.agent import RatesT, ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
+from ml_pipeline.algorithms.replay.config import OffPolicyConfig
 from ml_pipeline.ranks.world import ALONE, World
-from ml_pipeline.records import Metrics
+from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import set_generator_state
 from ml_pipeline.training.checks import TrainingError
+from ml_pipeline.training.env_batch import ArrayOrTensor
 from ml_pipeline.training.graphs import Programs, send
 
 _NOT_FINITE = (
@@ -36,7 +38,7 @@ class ReplayLearning:
 
     def __init__(
         self,
-        agent: ReplayAgent[Any, Any, Any],
+        agent: ReplayAgent[OffPolicyConfig, Any, Any],
         replay: ReplayBuffer,
         programs: Programs,
         *,
@@ -57,35 +59,37 @@ class ReplayLearning:
         self._names = agent.metric_names
         self._on_host = replay.device.type == "cpu"
         self._rates: Any = None
-        self._uniform: Any = None  # [n_updates, B] in host memory, for the updates of an iteration
+        self._rate_place: Tensor | None = None  # of the rates on a device
+        self._uniform: ArrayOrTensor = None  # [n_updates, B], of an iteration on the host
         self._n_results = 0
         self._sums = [0.0] * (len(self._names) + 1)  # the last one: steps that were finite
         self._device_sums = torch.zeros(len(self._sums), device=replay.device)
         self._add_to = programs.compiled(_add_to, "the metrics of an update")
         self._captured: dict[tuple[bool, int, int], Callable[[], None]] = {}
 
-    def begin(self, rates: Any, n_updates: int) -> Any:
+    def begin(self, rates: RatesT, n_updates: int) -> RatesT:
         """Prepare for up to ``n_updates``; returns the rates as the agent must read them."""
-        if self._n_results:  # of an iteration that was interrupted
-            self._n_results, self._sums = 0, [0.0] * len(self._sums)
-            self._device_sums.zero_()
+        self._n_results, self._sums = 0, [0.0] * len(self._sums)
         if self._on_host:
             self._rates = rates
             uniform = torch.rand(n_updates, self._batch_size, generator=self._generator)
             self._uniform = uniform.numpy() if self._agent.takes_arrays else uniform
-        else:
-            if self._rates is None:
-                place = torch.zeros(len(rates), device=self._replay.device)
-                self._rates = type(rates)(*place.unbind())
-                self._rate_place = place
-            send(torch.tensor(rates), self._rate_place)
-        return self._rates
+            return rates
+        self._device_sums.zero_()
+        if self._rate_place is None:
+            self._rate_place = torch.zeros(len(rates), device=self._replay.device)
+            self._rates = type(rates)(*self._rate_place.unbind())
+        send(torch.tensor(rates), self._rate_place)
+        place: RatesT = self._rates
+        return place
 
     def run(self, n_updates: int) -> None:
         if self._on_host:
             for _ in range(n_updates):
                 is_turn = self._agent.begin_update()
-                self._add(self._update(is_turn, self._uniform[self._n_results]))
+                report = self._update(is_turn, self._uniform[self._n_results])
+                for place, value in enumerate(report):
+                    self._sums[place] += float(value)
                 self._n_results += 1
         else:
             for done in range(0, n_updates, _IN_A_GRAPH):
@@ -111,15 +115,14 @@ class ReplayLearning:
                 shape, device = (self._batch_size,), self._replay.device
                 for _ in range(n_updates):
                     uniform = torch.rand(shape, generator=self._generator, device=device)
-                    result = self._update(is_turn, uniform)
-                    report = [*(getattr(result, name) for name in self._names), result.finite]
-                    self._add_to(self._device_sums, report)
+                    self._add_to(self._device_sums, self._update(is_turn, uniform))
 
             generators = self._generator, self._agent.update_generator
             self._captured[key] = self._programs.captured(updates, "the update", generators)
         return self._captured[key]
 
-    def _update(self, is_turn: bool, uniform: Any) -> Any:
+    def _update(self, is_turn: bool, uniform: ArrayOrTensor) -> list[Any]:
+        """One gradient step; returns its metrics, and whether all was finite."""
         replay, rates = self._replay, self._rates
         batch, index, part = replay.sample(uniform, beta=getattr(rates, "beta", 1.0))
         if part is not None:
@@ -127,29 +130,21 @@ class ReplayLearning:
         result = self._agent.gradient_step(batch, rates, is_turn)
         if replay.tree is not None:
             replay.prioritise(index, self._batches.errors(result.error, part))
-        if part is None:
-            return result
-        # The sum over ranks is the mean over the batch.
-        return result._replace(**{name: part.share * getattr(result, name) for name in self._names})
-
-    def _add(self, result: Any) -> None:
-        for place, name in enumerate(self._names):
-            self._sums[place] += float(getattr(result, name))
-        self._sums[-1] += float(result.finite)
+        report = [getattr(result, name) for name in self._names]
+        if part is not None:  # the sum over ranks is the mean over the batch
+            report = [part.share * each for each in report]
+        return [*report, result.finite]
 
     def means(self) -> Metrics:
-        """The mean of each metric since the last call; waits for the device.
+        """The mean of each metric since ``begin``; waits for the device.
 
         Raises if the ranks have learnt different things.
         """
         self._world.check_equal(self._agent.learnt, "the weights")
-        n, self._n_results = self._n_results, 0
+        n = self._n_results
+        total = self._device_sums
         if self._on_host:
             total = torch.tensor(self._sums, dtype=torch.float64)
-            self._sums = [0.0] * len(self._sums)
-        else:
-            total = self._device_sums.clone()
-            self._device_sums.zero_()
         *sums, _ = self._world.sum(total.clone()).tolist()
         n_finite = float(total[-1])  # equal on all ranks
         if not n:
@@ -158,10 +153,10 @@ class ReplayLearning:
             raise TrainingError(_NOT_FINITE)
         return {self._names[name]: each / n for name, each in zip(self._names, sums, strict=True)}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"n_updates": self.n_updates, "draw_generator": self._generator.get_state()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.n_updates = state["n_updates"]
         set_generator_state(self._generator, state["draw_generator"])
 

@@ -14,6 +14,7 @@ from ml_pipeline.policy.actor_critic import policy_outputs
 from ml_pipeline.policy.contracts import NetworkBuilder, Obs
 from ml_pipeline.policy.distributions import Distribution
 from ml_pipeline.policy.networks import MLP, out_features
+from ml_pipeline.policy.recurrent import refuse_recurrent
 
 
 class Actor(nn.Module):
@@ -21,7 +22,7 @@ class Actor(nn.Module):
 
     def __init__(self, trunk: nn.Module, distribution: Distribution) -> None:
         super().__init__()
-        self.trunk = trunk
+        self.trunk = refuse_recurrent(trunk)
         self.head = nn.Linear(out_features(trunk), distribution.n_outputs)
         self.distribution = distribution
 
@@ -44,8 +45,7 @@ class Critic(nn.Module):
         self.mixer: MLP | None = None
         if isinstance(observation_space, spaces.Box) and len(shape or ()) == 1:
             size = int(np.prod(shape or ())) + n_actions
-            joint: Any = spaces.Box(-np.inf, np.inf, (size,))
-            self.trunk = build_network(joint)
+            self.trunk = build_network(spaces.Box(-np.inf, np.inf, (size,)))
         else:
             self.trunk = build_network(observation_space)
             joint = spaces.Box(-np.inf, np.inf, (out_features(self.trunk) + n_actions,))
@@ -81,6 +81,22 @@ class DiscreteCritic(nn.Module):
 class Critics(nn.ModuleList):
     """Two critics; their minimum is less optimistic than either."""
 
-    def forward(self, *inputs: Any) -> Tensor:
+    def forward(self, *inputs: Obs) -> Tensor:
         """[2, B], or [2, B, n_actions] for discrete actions."""
         return torch.stack([critic(*inputs) for critic in self])
+
+
+def add_layer_norm(critics: Critics) -> None:
+    """Normalise the output of every linear layer except the heads, which give the values."""
+    for critic in critics:
+        for name, part in critic.named_children():
+            if name != "head":
+                _normalise_linear_layers(part)
+
+
+def _normalise_linear_layers(module: nn.Module) -> None:
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(module, name, nn.Sequential(child, nn.LayerNorm(child.out_features)))
+        else:
+            _normalise_linear_layers(child)

@@ -1,36 +1,50 @@
-"""OffPolicyTrainer: one iteration of DQN or SAC. The agent learns from replay while envs step."""
+"""OffPolicyTrainer: one iteration of DQN or SAC. The agent learns from replay while envs step.
+
+For a tensor env, acting, the step of all envs and the write of the row are captured as one graph,
+if graphs are enabled.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from gymnasium.vector import VectorEnv
+from torch import Tensor
 
-from ml_pipeline.algorithms.replay.agent import ReplayAgent
+from ml_pipeline.algorithms.replay.agent import RatesT, ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.collect import ReplaySteps
 from ml_pipeline.algorithms.replay.config import OffPolicyConfig
 from ml_pipeline.algorithms.replay.files import read_replay, replay_names, write_replay
 from ml_pipeline.algorithms.replay.learning import ReplayLearning
-from ml_pipeline.envs.episode_stats import EpisodeWindow
+from ml_pipeline.envs.episode_stats import Episode, EpisodeWindow
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
-from ml_pipeline.training.checks import TrainingError
 from ml_pipeline.training.contracts import Envs, FileStore, RunContext
+from ml_pipeline.training.device_envs import DeviceEnvs
+from ml_pipeline.training.env_batch import (
+    ArrayOrTensor,
+    Choose,
+    EnvBatch,
+    restore_positions,
+    saved_positions,
+)
+from ml_pipeline.training.host_envs import FiniteCheck, HostEnvs
 from ml_pipeline.training.schedules import annealed
 
 
-class OffPolicyTrainer:
+class OffPolicyTrainer(Generic[RatesT]):
     """Trains ``agent`` in one vector env; on several ranks in one each."""
 
     def __init__(
         self,
-        agent: ReplayAgent[Any, Any, Any],
+        agent: ReplayAgent[OffPolicyConfig, RatesT, Any],
         envs: Envs,
         config: OffPolicyConfig,
         context: RunContext,
@@ -42,10 +56,11 @@ class OffPolicyTrainer:
         self.world = context.world
         self.progress = 0.0  # through the run, for the schedules
         self.episodes = EpisodeWindow()
-        is_tensor = isinstance(envs.parts[0], TorchVectorEnv)
+        (env,) = envs.parts
+        is_tensor = isinstance(env, TorchVectorEnv)
         self.replay = ReplayBuffer(
             int(config.buffer_size),
-            envs.parts[0].num_envs,
+            env.num_envs,
             agent.reader,
             agent.distribution,
             n_step=config.n_step,
@@ -58,7 +73,20 @@ class OffPolicyTrainer:
             on_device=is_tensor,
             world=context.world,
         )
-        self._steps = ReplaySteps(agent, envs, self.replay, context.programs)
+        self._check = FiniteCheck(enabled=True)
+        self._batch: EnvBatch
+        if isinstance(env, TorchVectorEnv):
+            self._batch = DeviceEnvs(env, seed=envs.first_seed, programs=context.programs)
+        else:
+            self._batch = HostEnvs(
+                env,
+                first=0,
+                seed=envs.first_seed,
+                check=self._check,
+                infos_have_episodes=envs.infos_have_episodes,
+                in_background=True,
+                programs=context.programs,
+            )
         self._learning = ReplayLearning(
             agent,
             self.replay,
@@ -67,12 +95,20 @@ class OffPolicyTrainer:
             seed=stream_seed(context.seed, "minibatches"),
             world=context.world,
         )
-        self._noise = torch.Generator().manual_seed(stream_seed(context.seed, "actions"))
-        self._is_complete = True  # no iteration is half done
+        self._generator = torch.Generator().manual_seed(stream_seed(context.seed, "actions"))
+        self._is_under_way = False  # an iteration; still true after an interrupt
+        self._rates = agent.rates(0.0, config.learning_rate)
+        self._noise: ArrayOrTensor = None  # of a step of tensor envs, always in the same place
+        self._action: ArrayOrTensor = None
+        self._episodes: list[Episode] = []
+        self._device_step: dict[Choose, Callable[[], None]] = {
+            choose: context.programs.captured(partial(self._step, choose), "a step with replay")
+            for choose in (self._explore, self._explore_at_random)
+        }
 
     @property
     def envs(self) -> list[VectorEnv[Any, Any, Any]]:
-        return [self._steps.env]
+        return [self._batch.env]
 
     @property
     def iteration_steps(self) -> int:
@@ -91,24 +127,23 @@ class OffPolicyTrainer:
         hold()  # the agent learns from the first step on, so the iteration cannot be undone
         start, n_before = time.perf_counter(), self.n_updates
         learn_seconds = 0.0
-        self._is_complete = False
-        config, steps, learning = self.config, self._steps, self._learning
+        self._begin()
+        config, learning = self.config, self._learning
         learning_rate = annealed(config.learning_rate, config.learning_rate_schedule, self.progress)
         rates = self.agent.rates(self.progress, learning_rate)
         n_steps = config.iteration_length
-        noise = self.agent.draw_noise(n_steps, self.replay.n_all_envs, self._noise)
-        noise = noise[:, self.world.envs(self.replay.n_envs)]
         due = self._updates_due(n_steps)
-        steps.begin(learning.begin(rates, sum(due)), noise)
+        self._rates = learning.begin(rates, sum(due))
+        noise = self._draw_noise(n_steps)
         for t in range(n_steps):
-            steps.send(t, is_random=self._env_steps < config.learning_starts)
+            self._act(noise[self.agent.distribution.noise_row(t)])
             learn_start = time.perf_counter()
             if len(self.replay):
                 learning.run(due[t])  # while the envs step
             learn_seconds += time.perf_counter() - learn_start
-            steps.receive(t)
-        episodes = self.world.joined(steps.end(n_steps))
-        self._is_complete = True
+            if self._batch.on_host:
+                self._store(t)
+        episodes = self.world.joined(self._end(n_steps))
         means = learning.means()
         seconds = time.perf_counter() - start
         return {
@@ -122,6 +157,71 @@ class OffPolicyTrainer:
             "time/updates_per_second": (self.n_updates - n_before) / seconds,
             "time/collect_seconds": seconds - learn_seconds,
         }
+
+    def _draw_noise(self, n_steps: int) -> ArrayOrTensor:
+        """The noise of this rank's envs: that of all ranks does not depend on their number."""
+        noise = self.agent.draw_noise(n_steps, self.replay.n_all_envs, self._generator)
+        own = noise[:, self.world.envs(self.replay.n_envs)]
+        return own.numpy() if self.agent.takes_arrays and self._batch.on_host else own
+
+    def _begin(self) -> None:
+        """Reset the envs if they have not started."""
+        was_interrupted, self._is_under_way = self._is_under_way, True
+        if was_interrupted:
+            self._batch.abandon()
+        # After an interrupt the envs are a step ahead of the buffer, or start again.
+        if self._batch.begin(self.agent) or was_interrupted:
+            self.replay.end_episodes()
+            self.replay.begin(*self._batch.seen())
+
+    def _act(self, noise: ArrayOrTensor) -> None:
+        """Choose actions. Envs of the host step until ``_store``; tensor envs make a whole step."""
+        is_random = self._env_steps < self.config.learning_starts
+        choose = self._explore_at_random if is_random else self._explore
+        if self._batch.on_host:
+            self._action = self._batch.act(self.agent, choose, noise)
+            return
+        if self._noise is None:
+            self._noise = torch.empty_like(noise)
+        self._noise.copy_(noise)
+        self._device_step[choose]()
+        self.replay.count_row()
+
+    def _explore(self, inputs: PolicyInput, noise: Tensor, out: None = None) -> PolicySample:
+        return self.agent.explore(inputs, noise, self._rates, is_random=False)
+
+    def _explore_at_random(
+        self, inputs: PolicyInput, noise: Tensor, out: None = None
+    ) -> PolicySample:
+        return self.agent.explore(inputs, noise, self._rates, is_random=True)
+
+    @torch.no_grad()
+    def _step(self, choose: Choose) -> None:
+        """A step of tensor envs, on their device."""
+        self._batch.show()
+        self._action = self._batch.act(self.agent, choose, self._noise)
+        self._store(0)
+        self._batch.end()
+
+    def _store(self, t: int) -> None:
+        """Wait for the envs, and write the results of step ``t`` of the iteration."""
+        agent, batch = self.agent, self._batch
+        step = batch.receive(agent, t)
+        if step is None:
+            raise RuntimeError("the envs returned no step")
+        self.replay.write(self._action, step)
+        self._episodes += step.episodes
+        if agent.config.normalize_obs:
+            on_host = batch.on_host
+            obs = agent.reader.to_tensors(step.obs, agent.device) if on_host else step.obs[""]
+            agent.learn_moments(obs)
+
+    def _end(self, n_steps: int) -> list[Episode]:
+        """The episodes that ended in this iteration."""
+        self._is_under_way = False
+        self._check.n_steps += n_steps
+        episodes, self._episodes = self._episodes, []
+        return episodes + self._batch.ended_episodes()
 
     def _updates_due(self, n_steps: int) -> list[int]:
         """Updates during each of the next steps; the env steps before it make them due.
@@ -152,21 +252,23 @@ class OffPolicyTrainer:
         return replay_names(state)
 
     def env_snapshots(self) -> list[bytes] | None:
-        """All envs as bytes; None during an iteration."""
-        return list(self._steps.snapshots()) if self._is_complete else None
+        """All envs as bytes; None during an iteration, empty for tensor envs."""
+        return None if self._is_under_way else self._batch.snapshots()
 
     def resume_episodes(self, state: StateDict, snapshots: Sequence[bytes]) -> None:
         """Let the envs continue where they were when ``state`` was saved."""
-        self._steps.resume_at(state["positions"], snapshots)
+        restore_positions([self._batch], state["positions"], snapshots, self.agent)
+        self._is_under_way = False
+        self.replay.begin(*self._batch.seen())
 
     def state_dict(self) -> StateDict:
         return {
             "agent": self.agent.state_dict(),
             "replay": self.replay.state_dict(),
             **self._learning.state_dict(),
-            **self._steps.state_dict(),
-            "noise_generator": self._noise.get_state(),
-            "positions": self._steps.position() if self._is_complete else None,
+            "n_steps": self._check.n_steps,
+            "noise_generator": self._generator.get_state(),
+            "positions": None if self._is_under_way else saved_positions([self._batch]),
             **self.episodes.state_dict(),
         }
 
@@ -182,9 +284,9 @@ class OffPolicyTrainer:
         self.agent.load_state_dict(state["agent"])
         load_position(self.replay, state)
         self._learning.load_state_dict(state)
-        self._noise.set_state(state["noise_generator"])
+        self._generator.set_state(state["noise_generator"])
         self.episodes.load_state_dict(state)
-        self._steps.load_state_dict(state)
+        self._check.n_steps = state["n_steps"]
 
 
 def load_position(replay: ReplayBuffer, state: StateDict) -> None:
@@ -199,9 +301,3 @@ def load_position(replay: ReplayBuffer, state: StateDict) -> None:
         leaves = {name: leaf.numpy() for name, leaf in positions[0]["leaves"].items()}
         mask = positions[0]["mask"]
         replay.begin(leaves, None if mask is None else mask.numpy())
-
-
-def check_envs(envs: Envs) -> None:
-    """Refuse envs that replay does not support."""
-    if len(envs.parts) > 1:
-        raise TrainingError("collector=double: replay learns while envs step; use collector=sync")

@@ -6,28 +6,26 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ml_pipeline.algorithms.replay.agent import LearningRate, ReplayAgent
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
-from ml_pipeline.algorithms.replay.networks import Actor, Critics
+from ml_pipeline.algorithms.replay.networks import Actor, Critics, add_layer_norm
 from ml_pipeline.algorithms.sac.config import SACConfig
 from ml_pipeline.algorithms.sac.fast.mlp_sac import MIRRORED, MlpBatch, MlpSAC
-from ml_pipeline.algorithms.sac.networks import Temperature, add_layer_norm
 from ml_pipeline.algorithms.sac.soft_actions import SoftValue, soft_actions
 from ml_pipeline.mirrors import why_not
 from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, PolicySample, Spaces
 from ml_pipeline.policy.networks import out_features
 from ml_pipeline.policy.optimiser import flat_parameters
-from ml_pipeline.policy.recurrent import refuse_recurrent
 from ml_pipeline.ranks.world import World
 from ml_pipeline.records import StateDict
-from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.contracts import RunContext
 
 
@@ -39,7 +37,7 @@ class SACResult(NamedTuple):
     q: Tensor  # mean value of the actions in the batch
     entropy: Tensor  # of the actor; for a Box, the mean -log_prob of new actions
     temperature: Tensor
-    finite: Any  # False if a loss or a gradient was not finite; such a step changes nothing
+    finite: bool | Tensor  # False: a loss or gradient was not finite, and nothing changed
 
 
 def critic_loss(values: Tensor, target: Tensor, weight: Tensor) -> Tensor:
@@ -57,6 +55,17 @@ def soft_target(
 ) -> Tensor:
     """What the critics should predict, [B]; ``following`` is the state after the window."""
     return reward + discount * (following.value - temperature * following.log_prob)
+
+
+class Temperature(nn.Module):
+    """The weight of the entropy, as its logarithm."""
+
+    def __init__(self, initial: float) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.tensor(math.log(initial) if initial > 0 else -math.inf))
+
+    def forward(self) -> Tensor:
+        return self.log.exp()
 
 
 class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
@@ -79,11 +88,10 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
         context: RunContext,
     ) -> None:
         super().__init__(env_spaces, config, context)
+        self.turn_every = config.policy_delay
         space = self.preprocess.space
-        # Layers draw their first weights from torch's global generator, so seed it here.
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(stream_seed(context.seed, "weights"))
-            trunk = refuse_recurrent(build_network(space))
+        with self.first_weights():
+            trunk = build_network(space)
             self.actions = soft_actions(env_spaces.action, out_features(trunk), config)
             actor = Actor(trunk, self.actions.distribution)
             critics = Critics([self.actions.new_critic(space, build_network) for _ in range(2)])
@@ -102,10 +110,11 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
             "temperature": self.new_adam(self.temperature),
         }
         self.target_values = flat_parameters(self.targets)
-        self.last_actor = torch.zeros(2, device=self.device)  # loss and entropy
+        self.kept = {"last_actor": torch.zeros(2, device=self.device)}  # loss and entropy
         self.fast: MlpSAC | None = None
         if config.fast == "auto" and MlpSAC.covers(self.actor, self.critics, self.preprocess):
-            parts = self.actor, self.critics, self.adams, self.target_values, self.last_actor
+            last_actor = self.kept["last_actor"]
+            parts = self.actor, self.critics, self.adams, self.target_values, last_actor
             target = cast("float", self.target_entropy(None))
             self.fast = MlpSAC(*parts, config, context.programs, target_entropy=target)
         self.leave_changed_fast()
@@ -133,11 +142,6 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
     def greedy(self) -> GreedyPolicy:
         return self.policy_of(self.actor.trunk, self.actor.head)
 
-    def begin_update(self) -> bool:
-        """Count an update; returns whether it is the turn of actor and temperature."""
-        self.n_updates += 1
-        return self.n_updates % self.config.policy_delay == 0
-
     def gradient_step(self, batch: ReplayBatch, rates: LearningRate, is_turn: bool) -> SACResult:
         """``is_turn``: actor and temperature learn too."""
         step = self.plain_step if self.fast is None else self._fast_step
@@ -153,7 +157,7 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
         if trains_actor:
             finite = self._update_actor(obs, mask, rates) & finite
         self.target_values.lerp_(self.adams["critics"].values, self.config.tau)
-        actor, entropy = self.last_actor.clone()
+        actor, entropy = self.kept["last_actor"].clone()
         alpha = self.temperature().detach()
         return SACResult(loss.detach(), actor, values.detach().mean(), entropy, alpha, finite)
 
@@ -191,7 +195,7 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
     def _soft_value(self, critics: Critics, obs: Obs, mask: Tensor | None) -> SoftValue:
         return self.actions.soft_value(critics, obs, self.actor(obs, mask), self.update_noise)
 
-    def _update_actor(self, obs: Obs, mask: Tensor | None, rates: LearningRate) -> Any:
+    def _update_actor(self, obs: Obs, mask: Tensor | None, rates: LearningRate) -> bool | Tensor:
         soft = self._soft_value(self.critics, obs, mask)
         loss = actor_loss(soft, self.temperature().detach())
         finite = self.step("actor", loss, rates)
@@ -200,13 +204,8 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
             # Below the target entropy, the temperature rises.
             gap = self.temperature.log * (entropy - self.target_entropy(mask))
             finite = self.step("temperature", gap, rates) & finite
-        self._keep_report(loss.detach(), entropy)
+        self.keep("last_actor", torch.stack([loss.detach(), entropy]))
         return finite
-
-    def _keep_report(self, loss: Tensor, entropy: Tensor) -> None:
-        """Later updates without the actor report these, so they must cover all ranks."""
-        adam = self.adams["actor"]
-        self.last_actor.copy_(adam.world.weighted(torch.stack([loss, entropy]), adam.share))
 
     def target_entropy(self, mask: Tensor | None) -> float | Tensor:
         """The entropy that a learned temperature aims for; ``mask`` [B, n] of discrete actions."""
@@ -218,12 +217,7 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
         if self.device.type != "cpu":
             self.fast = None  # its compiled step cannot average gradients
 
-    def learnt(self) -> list[Tensor]:
-        return [*super().learnt(), self.last_actor]
-
-    def state_dict(self) -> StateDict:
-        return {**super().state_dict(), "last_actor": list(self.last_actor.clone())}
-
     def load_state_dict(self, state: StateDict) -> None:
+        if "last_actor" in state:  # of earlier versions
+            state = {**state, "kept": {"last_actor": torch.stack(state["last_actor"])}}
         super().load_state_dict(state)
-        self.last_actor.copy_(torch.stack(state["last_actor"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from gymnasium import spaces
@@ -19,8 +19,6 @@ from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import NetworkBuilder, PolicyInput, PolicySample, Spaces
 from ml_pipeline.policy.distributions import ActionSpaceError, ScaledBox
 from ml_pipeline.policy.optimiser import flat_parameters
-from ml_pipeline.policy.recurrent import refuse_recurrent
-from ml_pipeline.seeding import stream_seed
 from ml_pipeline.training.contracts import RunContext
 
 
@@ -51,7 +49,7 @@ class TD3Result(NamedTuple):
     critic_loss: Tensor
     actor_loss: Tensor  # of the last update of the actor
     q: Tensor  # mean value of the actions in the batch
-    finite: Any
+    finite: bool | Tensor
 
 
 class NoisyTanh(ScaledBox):
@@ -88,14 +86,13 @@ class TD3Agent(ReplayAgent[TD3Config, LearningRate, TD3Result]):
         self, env: Spaces, build_network: NetworkBuilder, config: TD3Config, context: RunContext
     ) -> None:
         super().__init__(env, config, context)
+        self.turn_every = config.policy_delay
         if not isinstance(env.action, spaces.Box):
             raise ActionSpaceError(f"agent=td3: action space {env.action} is not a Box")
         self.distribution = NoisyTanh(env.action, config.exploration_noise)
         space, n_actions = self.preprocess.space, self.distribution.n_outputs
-        # Layers draw their first weights from torch's global generator, so seed it here.
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(stream_seed(context.seed, "weights"))
-            actor = Actor(refuse_recurrent(build_network(space)), self.distribution)
+        with self.first_weights():
+            actor = Actor(build_network(space), self.distribution)
             critics = Critics([Critic(space, n_actions, build_network) for _ in range(2)])
         self.actor = actor.to(self.device).eval()
         self.critics = critics.to(self.device).eval()
@@ -122,11 +119,6 @@ class TD3Agent(ReplayAgent[TD3Config, LearningRate, TD3Result]):
             return PolicySample(torch.erf(noise * 0.5**0.5), None)
         return PolicySample(self.distribution.sample(self.outputs(inputs), noise), None)
 
-    def begin_update(self) -> bool:
-        """Whether it is the turn of the actor and the targets."""
-        super().begin_update()
-        return self.n_updates % self.config.policy_delay == 0
-
     def gradient_step(self, batch: ReplayBatch, rates: LearningRate, is_turn: bool) -> TD3Result:
         obs = self.preprocess(batch.inputs.obs)
         values = self.critics(obs, batch.action)
@@ -135,9 +127,7 @@ class TD3Agent(ReplayAgent[TD3Config, LearningRate, TD3Result]):
         if is_turn:
             loss = -self.critics[0](obs, self.actor(obs, None).tanh()).mean()
             finite = self.step("actor", loss, rates) & finite
-            adam = self.adams["actor"]
-            # Later updates report it without a new actor loss, so it must cover all ranks.
-            self.kept["actor_loss"].copy_(adam.world.weighted(loss.detach(), adam.share))
+            self.keep("actor_loss", loss)
             for name, target in self._targets.items():
                 target.lerp_(self.adams[name].values, self.config.tau)
         last, q = self.kept["actor_loss"].clone(), values.detach().mean()

@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tiny_envs import FramesEnv
 
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.rows import load_rows, rows_of
+from ml_pipeline.algorithms.replay.files import load_rows, rows_of
 from ml_pipeline.policy.distributions import Categorical
 from ml_pipeline.policy.observations import ObservationReader
 from ml_pipeline.training.checks import TrainingError
@@ -63,7 +63,7 @@ def tensors(batch: Any) -> list[torch.Tensor]:
 def all_rows(buffer: ReplayBuffer) -> torch.Tensor:
     """The indices of all transitions that can be drawn, oldest first."""
     number = torch.arange(buffer.first_drawn * N_ENVS, buffer.n_written * N_ENVS)
-    return number % len(buffer.done)
+    return number % buffer.size
 
 
 def assert_same(one: ReplayBuffer, other: ReplayBuffer) -> None:
@@ -100,8 +100,8 @@ def test_batches_equal_those_of_whole_observations(
 
     assert frames.n_rows == whole.n_rows + N_FRAMES - 1
     name = "image" if with_vector else ""
-    assert frames.obs[name].shape == (frames.n_rows * N_ENVS, 2, 3)
-    assert frames.obs[name].dtype == torch.uint8
+    assert frames.tables[f"obs {name}"].shape == (frames.n_rows * N_ENVS, 2, 3)
+    assert frames.tables[f"obs {name}"].dtype == torch.uint8
 
 
 @pytest.mark.parametrize("n_step", [1, 3])
@@ -118,7 +118,7 @@ def test_rows_in_files_and_new_episodes_keep_their_stacks(n_step: int) -> None:
 
     restored = made(space, stacked_frames=N_FRAMES, **options)
     restored.load_state_dict(frames.state_dict())
-    restored.begin({name: leaf.numpy() for name, leaf in head.items()}, None)
+    restored.begin({"": head["obs "].numpy()}, None)
     for first, last, rows in segments:
         load_rows(restored, first, last, rows)
 

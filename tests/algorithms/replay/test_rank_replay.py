@@ -13,12 +13,11 @@ from gymnasium import spaces
 from rank_runs import REPLAY_CASES, of_two_ranks, trained
 from torch import nn
 
+from ml_pipeline.algorithms.replay.agent import UpdateNoise
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.files import read_replay, write_replay
+from ml_pipeline.algorithms.replay.files import read_replay, rows_of, write_replay
 from ml_pipeline.algorithms.replay.learning import ReplayLearning
 from ml_pipeline.algorithms.replay.rank_replay import state_of_rank
-from ml_pipeline.algorithms.replay.rows import rows_of
-from ml_pipeline.algorithms.replay.update_noise import UpdateNoise
 from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config
 from ml_pipeline.assembly.plan import check_ranks, make_plan
 from ml_pipeline.errors import UserError

@@ -12,9 +12,8 @@ from gymnasium import spaces
 
 from ml_pipeline.algorithms.replay.audit import audit
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.files import read_replay, write_replay
+from ml_pipeline.algorithms.replay.files import load_rows, read_replay, rows_of, write_replay
 from ml_pipeline.algorithms.replay.priorities import SumTree
-from ml_pipeline.algorithms.replay.rows import load_rows, rows_of
 from ml_pipeline.policy.distributions import Categorical
 from ml_pipeline.policy.observations import ObservationReader
 from ml_pipeline.runs.large_files import LargeFiles

@@ -11,9 +11,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from ml_pipeline.algorithms.replay.agent import UpdateNoise
 from ml_pipeline.algorithms.replay.contracts import ReplayBatch
 from ml_pipeline.algorithms.replay.networks import Critics
-from ml_pipeline.algorithms.replay.update_noise import UpdateNoise
 from ml_pipeline.algorithms.sac.agent import SACAgent, actor_loss, soft_target
 from ml_pipeline.algorithms.sac.config import SACConfig
 from ml_pipeline.algorithms.sac.soft_actions import DiscreteActions

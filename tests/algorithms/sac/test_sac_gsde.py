@@ -16,7 +16,7 @@ from ml_pipeline.algorithms.replay.contracts import ReplayBatch
 from ml_pipeline.algorithms.replay.trainer import OffPolicyTrainer
 from ml_pipeline.algorithms.sac.agent import SACAgent
 from ml_pipeline.algorithms.sac.config import SACConfig
-from ml_pipeline.algorithms.sac.squashed import SquashedNoise
+from ml_pipeline.algorithms.sac.soft_actions import SquashedNoise
 from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.networks import MLP
@@ -149,7 +149,7 @@ def test_training_holds_its_noise(learning_starts: int, every: int) -> None:
         trainer.train_episode_vectorized()
     env.close()
 
-    actions = trainer.replay.action.view(-1, 2, 2)[:12]
+    actions = trainer.replay.tables["action"].view(-1, 2, 2)[:12]
     changes = [bool((a != b).any()) for a, b in pairwise(actions)]
     length = every or 6
     assert changes == [(t + 1) % length == 0 for t in range(11)]

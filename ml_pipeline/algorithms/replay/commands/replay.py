@@ -18,7 +18,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> None:
     from ml_pipeline.algorithms.replay.audit import audit
     from ml_pipeline.algorithms.replay.commands._load import load_replay_buffer
-    from ml_pipeline.algorithms.replay.rows import n_bytes
 
     path = chosen_run(options.run, options.root)
     buffer, env_steps, files = load_replay_buffer(path, trust=options.trust)
@@ -37,7 +36,7 @@ def run(options: Namespace) -> None:
         ("windows over the write head", f"{found.n_over_head:,}"),
         ("windows over the end of an episode", f"{found.n_over_end:,}"),
         ("next observations of a reset", f"{found.n_resets:,}"),
-        ("in memory", f"{n_bytes(buffer) / 1e6:,.2f} MB"),
+        ("in memory", f"{buffer.n_bytes / 1e6:,.2f} MB"),
         ("on disk", f"{on_disk / 1e6:,.2f} MB in {in_files}, checksums match"),
     ):
         print(f"  {name:<36}{value}")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ml_pipeline.algorithms.sac.config import SACConfig
-from ml_pipeline.algorithms.sac.squashed import LOG_STD_MAX, LOG_STD_MIN, SquashedPolicy
+from ml_pipeline.algorithms.sac.soft_actions import LOG_STD_MAX, LOG_STD_MIN, SquashedPolicy
 from ml_pipeline.mirrors import Mirrored
 from ml_pipeline.policy import numpy_mlp, optimiser
 from ml_pipeline.policy.networks import MLP
@@ -32,29 +32,29 @@ MIRRORED: Mirrored = {
     "ml_pipeline.algorithms.sac.agent.actor_loss": "a12738caaed6",
     "ml_pipeline.algorithms.sac.agent.soft_target": "bf2cf7e9c440",
     "ml_pipeline.algorithms.sac.agent.SACAgent.gradient_step": "2f090e0eb977",
-    "ml_pipeline.algorithms.sac.agent.SACAgent.plain_step": "7785100abf78",
+    "ml_pipeline.algorithms.sac.agent.SACAgent.plain_step": "ab1f36610304",
     "ml_pipeline.algorithms.sac.agent.SACAgent._target": "91dcd062344a",
     "ml_pipeline.algorithms.sac.agent.SACAgent._soft_value": "a852099e8ac8",
-    "ml_pipeline.algorithms.sac.agent.SACAgent._update_actor": "45481b9df481",
-    "ml_pipeline.algorithms.sac.agent.SACAgent._keep_report": "e33af365f900",
-    "ml_pipeline.algorithms.replay.agent.ReplayAgent.step": "9f86ac6b6865",
+    "ml_pipeline.algorithms.sac.agent.SACAgent._update_actor": "09d0b1155c65",
+    "ml_pipeline.algorithms.replay.agent.ReplayAgent.keep": "90b84db7d959",
+    "ml_pipeline.algorithms.replay.agent.ReplayAgent.step": "d675c28d1ac2",
     "ml_pipeline.algorithms.sac.agent.SACAgent.target_entropy": "457e7d648a82",
-    "ml_pipeline.algorithms.replay.networks.Actor.__init__": "ffe02b4d23cd",
+    "ml_pipeline.algorithms.replay.networks.Actor.__init__": "0dde48083ef1",
     "ml_pipeline.algorithms.replay.networks.Actor.forward": "8ce3c7ed0c29",
-    "ml_pipeline.algorithms.replay.networks.Critic.__init__": "99958807f75c",
+    "ml_pipeline.algorithms.replay.networks.Critic.__init__": "dff035cfded6",
     "ml_pipeline.algorithms.replay.networks.Critic.forward": "c4a84efda46e",
     "ml_pipeline.algorithms.replay.networks.Critics.forward": "b7b59d60bad9",
-    "ml_pipeline.algorithms.sac.networks.Temperature.forward": "df290f93d70e",
-    "ml_pipeline.algorithms.sac.networks.add_layer_norm": "658b7c57c53a",
-    "ml_pipeline.algorithms.sac.networks._normalise_linear_layers": "83f023e3193d",
+    "ml_pipeline.algorithms.sac.agent.Temperature.forward": "df290f93d70e",
+    "ml_pipeline.algorithms.replay.networks.add_layer_norm": "658b7c57c53a",
+    "ml_pipeline.algorithms.replay.networks._normalise_linear_layers": "83f023e3193d",
     "ml_pipeline.algorithms.sac.soft_actions.BoxActions.soft_value": "d3ed868e5e36",
     "ml_pipeline.algorithms.sac.soft_actions.BoxActions.taken": "44d91c0a641b",
     "ml_pipeline.algorithms.sac.soft_actions.BoxActions.target_entropy": "40b4724ad622",
-    "ml_pipeline.algorithms.sac.squashed.LOG_STD_MAX": "d84bdb34d4ee",
-    "ml_pipeline.algorithms.sac.squashed.LOG_STD_MIN": "37a59654c915",
-    "ml_pipeline.algorithms.sac.squashed.SquashedPolicy.sample_and_log_prob": "c7f1a99ddb8f",
-    "ml_pipeline.algorithms.sac.squashed.SquashedPolicy.split": "d505b59c003e",
-    "ml_pipeline.algorithms.replay.update_noise.UpdateNoise.draw": "b908f21b32aa",
+    "ml_pipeline.algorithms.sac.soft_actions.LOG_STD_MAX": "d84bdb34d4ee",
+    "ml_pipeline.algorithms.sac.soft_actions.LOG_STD_MIN": "37a59654c915",
+    "ml_pipeline.algorithms.sac.soft_actions.SquashedPolicy.sample_and_log_prob": "c7f1a99ddb8f",
+    "ml_pipeline.algorithms.sac.soft_actions.SquashedPolicy.split": "d505b59c003e",
+    "ml_pipeline.algorithms.replay.agent.UpdateNoise.draw": "b908f21b32aa",
     "ml_pipeline.policy.actor_critic.policy_outputs": "d028a5f8353f",
     "ml_pipeline.policy.distributions.LOG_SQRT_2PI": "400fab3384cc",
     "ml_pipeline.policy.distributions.log_tanh_slope": "8c29d5d56ee2",
@@ -76,17 +76,6 @@ class MlpBatch(NamedTuple):
     weight: Tensor
     noise: Tensor  # of the next action
     actor_noise: Tensor | None
-
-
-class MlpResult(NamedTuple):
-    """The fields of ``SACResult``."""
-
-    critic_loss: Tensor
-    actor_loss: Tensor
-    q: Tensor
-    entropy: Tensor
-    temperature: Tensor
-    finite: Any
 
 
 class Layer(NamedTuple):
@@ -220,14 +209,17 @@ class MlpSAC:
         self._policy: SquashedPolicy = actor.distribution
         self._on_cpu = target_values.device.type == "cpu"
 
-        def step(*inputs: Any) -> MlpResult:
+        def step(*inputs: Any) -> tuple[Tensor, ...]:
             return self._plain_step(*inputs)
 
         # On a CPU, Adam takes its steps outside of torch.
         self._run = step if self._on_cpu else programs.compiled(step, "SAC's gradient step")
 
-    def step(self, batch: MlpBatch, learning_rate: Any) -> MlpResult:
-        """One step of critics, targets, and of actor and temperature if it is their turn."""
+    def step(self, batch: MlpBatch, learning_rate: Any) -> tuple[Tensor, ...]:
+        """One step of critics, targets, and of actor and temperature if it is their turn.
+
+        Returns the fields of ``SACResult``.
+        """
         states = {name: adam.tensors for name, adam in self._adams.items()}
         return self._run(batch, learning_rate, states, self._targets, self._last_actor)
 
@@ -238,7 +230,7 @@ class MlpSAC:
         states: dict[str, list[Tensor]],
         targets: Tensor,
         last_actor: Tensor,
-    ) -> MlpResult:
+    ) -> tuple[Tensor, ...]:
         def stepped(name: str, grad: Tensor, loss: Tensor) -> Any:
             return self._adam_step(name, states[name], grad, loss, learning_rate)
 
@@ -259,7 +251,7 @@ class MlpSAC:
             self._keep_report(last_actor, actor_loss, entropy)
         targets.lerp_(critics, self._config.tau)
         actor_loss, entropy = last_actor.clone()
-        return MlpResult(loss, actor_loss, q, entropy, temperature.exp()[0], finite)
+        return loss, actor_loss, q, entropy, temperature.exp()[0], finite
 
     def _actor_passes(self, layers: list[Layer], batch: MlpBatch) -> tuple[Tensor, Pass | None]:
         """Outputs for ``next_obs``; on a GPU also the pass for ``obs``.
