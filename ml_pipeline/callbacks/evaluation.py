@@ -11,6 +11,7 @@ from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.vec_env import HasWorkers, WorkerError
 from ml_pipeline.errors import first_line
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
+from ml_pipeline.policy.contracts import Policy
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.runs.console import say
 from ml_pipeline.seeding import stream_seed
@@ -34,15 +35,19 @@ class PeriodicEvaluation(EverySteps):
         n_episodes: int = 10,
     ) -> None:
         super().__init__("eval_every_steps", eval_every_steps)
-        self._evaluator = Evaluator(
-            make_env,
-            vec_env,
-            n_episodes=integer_steps("n_episodes", n_episodes),
-            seed=stream_seed(seed, "evaluation"),
-        )
+        self._make_env = make_env
+        self._vec_env = vec_env
+        self._seed = seed
+        n_episodes = integer_steps("n_episodes", n_episodes)
+        self._evaluator = self._make_evaluator(n_episodes, "evaluation")
+        self._final: Evaluator | None = None  # of other episodes
         self._survives_worker_death = vec_env.on_worker_death == "restart"
         self._is_pending = False
         self._has_warned = False
+
+    def _make_evaluator(self, n_episodes: int, stream: str) -> Evaluator:
+        seed = stream_seed(self._seed, stream)
+        return Evaluator(self._make_env, self._vec_env, n_episodes=n_episodes, seed=seed)
 
     def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
         self._is_pending |= self.is_due(loop)
@@ -53,12 +58,7 @@ class PeriodicEvaluation(EverySteps):
         if result is None:
             return
         self._warn_once(result)
-        metrics[EVAL_RETURN] = result.mean
-        metrics["eval/episode_return_std"] = result.std
-        metrics["eval/episode_length"] = result.mean_length
-        metrics["eval/n_cut_episodes"] = result.n_cut
-        for name, mean in info_means(result.episodes).items():
-            metrics[f"eval/info/{name}"] = mean
+        metrics.update(_metrics(result))
 
     def _evaluate(self, loop: RunningLoop, *, episodes_end: bool) -> Evaluation | None:
         """None if its workers died twice and the run continues after such deaths."""
@@ -78,12 +78,27 @@ class PeriodicEvaluation(EverySteps):
             return None
 
     def _played(self, loop: RunningLoop, *, episodes_end: bool) -> Evaluation:
-        return self._evaluator.evaluate(
-            loop.agent.for_playing(),
+        policy = loop.agent.for_playing()
+        return self._in_envs(self._evaluator, policy, loop, episodes_end=episodes_end)
+
+    def _in_envs(
+        self, evaluator: Evaluator, policy: Policy, loop: RunningLoop, *, episodes_end: bool
+    ) -> Evaluation:
+        return evaluator.evaluate(
+            policy,
             most_envs=sum(env.num_envs for env in loop.envs),
             in_workers=isinstance(loop.envs[0].unwrapped, HasWorkers),
             episodes_end=episodes_end,
         )
+
+    def play_final(
+        self, policy: Policy, loop: RunningLoop, *, n_episodes: int, episodes_end: bool
+    ) -> Metrics:
+        """The metrics of a policy in ``n_episodes`` that no evaluation of the run has played."""
+        if self._final is None:
+            self.close()  # its workers, before others start
+            self._final = self._make_evaluator(n_episodes, "final evaluation")
+        return _metrics(self._in_envs(self._final, policy, loop, episodes_end=episodes_end))
 
     def _warn_once(self, result: Evaluation) -> None:
         if not result.n_cut or self._has_warned:
@@ -98,9 +113,22 @@ class PeriodicEvaluation(EverySteps):
 
     def close(self) -> None:
         self._evaluator.close()
+        if self._final is not None:
+            self._final.close()
 
     def state_dict(self) -> StateDict:
         return {"is_due": self._is_pending}  # a resumed run repeats an interrupted evaluation
 
     def load_state_dict(self, state: StateDict) -> None:
         self._is_pending = state["is_due"]
+
+
+def _metrics(result: Evaluation) -> Metrics:
+    means = {f"eval/info/{name}": mean for name, mean in info_means(result.episodes).items()}
+    return {
+        EVAL_RETURN: result.mean,
+        "eval/episode_return_std": result.std,
+        "eval/episode_length": result.mean_length,
+        "eval/n_cut_episodes": result.n_cut,
+        **means,
+    }
