@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
 from ml_pipeline.callbacks.every_steps import EverySteps
 from ml_pipeline.config.checks import check
-from ml_pipeline.errors import UserError, first_line
+from ml_pipeline.errors import UserError, one_line
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, shown_return
 from ml_pipeline.policy.contracts import Policy
 from ml_pipeline.records import StateDict
@@ -126,7 +126,7 @@ class Checkpoints(EverySteps):
                     return  # a metric of training, which new episodes cannot measure
                 results.append(Finalist(metrics[self.best_metric], each.env_steps))
         except UserError as error:  # the run is complete, so it must not fail now
-            say(f"best.pt: the finalists could not play: {first_line(error)}")
+            say(f"best.pt: the finalists could not play: {one_line(error)}")
             return
         if not results:
             return

@@ -1,10 +1,10 @@
-"""PeriodicEvaluation: plays greedy episodes with their own seeds during training."""
+"""PeriodicEvaluation: plays episodes with their own seeds during training."""
 
 from __future__ import annotations
 
 from ml_pipeline.analysis.evaluate import Evaluation, Evaluator
 from ml_pipeline.callbacks.every_steps import EverySteps
-from ml_pipeline.config.checks import integer_steps
+from ml_pipeline.config.checks import check, integer_steps
 from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.episode_stats import info_means
 from ml_pipeline.envs.factory import EnvFactory
@@ -19,7 +19,9 @@ from ml_pipeline.training.contracts import RunningLoop
 
 
 class PeriodicEvaluation(EverySteps):
-    """Every ``eval_every_steps`` env steps, and at the end, plays ``n_episodes`` greedy episodes.
+    """Every ``eval_every_steps`` env steps, and at the end, plays ``n_episodes`` episodes.
+
+    ``deterministic``: the policy acts greedily; false: it samples its actions, as in training.
 
     Every evaluation uses the same seeds and new envs, so that no wrapper keeps its state. Two
     evaluations differ only by the policy. The envs are at most as many as those of the run, and
@@ -33,11 +35,14 @@ class PeriodicEvaluation(EverySteps):
         seed: int,
         eval_every_steps: float = 10_000,
         n_episodes: int = 10,
+        deterministic: bool = True,
     ) -> None:
+        check(type(deterministic) is bool, "deterministic", "true | false", deterministic)
         super().__init__("eval_every_steps", eval_every_steps)
         self._make_env = make_env
         self._vec_env = vec_env
         self._seed = seed
+        self._deterministic = deterministic
         n_episodes = integer_steps("n_episodes", n_episodes)
         self._evaluator = self._make_evaluator(n_episodes, "evaluation")
         self._final: Evaluator | None = None  # of other episodes
@@ -47,7 +52,13 @@ class PeriodicEvaluation(EverySteps):
 
     def _make_evaluator(self, n_episodes: int, stream: str) -> Evaluator:
         seed = stream_seed(self._seed, stream)
-        return Evaluator(self._make_env, self._vec_env, n_episodes=n_episodes, seed=seed)
+        return Evaluator(
+            self._make_env,
+            self._vec_env,
+            n_episodes=n_episodes,
+            seed=seed,
+            deterministic=self._deterministic,
+        )
 
     def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
         self._is_pending |= self.is_due(loop)

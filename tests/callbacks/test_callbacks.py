@@ -142,6 +142,34 @@ def test_newest_checkpoint_wins_a_tie_and_nan_never_wins(here: Path) -> None:
         assert load_checkpoint(run, "best")["steps"] == 3
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_evaluation_is_greedy_or_samples(deterministic: bool) -> None:
+    played: list[bool] = []
+
+    class Noting(Constant):
+        def act_batch(self, obs: Any, deterministic: bool, **options: Any) -> Any:
+            played.append(deterministic)
+            return super().act_batch(obs)
+
+    agent = SimpleNamespace(for_playing=lambda: Noting(1))
+    env = SimpleNamespace(num_envs=2, unwrapped=None)
+    loop: Any = SimpleNamespace(
+        env_steps=10_000, is_last_iteration=lambda: True, envs=[env], agent=agent
+    )
+    evaluation = PeriodicEvaluation(
+        Game,  # type: ignore[arg-type]  # a class makes an env too
+        VecEnvConfig(),
+        seed=1,
+        deterministic=deterministic,
+    )
+    evaluation.on_train_start(loop)
+    evaluation.on_iteration_end(loop, {})
+    evaluation.play_final(Noting(1), loop, n_episodes=2, episodes_end=True)  # type: ignore[arg-type]
+    evaluation.close()
+
+    assert set(played) == {deterministic}
+
+
 class Game(gym.Env[Any, Any]):
     """One step: its return is the action, from 0 to 1000."""
 
@@ -257,7 +285,9 @@ def test_failing_final_leaves_best_and_does_not_fail_the_run(here: Path, capsys:
     finished(callback, Broken)
 
     assert load_checkpoint(run, "best")["steps"] == 1
-    assert "the finalists could not play: evaluation: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "best.pt: the finalists could not play: env 0 (seed " in said
+    assert said.endswith("raised: ValueError: the table broke\n")
 
 
 def test_runs_with_and_without_a_final_differ_only_in_best(here: Path) -> None:
