@@ -19,7 +19,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, type_and_line
 from ml_pipeline.extras import missing_extra
 from ml_pipeline.targets import (
     TargetError,
@@ -90,7 +90,8 @@ def _named(what: str) -> Iterator[None]:
     except (gym.error.DependencyNotInstalled, ImportError) as error:
         raise missing_extra(what.removesuffix(" cannot be made"), error) from error
     except (Exception, SystemExit) as error:  # envs may raise anything
-        raise EnvError(f"{what}: {type(error).__name__}: {error}") from error
+        text = f"{type(error).__name__}: {error}" if str(error).strip() else type_and_line(error)
+        raise EnvError(f"{what}: {text}") from error
 
 
 def allowed_action(
