@@ -180,6 +180,7 @@ def make_plan(
     reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
     if reason is not None:
         raise ConfigError(reason)
+    _say_rounded(config, context)
     if unexpected := config.agent.remark(_wanted_steps(config, context)):
         say(unexpected)
     check_ranks(config, context, agent)
@@ -348,6 +349,15 @@ def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> Non
 def _wanted_steps(config: TrainConfig, context: RunContext) -> int:
     """Env steps of the whole run, in the envs of all ranks."""
     return config.wanted_steps_in(context.world.all_envs(int(config.n_envs)))
+
+
+def _say_rounded(config: TrainConfig, context: RunContext) -> None:
+    """Say that a run trains whole iterations, if they are not ``total_steps``."""
+    wanted, total = _wanted_steps(config, context), int(config.total_steps)
+    if config.num_episodes is None and wanted != total:
+        size = config.agent.iteration_steps(context.world.all_envs(int(config.n_envs)))
+        n_iterations = f"{wanted // size:,} whole iterations" if wanted > size else "one iteration"
+        say(f"total_steps={total:,}: trains {wanted:,} env steps, {n_iterations} of {size:,}")
 
 
 def check_ranks(config: TrainConfig, context: RunContext, agent: Agent) -> None:
