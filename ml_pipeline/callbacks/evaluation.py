@@ -25,7 +25,8 @@ class PeriodicEvaluation(EverySteps):
 
     Every evaluation uses the same seeds and new envs, so that no wrapper keeps its state. Two
     evaluations differ only by the policy. The envs are at most as many as those of the run, and
-    they run in workers if those do.
+    they run in workers if those do. If the env's class sets ``is_deterministic = True`` and the
+    policy is greedy, all episodes would be equal, so one is played.
     """
 
     def __init__(
@@ -44,6 +45,10 @@ class PeriodicEvaluation(EverySteps):
         self._seed = seed
         self._deterministic = deterministic
         n_episodes = integer_steps("n_episodes", n_episodes)
+        # An EnvFactory; a test or a script may pass any function.
+        self._is_one_enough = deterministic and getattr(make_env, "is_deterministic", False)
+        self._is_reported = n_episodes == 1 or not self._is_one_enough
+        n_episodes = 1 if self._is_one_enough else n_episodes
         self._evaluator = self._make_evaluator(n_episodes, "evaluation")
         self._final: Evaluator | None = None  # of other episodes
         self._survives_worker_death = vec_env.on_worker_death == "restart"
@@ -59,6 +64,12 @@ class PeriodicEvaluation(EverySteps):
             seed=seed,
             deterministic=self._deterministic,
         )
+
+    def on_train_start(self, loop: RunningLoop) -> None:
+        super().on_train_start(loop)
+        if not self._is_reported:
+            self._is_reported = True
+            say("evaluation: plays one episode, because the env declares that it is deterministic")
 
     def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
         self._is_pending |= self.is_due(loop)
@@ -108,6 +119,7 @@ class PeriodicEvaluation(EverySteps):
         """The metrics of a policy in ``n_episodes`` that no evaluation of the run has played."""
         if self._final is None:
             self.close()  # its workers, before others start
+            n_episodes = 1 if self._is_one_enough else n_episodes
             self._final = self._make_evaluator(n_episodes, "final evaluation")
         return _metrics(self._in_envs(self._final, policy, loop, episodes_end=episodes_end))
 

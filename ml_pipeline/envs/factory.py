@@ -60,6 +60,18 @@ class EnvFactory:
         """The same factory, for envs with this render mode."""
         return replace(self, kwargs={**self.kwargs, "render_mode": render_mode})
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the env's class declares that the actions alone decide an episode.
+
+        It sets ``is_deterministic = True``: neither the seed of a reset nor anything else matters.
+        A wrapper may draw random numbers, so an env with wrappers is not known to be deterministic.
+        """
+        if self.target is None or self.wrappers:
+            return False
+        maker = import_dotted(self.target, key="env.target")
+        return getattr(maker, "is_deterministic", False) is True
+
     def _make_target(self) -> AnyEnv:
         maker = import_dotted(str(self.target), key="env.target")
         if not callable(maker):

@@ -20,6 +20,7 @@ from conftest import Capture, read_rows, small
 from gymnasium import spaces
 from tiny_envs import SlowEnv
 
+from ml_pipeline.analysis import evaluate as evaluation
 from ml_pipeline.assembly.run import train
 from ml_pipeline.callbacks.checkpoints import Checkpoints
 from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
@@ -156,18 +157,53 @@ def test_evaluation_is_greedy_or_samples(deterministic: bool) -> None:
     loop: Any = SimpleNamespace(
         env_steps=10_000, is_last_iteration=lambda: True, envs=[env], agent=agent
     )
-    evaluation = PeriodicEvaluation(
+    sampling = PeriodicEvaluation(
         Game,  # type: ignore[arg-type]  # a class makes an env too
         VecEnvConfig(),
         seed=1,
         deterministic=deterministic,
     )
-    evaluation.on_train_start(loop)
-    evaluation.on_iteration_end(loop, {})
-    evaluation.play_final(Noting(1), loop, n_episodes=2, episodes_end=True)  # type: ignore[arg-type]
-    evaluation.close()
+    sampling.on_train_start(loop)
+    sampling.on_iteration_end(loop, {})
+    sampling.play_final(Noting(1), loop, n_episodes=2, episodes_end=True)  # type: ignore[arg-type]
+    sampling.close()
 
     assert set(played) == {deterministic}
+
+
+@pytest.mark.parametrize(
+    ("more", "n_episodes"),
+    [
+        ("", 1),
+        ("callbacks.evaluation.deterministic=false", 4),
+        ("+env.wrappers.mine._target_=gymnasium.Wrapper", 4),  # it may draw random numbers
+        ("env.target=tiny_envs.CountingEnv", 4),  # its class declares nothing
+    ],
+)
+def test_deterministic_env_plays_one_greedy_episode(
+    more: str, n_episodes: int, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (here / "certain_envs.py").write_text(
+        "from tiny_envs import CountingEnv\n"
+        "class Certain(CountingEnv):\n"
+        "    is_deterministic = True\n"
+    )
+    monkeypatch.syspath_prepend(str(here))
+    played: list[int] = []
+    evaluate_batch = evaluation.evaluate_batch
+
+    def counted(*words: Any, **options: Any) -> Any:
+        result = evaluate_batch(*words, **options)
+        played.append(len(result.episodes))
+        return result
+
+    monkeypatch.setattr(evaluation, "evaluate_batch", counted)
+
+    settings = small(callbacks__evaluation__n_episodes=4)
+    train([*settings, "env.target=certain_envs.Certain", *more.split()])
+
+    assert played == [n_episodes]
+    assert (n_episodes == 1) == ("plays one episode, because" in capsys.readouterr().out)
 
 
 class Game(gym.Env[Any, Any]):
@@ -210,10 +246,10 @@ FINALS = [
 def finished(callback: Checkpoints, env: type[gym.Env[Any, Any]] = Game) -> None:
     """End the run of a callback."""
     vec = SimpleNamespace(num_envs=2, unwrapped=None)
-    evaluation = PeriodicEvaluation(env, VecEnvConfig(), seed=1)  # type: ignore[arg-type]
-    loop: Any = SimpleNamespace(envs=[vec], callbacks={"evaluation": evaluation})
+    played = PeriodicEvaluation(env, VecEnvConfig(), seed=1)  # type: ignore[arg-type]
+    loop: Any = SimpleNamespace(envs=[vec], callbacks={"evaluation": played})
     callback.on_train_end(loop)
-    evaluation.close()
+    played.close()
 
 
 def named(run: RunFolder) -> list[str]:
