@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import Capture, read_rows, small
+from conftest import Capture, only_run, read_rows, small
 from gymnasium import spaces
 from tiny_envs import SlowEnv
 
@@ -30,7 +30,7 @@ from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import EVAL_RETURN
-from ml_pipeline.runs.checkpoint import load_checkpoint
+from ml_pipeline.runs.checkpoint import finalist_steps, load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.signals import Interrupted
 from ml_pipeline.training.contracts import Callback
@@ -324,6 +324,26 @@ def test_failing_final_leaves_best_and_does_not_fail_the_run(here: Path, capsys:
     said = capsys.readouterr().out
     assert "best.pt: the finalists could not play: env 0 (seed " in said
     assert said.endswith("raised: ValueError: the table broke\n")
+
+
+def test_signal_during_the_final_ends_a_complete_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def stopped(*words: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(PeriodicEvaluation, "play_final", stopped)
+
+    with pytest.raises(Interrupted):
+        train(small(total_steps=160, callbacks__evaluation__eval_every_steps=32))
+
+    run = RunFolder.open(only_run(here))
+    assert load_checkpoint(run, "latest")["env_steps"] == 160
+    assert load_checkpoint(run, "best")["env_steps"] in finalist_steps(run)
+    assert run.read_summary()["status"] == "interrupted"
+    assert "stopped by SIGTERM at env step 160 of 160" in capsys.readouterr().out
+    train([f"resume={run.path}", "total_steps=320", "callbacks.checkpoints.finalists=1"])
+    assert finalist_steps(run) == []
 
 
 def test_runs_with_and_without_a_final_differ_only_in_best(here: Path) -> None:
