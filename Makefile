@@ -16,7 +16,16 @@ TRAIN_ROM ?=
 TRAIN_GAME ?=
 TRAIN_STATE ?=
 ROLLOUT := 128
-LIMIT = $(if $(filter game_boy,$(TRAIN_ENV)),env.kwargs.episode_length,+env.kwargs.max_episode_steps)
+# The key of an episode's length: each world has its own, and a class without one gets a wrapper.
+LIMIT_KEY = $(or $(LIMIT_OF_$(TRAIN_ENV)),$(if $(filter-out torch_%,$(OWN_CLASS)),$(LIMIT_BY_WRAPPER)),$(LIMIT_OF_ID))
+LIMIT_OF_game_boy = env.kwargs.episode_length
+LIMIT_OF_trading = env.kwargs.episode_bars
+LIMIT_OF_torch_trading = env.kwargs.episode_bars
+LIMIT_OF_torch_hockey = $(error TRAIN_EPISODE_LENGTH=$(TRAIN_EPISODE_LENGTH): the length of a game of \
+	torch_hockey is fixed; use TRAIN_ENV=hockey, or leave the variable out)
+LIMIT_OF_ID = +env.kwargs.max_episode_steps
+LIMIT_BY_WRAPPER = +env.wrappers.limit._target_=gymnasium.wrappers.TimeLimit" "+env.wrappers.limit.max_episode_steps
+OWN_CLASS = $(if $(shell grep -ls '^target:' $(foreach folder,. ml_pipeline/worlds/*,$(folder)/conf/env/$(TRAIN_ENV).yaml)),$(TRAIN_ENV))
 # PPO counts minibatches instead of their transitions.
 MINIBATCHES = $$($(BIN)/python -c 'import sys; n, size = sys.argv[1:]; \
 	fits = n.isdecimal() and size.isdecimal() and int(size) and $(ROLLOUT) * int(n) % int(size) == 0; \
@@ -27,7 +36,7 @@ TRAIN = $(if $(TRAIN_BATCH_SIZE),minibatches=$(MINIBATCHES) &&) $(BIN)/python tr
 	$(if $(TRAIN_ENV),"env=$(TRAIN_ENV)") \
 	$(if $(TRAIN_ENVS),"n_envs=$(TRAIN_ENVS)") \
 	$(if $(TRAIN_STEPS),"total_steps=$(TRAIN_STEPS)") \
-	$(if $(TRAIN_EPISODE_LENGTH),"$(LIMIT)=$(TRAIN_EPISODE_LENGTH)") \
+	$(if $(TRAIN_EPISODE_LENGTH),"$(LIMIT_KEY)=$(TRAIN_EPISODE_LENGTH)") \
 	$(if $(TRAIN_UPDATE_EPOCHS),"agent.n_epochs=$(TRAIN_UPDATE_EPOCHS)") \
 	$(if $(TRAIN_BATCH_SIZE),"agent.n_steps=$(ROLLOUT)" "agent.n_minibatches=$$minibatches") \
 	$(if $(TRAIN_OUTPUT_DIR),"run_root=$(TRAIN_OUTPUT_DIR)") \
@@ -35,13 +44,24 @@ TRAIN = $(if $(TRAIN_BATCH_SIZE),minibatches=$(MINIBATCHES) &&) $(BIN)/python tr
 	$(if $(TRAIN_GAME),"env.kwargs.game=$(TRAIN_GAME)") \
 	$(if $(TRAIN_STATE),"env.kwargs.state=$(TRAIN_STATE)")
 
-.PHONY: help setup setup-dev train train-parallel train-20k bench-scaling test test-all notebooks check format
+# A misspelt variable would train with the default, without a word.
+VARIABLES := PYTHON VENV ARGS TRAIN_ENV TRAIN_ENVS TRAIN_STEPS TRAIN_EPISODE_LENGTH TRAIN_UPDATE_EPOCHS \
+	TRAIN_BATCH_SIZE TRAIN_OUTPUT_DIR TRAIN_ROM TRAIN_GAME TRAIN_STATE
+TYPED := $(filter TRAIN_%,$(.VARIABLES)) $(foreach each,$(.VARIABLES),$(if $(filter command%,$(origin $(each))),$(each)))
+UNKNOWN := $(firstword $(filter-out $(VARIABLES) MAKE% SHELL,$(TYPED)))
+ifneq ($(filter train%,$(MAKECMDGOALS)),)
+ifneq ($(UNKNOWN),)
+$(error $(UNKNOWN)=$($(UNKNOWN)): make has no such variable; choose from $(VARIABLES))
+endif
+endif
+
+.PHONY: help setup setup-dev train train-parallel train-pure-rl train-20k bench-scaling test test-all notebooks check format
 .PHONY: box2d mujoco atari clean
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 	@echo
-	@echo 'Variables of train, train-parallel and train-20k:'
+	@echo 'Variables of train, train-parallel, train-pure-rl and train-20k:'
 	@echo '  TRAIN_ENV=game_boy         a preset of conf/env; default cartpole, with TRAIN_ROM game_boy'
 	@echo '  TRAIN_ENVS=4               number of envs'
 	@echo '  TRAIN_STEPS=50000          env steps over all envs'
@@ -71,6 +91,9 @@ train: setup  ## train; make train ARGS="env=acrobot n_envs=8 seed=3"
 
 train-parallel: setup  ## train with every env in a worker process
 	$(strip $(TRAIN) vec_env=parallel $(ARGS))
+
+train-pure-rl: setup  ## train on the rewards of the env alone, without reward shaping
+	$(strip $(TRAIN) $(if $(filter %hockey,$(filter-out torch_%,$(TRAIN_ENV))),"~env.wrappers.shaping") $(ARGS))
 
 train-20k: TRAIN_STEPS = 20000
 train-20k: TRAIN_ENVS = 2

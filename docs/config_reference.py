@@ -64,6 +64,7 @@ GROUPS = (
 # Parameters that the run passes; they are not keys.
 PASSED = (
     *("observation_space", "run", "make_env", "vec_env", "seed", "device", "best_metric"),
+    "load_policy",
     *("run_config", "sweep", "env_steps"),
 )
 

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from ml_pipeline import __version__
 from ml_pipeline.assembly.script import exit_code
 from ml_pipeline.shelves import command_modules
 from ml_pipeline.signals import StopSignals
@@ -42,6 +43,7 @@ def _parser() -> _Parser:
         prog="ml-pipeline" if is_installed else "python -m ml_pipeline",
         description="Train agents, look at what they learned, and use their policies.",
     )
+    parser.add_argument("--version", action="version", version=f"ml_pipeline {__version__}")
     choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, module in sorted(command_modules().items()):
         command = import_module(module)

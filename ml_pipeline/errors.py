@@ -54,8 +54,9 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def type_and_line(error: BaseException) -> str:
-    """The class of an error and the first line of its message."""
-    return f"{type(error).__name__}: {first_line(error)}"
+    """The class of an error and the first line of its message, or where it was raised."""
+    name = type(error).__name__
+    return f"{name}: {first_line(error)}" if str(error).strip() else f"{name}{place_of(error)}"
 
 
 def place_of(error: BaseException) -> str:

@@ -146,18 +146,25 @@ def _ended(final_info: Mapping[str, Any], done: list[int]) -> list[tuple[int, Ep
 
 
 class Evaluator:
-    """Plays the same greedy episodes again and again, so that two results differ by the policy.
+    """Plays the same episodes again and again, so that two results differ by the policy.
 
     It keeps its envs in between, because workers start slowly.
     """
 
     def __init__(
-        self, make_env: MakeEnv, settings: VecEnvConfig, *, n_episodes: int, seed: int
+        self,
+        make_env: MakeEnv,
+        settings: VecEnvConfig,
+        *,
+        n_episodes: int,
+        seed: int,
+        deterministic: bool = True,
     ) -> None:
         self.n_episodes = n_episodes
         self._make_env = make_env
         self._settings = settings
         self._seed = seed
+        self._deterministic = deterministic
         self._envs: SerialEnv | ParallelEnv | None = None
 
     def evaluate(
@@ -178,7 +185,7 @@ class Evaluator:
             self._envs,
             n_episodes=self.n_episodes,
             seed=self._seed,
-            deterministic=True,
+            deterministic=self._deterministic,
             max_episode_steps=max(limit, own_limit),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -121,9 +121,13 @@ def build_loggers(
 
 
 def build_callbacks(
-    config: TrainConfig, run_folder: RunFolder, device: torch.device
+    config: TrainConfig,
+    run_folder: RunFolder,
+    device: torch.device,
+    load_policy: Callable[[str], Policy],
 ) -> dict[str, Callback]:
     offers = {
+        "load_policy": load_policy,
         "run": run_folder,
         "make_env": build_env_factory(config.evaluated_env),
         "vec_env": config.vec_env,

@@ -27,7 +27,7 @@ from ml_pipeline.assembly.build import (
 )
 from ml_pipeline.assembly.compose import errors_of_resume, resumed_folder
 from ml_pipeline.assembly.explain import ConfigError
-from ml_pipeline.assembly.load import started_from
+from ml_pipeline.assembly.load import restored_agent, started_from
 from ml_pipeline.assembly.phases import check_phases
 from ml_pipeline.assembly.players import SelfPlay, find_self_play
 from ml_pipeline.config.train import EnvConfig, TrainConfig
@@ -54,7 +54,12 @@ from ml_pipeline.runs.checkpoint import (
 )
 from ml_pipeline.runs.console import say, say_if_slow
 from ml_pipeline.runs.run_folder import RunFolder
-from ml_pipeline.seeding import first_env_seed, seed_global_generators
+from ml_pipeline.seeding import (
+    first_env_seed,
+    global_generators_state,
+    seed_global_generators,
+    set_global_generators_state,
+)
 from ml_pipeline.training.contracts import Agent, Callback, RunContext
 from ml_pipeline.training.graphs import Programs
 from ml_pipeline.training.loop import state_of_rank
@@ -138,7 +143,9 @@ def make_plan(
     trial = _try_envs(config, make_env, self_play)
     one_tensor_env = None if tensor_env is None else _try_tensor_env(config, tensor_env, context)
     config = with_mask_source(config, trial)
-    all_callbacks = build_callbacks(config, run_folder, context.device)
+    env_spaces = Spaces(trial.observation_space, trial.action_space)
+    load_policy = partial(_load_policy, run_folder, config, env_spaces)
+    all_callbacks = build_callbacks(config, run_folder, context.device, load_policy)
     for name, callback in (callbacks or {}).items():
         if name in all_callbacks:
             raise ConfigError(f"callbacks.{name}: the config has one of that name; rename one")
@@ -157,7 +164,6 @@ def make_plan(
     if tensor_env is not None and not context.world.is_awaited:
         context.programs.import_compiler()
     with memory_explained(context.device, lambda: NETWORK_ADVICE):
-        env_spaces = Spaces(trial.observation_space, trial.action_space)
         agent = build_agent(config, env_spaces, context)
         _try_agent(agent, trial)
     _advise_on_images(config, trial)
@@ -174,6 +180,7 @@ def make_plan(
     reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
     if reason is not None:
         raise ConfigError(reason)
+    _say_rounded(config, context)
     if unexpected := config.agent.remark(_wanted_steps(config, context)):
         say(unexpected)
     check_ranks(config, context, agent)
@@ -196,6 +203,17 @@ def make_plan(
         state,
         remark,
     )
+
+
+def _load_policy(
+    run_folder: RunFolder, config: TrainConfig, env_spaces: Spaces, checkpoint: str
+) -> Agent:
+    """The policy of a checkpoint of this run; the generators of the run do not change."""
+    before = global_generators_state()
+    try:
+        return restored_agent(run_folder, config, checkpoint, env_spaces)[0]
+    finally:
+        set_global_generators_state(before)
 
 
 def _resumed(config: TrainConfig, path: str, context: RunContext) -> tuple[RunFolder, StateDict]:
@@ -331,6 +349,15 @@ def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> Non
 def _wanted_steps(config: TrainConfig, context: RunContext) -> int:
     """Env steps of the whole run, in the envs of all ranks."""
     return config.wanted_steps_in(context.world.all_envs(int(config.n_envs)))
+
+
+def _say_rounded(config: TrainConfig, context: RunContext) -> None:
+    """Say that a run trains whole iterations, if they are not ``total_steps``."""
+    wanted, total = _wanted_steps(config, context), int(config.total_steps)
+    if config.num_episodes is None and wanted != total:
+        size = config.agent.iteration_steps(context.world.all_envs(int(config.n_envs)))
+        n_iterations = f"{wanted // size:,} whole iterations" if wanted > size else "one iteration"
+        say(f"total_steps={total:,}: trains {wanted:,} env steps, {n_iterations} of {size:,}")
 
 
 def check_ranks(config: TrainConfig, context: RunContext, agent: Agent) -> None:

@@ -19,7 +19,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, type_and_line
 from ml_pipeline.extras import missing_extra
 from ml_pipeline.targets import (
     TargetError,
@@ -60,6 +60,18 @@ class EnvFactory:
         """The same factory, for envs with this render mode."""
         return replace(self, kwargs={**self.kwargs, "render_mode": render_mode})
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the env's class declares that the actions alone decide an episode.
+
+        It sets ``is_deterministic = True``: neither the seed of a reset nor anything else matters.
+        A wrapper may draw random numbers, so an env with wrappers is not known to be deterministic.
+        """
+        if self.target is None or self.wrappers:
+            return False
+        maker = import_dotted(self.target, key="env.target")
+        return getattr(maker, "is_deterministic", False) is True
+
     def _make_target(self) -> AnyEnv:
         maker = import_dotted(str(self.target), key="env.target")
         if not callable(maker):
@@ -90,7 +102,8 @@ def _named(what: str) -> Iterator[None]:
     except (gym.error.DependencyNotInstalled, ImportError) as error:
         raise missing_extra(what.removesuffix(" cannot be made"), error) from error
     except (Exception, SystemExit) as error:  # envs may raise anything
-        raise EnvError(f"{what}: {type(error).__name__}: {error}") from error
+        text = f"{type(error).__name__}: {error}" if str(error).strip() else type_and_line(error)
+        raise EnvError(f"{what}: {text}") from error
 
 
 def allowed_action(

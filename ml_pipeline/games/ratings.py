@@ -17,8 +17,7 @@ MEAN_RATING = 1_000.0
 
 _POINTS = 400.0 / np.log(10.0)  # per unit of log strength
 _PRIOR = 0.5  # wins and losses of each player against an imaginary one: ratings stay finite
-_N_DRAWS = 1_000  # of the bootstrap
-_TAIL = 0.025  # of a 95 % interval
+_HALF_WIDTH = 1.96  # standard errors of a 95 % interval
 _MOST_ITERATIONS = 100
 _LONGEST_STEP = 1.0  # of one iteration, in log strength
 _TOLERANCE = 1e-5  # of the last step: 0.002 points; millions of games leave such rounding errors
@@ -84,92 +83,83 @@ def results_of(pairings: Iterable[Pairing]) -> Results:
     return Results(names, wins, draws)
 
 
-def rate(results: Results, *, anchor: str | None = None, seed: int = 0) -> list[Rating]:
+def rate(results: Results, *, anchor: str | None = None) -> list[Rating]:
     """The players from best to worst; their mean, or the player ``anchor``, has 1000 points.
 
-    Intervals come from a bootstrap over the games of each pair. Half a win and half a loss are
-    added to the games it draws from: a pair of which one player won all games has an interval too.
+    Intervals come from the curvature of the likelihood at its maximum. It contains all games and
+    the uncertain draw rate, so the interval of an unbeaten player also extends above its rating.
     """
     names = results.names
     if anchor is not None and anchor not in names:
         raise ValueError(f"anchor={anchor}: has no games; choose from {', '.join(names)}")
     origin = None if anchor is None else names.index(anchor)
-    value = _points(_log_strengths(results.wins, results.draws), origin)
-    resampled = _points(_log_strengths(*_resampled(results, seed)), origin)
-    low, high = np.quantile(resampled, [_TAIL, 1.0 - _TAIL], axis=0)
+    log_strength, covariance = _fitted(results.wins, results.draws)
+    value = _points(log_strength, origin)
+    half_width = _HALF_WIDTH * _standard_errors(covariance, origin)
     wins, draws, losses = (
         each.sum(axis=1).astype(int) for each in (results.wins, results.draws, results.wins.T)
     )
-    columns = (value, np.minimum(low, value), np.maximum(high, value), wins, draws, losses)
+    columns = (value, value - half_width, value + half_width, wins, draws, losses)
     rows = zip(names, *(each.tolist() for each in columns), strict=True)
     return sorted((Rating(*row) for row in rows), key=lambda rating: -rating.value)
 
 
 def points(results: Results, *, anchor: str) -> dict[str, float]:
     """The rating of every player without intervals, which is much faster; ``anchor`` has 1000."""
-    value = _points(_log_strengths(results.wins, results.draws), results.names.index(anchor))
+    log_strength, _ = _fitted(results.wins, results.draws)
+    value = _points(log_strength, results.names.index(anchor))
     return dict(zip(results.names, value.tolist(), strict=True))
 
 
 def _points(log_strength: Array, origin: int | None) -> Array:
-    """[..., n] -> [..., n]"""
-    zero = log_strength.mean(axis=-1) if origin is None else log_strength[..., origin]
-    return np.asarray(MEAN_RATING + _POINTS * (log_strength - zero[..., None]))
+    """[n] -> [n]"""
+    zero = log_strength.mean() if origin is None else log_strength[origin]
+    return np.asarray(MEAN_RATING + _POINTS * (log_strength - zero))
 
 
-def _resampled(results: Results, seed: int) -> tuple[Array, Array]:
-    """Wins and draws of each bootstrap draw, [n_draws, n, n]."""
-    generator = np.random.default_rng(seed)
-    n = len(results.names)
-    wins, draws = np.zeros((2, _N_DRAWS, n, n))
-    for i, j in np.argwhere(np.triu(results.games)).tolist():
-        counts = np.array([results.wins[i, j], results.draws[i, j], results.wins[j, i]])
-        shares = (counts + np.array([_PRIOR, 0.0, _PRIOR])) / (counts.sum() + 2 * _PRIOR)
-        drawn = generator.multinomial(int(counts.sum()), shares, size=_N_DRAWS)
-        wins[:, i, j], draws[:, i, j], wins[:, j, i] = drawn.T
-    return wins, draws + draws.transpose(0, 2, 1)
+def _standard_errors(covariance: Array, origin: int | None) -> Array:
+    """Of the points: [n, n] -> [n]. The player with 1000 points by definition has 0."""
+    n = len(covariance)
+    zero = np.full(n, 1.0 / n) if origin is None else np.eye(n)[origin]
+    difference = np.eye(n) - zero  # each row: a player minus the one that has 1000 points
+    variance = np.diag(difference @ covariance @ difference.T)
+    return np.asarray(_POINTS * np.sqrt(np.maximum(variance, 0.0)))
 
 
-def _log_strengths(wins: Array, draws: Array) -> Array:
-    """Maximise the likelihood by Newton's method: [..., n, n] -> [..., n].
+def _fitted(wins: Array, draws: Array) -> tuple[Array, Array]:
+    """Maximise the likelihood by Newton's method: the log strengths, [n], and their covariance.
 
     For strengths a and b, P(win) : P(draw) : P(loss) = a : nu sqrt(a b) : b. The last row is the
     imaginary player with log strength 0; after it, the parameters hold log nu.
     """
-    n = wins.shape[-1]
-    pad = [(0, 0)] * (wins.ndim - 2) + [(0, 1), (0, 1)]
-    wins, draws = np.pad(wins, pad), np.pad(draws, pad)
-    wins[..., n, :n] = wins[..., :n, n] = _PRIOR
-    games = wins + wins.swapaxes(-1, -2) + draws
-    points = (wins + 0.5 * draws).sum(axis=-1)[..., :n]
-    n_draws = 0.5 * draws.sum(axis=(-1, -2))
-    has_draws = n_draws > 0
-    parameters = np.zeros((*wins.shape[:-2], n + 1))
+    n = len(wins)
+    wins, draws = np.pad(wins, (0, 1)), np.pad(draws, (0, 1))
+    wins[n, :n] = wins[:n, n] = _PRIOR
+    games = wins + wins.T + draws
+    points = (wins + 0.5 * draws).sum(axis=1)[:n]
+    n_draws = 0.5 * draws.sum()
+    parameters = np.zeros(n + 1)
     for _ in range(_MOST_ITERATIONS):
-        strength = np.concatenate([parameters[..., :n], np.zeros_like(parameters[..., :1])], -1)
-        nu = np.where(has_draws, np.exp(parameters[..., n]), 0.0)[..., None, None]
-        half = np.exp(0.5 * (strength[..., :, None] - strength[..., None, :]))
+        strength = np.append(parameters[:n], 0.0)
+        nu = np.exp(parameters[n]) if n_draws else 0.0
+        half = np.exp(0.5 * (strength[:, None] - strength))
         total = half + 1.0 / half + nu
         draw = nu / total
         score = half / total + 0.5 * draw  # expected points of the row player in one game
         # Gradient, and the negative Hessian: covariances of points and draws.
-        gradient = np.empty_like(parameters)
-        gradient[..., :n] = points - (games * score).sum(axis=-1)[..., :n]
-        gradient[..., n] = n_draws - 0.5 * (games * draw).sum(axis=(-1, -2))
+        gradient = np.empty(n + 1)
+        gradient[:n] = points - (games * score).sum(axis=1)[:n]
+        gradient[n] = n_draws - 0.5 * (games * draw).sum()
         spread = games * (half / total + 0.25 * draw - score**2)
-        mixed = (games * draw * (0.5 - score)).sum(axis=-1)[..., :n]
-        curvature = np.empty((*parameters.shape, n + 1))
-        curvature[..., :n, :n] = -spread[..., :n, :n]
-        rows = np.arange(n)
-        curvature[..., rows, rows] = spread.sum(axis=-1)[..., :n] - spread[..., rows, rows]
-        curvature[..., :n, n] = curvature[..., n, :n] = mixed
-        of_draws = 0.5 * (games * draw * (1.0 - draw)).sum(axis=(-1, -2))
-        curvature[..., n, n] = np.where(has_draws, of_draws, 1.0)
-        step = np.linalg.solve(curvature, gradient[..., None])[..., 0]
-        longest = np.abs(step).max(axis=-1, keepdims=True)
-        parameters += step * np.minimum(1.0, _LONGEST_STEP / np.maximum(longest, 1e-300))
-        if longest.max() < _TOLERANCE:
-            return np.asarray(parameters[..., :n])
+        curvature = np.empty((n + 1, n + 1))
+        curvature[:n, :n] = np.diag(spread.sum(axis=1)[:n]) - spread[:n, :n]
+        curvature[:n, n] = curvature[n, :n] = (games * draw * (0.5 - score)).sum(axis=1)[:n]
+        curvature[n, n] = 0.5 * (games * draw * (1.0 - draw)).sum() if n_draws else 1.0
+        step = np.linalg.solve(curvature, gradient)
+        longest = np.abs(step).max()
+        parameters += step * min(1.0, _LONGEST_STEP / max(longest, 1e-300))
+        if longest < _TOLERANCE:
+            return parameters[:n], np.asarray(np.linalg.inv(curvature))[:n, :n]
     raise ArithmeticError(f"ratings did not converge in {_MOST_ITERATIONS} iterations")
 
 

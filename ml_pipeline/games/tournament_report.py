@@ -60,7 +60,7 @@ def _ratings(tournament: Tournament) -> Chart:
         interval_bar(rank, each.name, each.value, each.low, each.high)
         for rank, each in enumerate(tournament.ratings)
     ]
-    note = "Elo with its 95 % bootstrap interval. 400 points are odds of 10 to 1."
+    note = "Elo with its 95 % interval. 400 points are odds of 10 to 1."
     return Chart("ratings", "Ratings", "rating", "", note, bars=bars)
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +26,7 @@ from ml_pipeline.runs.run_folder import (
     RunFolder,
     is_checkpoint_file,
     remove,
+    sync_folder,
     write_atomically,
 )
 from ml_pipeline.training.out_of_memory import ran_out_of_memory
@@ -31,6 +35,7 @@ FORMAT = 2  # increased when older versions cannot read the file
 
 LATEST, BEST = "latest", "best"
 _NUMBERED = "step_"  # and the env steps: step_10240
+_FINALIST = "best_"  # the same: best_10240
 
 _PLAIN = (Tensor, int, float, bool, str, bytes, type(None))  # exactly these types, not subclasses
 
@@ -66,8 +71,41 @@ def numbered_name(env_steps: int) -> str:
 
 def numbered_steps(run: RunFolder) -> list[int]:
     """The env steps of all numbered checkpoints, in ascending order."""
-    stems = [path.stem.removeprefix(_NUMBERED) for path in run.checkpoints.glob(f"{_NUMBERED}*.pt")]
+    return _steps_of(run, _NUMBERED)
+
+
+def finalist_name(env_steps: int) -> str:
+    """One of the few checkpoints that may be the best at the end of a run."""
+    return f"{_FINALIST}{env_steps}"
+
+
+def finalist_steps(run: RunFolder) -> list[int]:
+    """The env steps of all finalists, in ascending order."""
+    return _steps_of(run, _FINALIST)
+
+
+def _steps_of(run: RunFolder, prefix: str) -> list[int]:
+    stems = [path.stem.removeprefix(prefix) for path in run.checkpoints.glob(f"{prefix}*.pt")]
     return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+
+def link_checkpoint(run: RunFolder, name: str, target: str) -> None:
+    """Replace checkpoint ``target`` by ``name``, without a second copy where the disk allows it."""
+    path = checkpoint_path(run, target)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        try:
+            os.link(checkpoint_path(run, name), temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(checkpoint_path(run, name), temporary)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"could not save {path}: {error}; the previous checkpoint is kept"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)  # os.replace keeps it if both are the same file
 
 
 def drop_numbered(run: RunFolder, *, keep: int, last: int) -> None:

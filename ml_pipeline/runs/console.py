@@ -22,6 +22,8 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -33,6 +35,7 @@ from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, shown_return
 
 _SECONDS_BETWEEN_LINES = 2.0
 _SECONDS_BETWEEN_LINES_OF_A_JOB = 10.0  # several jobs share the output
+_BAR_WIDTH = 38
 _UNKNOWN = "-"  # the ETA of DQN and SAC until an iteration with updates has ended
 _TRAIN = " train"  # commands/train.py adds it to the program's name in sys.argv
 
@@ -186,6 +189,14 @@ def say(line: str) -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, stays open
 
 
+class _PlainBar(ProgressColumn):
+    """A bar whose end is visible without colours, as with NO_COLOR."""
+
+    def render(self, task: Task) -> Text:
+        done = round(task.percentage / 100 * _BAR_WIDTH)
+        return Text(f"[{'#' * done}{'-' * (_BAR_WIDTH - done)}]")
+
+
 class ConsoleLogger:
     """Shows the progress of one run between ``start`` and ``close``."""
 
@@ -202,7 +213,7 @@ class ConsoleLogger:
         self._unprinted: str | None = None
         self._progress = Progress(
             TextColumn("env steps"),
-            BarColumn(),
+            _PlainBar() if self._console.no_color else BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("ETA {task.fields[eta]}"),

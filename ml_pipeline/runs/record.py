@@ -95,6 +95,7 @@ class Record:
         self._facts = dict(facts)
         self._total_steps = total_steps
         self._started = time.monotonic()
+        self._what_runs_where = ""
         self._command = typed_training() or f"train({list(overrides)})"
         before = run.read_summary()  # not empty if the run resumes
         try:
@@ -120,6 +121,7 @@ class Record:
 
     def begin(self, line: str) -> None:
         """Print the first lines and write a summary with the status running."""
+        self._what_runs_where = line
         self._say_lines([line, f"run folder: {self.run.shown}", *self._new_logger_lines()])
         self.run.update_summary(
             {
@@ -178,6 +180,8 @@ class Record:
             if is_job():  # the sweep prints the commands once
                 return
             say(f"run folder: {self.run.shown}")
+            for title, facts_of_it in self._sums().items():
+                say(f"{title + ':':<11} {facts_of_it}")
             for title, command in commands.items():
                 if saved or title == "compare":
                     say(f"{title + ':':<11} {command}")
@@ -206,6 +210,30 @@ class Record:
     def value(self, metric: str) -> float:
         """The last value of a metric; NaN if it was never measured."""
         return self._last.values.get(metric, math.nan)
+
+    def _sums(self) -> dict[str, str]:
+        """What the whole run took and reached, also before it was resumed."""
+        seconds = round(self._seconds_before + time.monotonic() - self._started)
+        wall = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        train_seconds = max(self._train_seconds, 1e-9)
+        n_episodes, env_steps = self.value("rollout/total_episodes"), self.value("env_steps")
+        speeds = f"{env_steps / train_seconds:,.0f} env steps/s"
+        if not math.isnan(n_episodes):
+            wall = f"{n_episodes:,.0f} episodes in {wall}"
+            speeds += f" and {n_episodes / train_seconds:,.1f} episodes/s"
+        took = f"{wall}; {speeds}, evaluations included"
+        measured = {
+            "last": self.value("rollout/episode_return"),
+            "mean of the last 100 episodes": self.mean_reward,
+            "evaluation": self.value(EVAL_RETURN),
+        }
+        returns = [
+            f"{what} {shown_return(value)}"
+            for what, value in measured.items()
+            if not math.isnan(value)
+        ]
+        sums = {"ran": self._what_runs_where, "took": took, "returns": ", ".join(returns)}
+        return {title: text for title, text in sums.items() if text}
 
     def _commands(self, *, complete: bool) -> dict[str, str]:
         path = shlex.quote(str(self.run.shown))

@@ -230,6 +230,7 @@ class RunningLoop(Protocol):
     """The loop of a run, as callbacks see it; ``training.loop.Loop`` is one."""
 
     trainer: Trainer
+    callbacks: dict[str, Callback]
     loggers: list[Logger]
     iteration: int
     env_steps: int
@@ -269,7 +270,8 @@ class Callback:
 
     A callback in the config gets its keys as arguments. Its constructor may also have the
     parameters ``make_env`` (an ``EnvFactory``), ``vec_env`` (a ``VecEnvConfig``), ``run`` (a
-    ``RunFolder``), ``seed``, ``device`` and ``best_metric``: the run passes them by name.
+    ``RunFolder``), ``seed``, ``device``, ``best_metric`` and ``load_policy``: the run passes them
+    by name. ``load_policy(name)`` returns the policy of a checkpoint of the run, on the CPU.
     """
 
     def __init_subclass__(cls) -> None:

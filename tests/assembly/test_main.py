@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ finally:
     listed = {line.split()[0] for line in result.stdout.splitlines() if line.startswith("    ")}
     names = {"compare", "evaluate", "export", "play", "runs", "serve", "study", "train"}
     assert names <= listed
+
+
+def test_version_is_that_of_the_package(capsys: Capture) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+
+    assert capsys.readouterr().out == f"ml_pipeline {version('ml_pipeline')}\n"
 
 
 def test_file_in_the_commands_folder_is_a_command(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, call
+from conftest import REPOSITORY, call, read_rows, small
+
+from ml_pipeline.assembly.run import train
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
@@ -92,16 +95,82 @@ def test_a_rom_chooses_the_env(venv: Path) -> None:
     assert 'train_ppo.py "env=game_boy" "env.kwargs.rom=game.gb"' in result.stdout
 
 
+LIMIT = ("gymnasium.wrappers.TimeLimit", "max_episode_steps=40")
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ("acrobot", ["+env.kwargs.max_episode_steps=40"]),
+        ("torch_cartpole", ["+env.kwargs.max_episode_steps=40"]),
+        ("game_boy", ["env.kwargs.episode_length=40"]),
+        ("trading", ["env.kwargs.episode_bars=40"]),
+        ("torch_trading", ["env.kwargs.episode_bars=40"]),
+        *(
+            (env, [f"+env.wrappers.limit.{each}" for each in (f"_target_={LIMIT[0]}", LIMIT[1])])
+            for env in ("hockey", "real_hockey", "camera_and_flag")
+        ),
+    ],
+)
+def test_episode_length_has_the_key_of_each_env(venv: Path, env: str, words: list[str]) -> None:
+    result = make("-n", "train", f"VENV={venv}", f"TRAIN_ENV={env}", "TRAIN_EPISODE_LENGTH=40")
+
+    quoted = " ".join(f'"{each}"' for each in words)
+    assert f'train_ppo.py "env={env}" {quoted}\n' in result.stdout
+
+
+@pytest.mark.parametrize("env", ["hockey", "trading"])
+def test_episode_length_limits_episodes_of_a_world(env: str, venv: Path, here: Path) -> None:
+    shown = make(
+        "-n", "train", f"VENV={venv}", f"TRAIN_ENV={env}", "TRAIN_EPISODE_LENGTH=40"
+    ).stdout
+    (line,) = (each for each in shown.splitlines() if "train_ppo.py" in each)
+    overrides = shlex.split(line)[2:]
+
+    run = train([*overrides, *small(total_steps=192)]).run_dir
+
+    rows = read_rows(run)
+    assert max(float(row["rollout/episode_length"] or 0) for row in rows) == 40.0
+
+
+def test_fixed_episode_length_is_refused(venv: Path) -> None:
+    result = make(
+        "-n", "train", f"VENV={venv}", "TRAIN_ENV=torch_hockey", "TRAIN_EPISODE_LENGTH=40"
+    )
+
+    assert "TRAIN_EPISODE_LENGTH=40: the length of a game of torch_hockey is fixed" in result.stderr
+
+
+@pytest.mark.parametrize("typo", ["TRAIN_STEP=5", "TRAINSTEPS=5", "train_steps=5", "ARG=seed=3"])
+@pytest.mark.parametrize("target", ["train", "train-parallel", "train-20k", "train-pure-rl"])
+def test_misspelt_variable_is_refused(typo: str, target: str, venv: Path) -> None:
+    result = make("-n", target, f"VENV={venv}", typo)
+
+    assert result.returncode != 0
+    assert "train_ppo.py" not in result.stdout
+    assert f"{typo}: make has no such variable; choose from PYTHON VENV ARGS" in result.stderr
+
+
+def test_misspelt_variable_of_the_environment_is_refused(venv: Path) -> None:
+    words = "-C", REPOSITORY, "-n", "train", f"VENV={venv}"
+
+    result = call("make", *words, MAKEFLAGS="", ARGS="", TRAIN_STEP="5")
+
+    assert "TRAIN_STEP=5: make has no such variable" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [
         ("train", "train_ppo.py seed=3"),
+        ("train-pure-rl", "train_ppo.py seed=3"),
+        ("train-pure-rl TRAIN_ENV=hockey", '"env=hockey" "~env.wrappers.shaping" seed=3'),
         ("train-parallel", "train_ppo.py vec_env=parallel seed=3"),
         ("train-20k", 'train_ppo.py "n_envs=2" "total_steps=20000" seed=3'),
     ],
 )
 def test_targets_without_variables(venv: Path, target: str, words: str) -> None:
-    result = make("-n", target, f"VENV={venv}", "ARGS=seed=3")
+    result = make("-n", *target.split(), f"VENV={venv}", "ARGS=seed=3")
 
     assert words in result.stdout
 

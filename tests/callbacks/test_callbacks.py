@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
+import math
 import signal
 from functools import partial
 from pathlib import Path
@@ -10,12 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import Capture, read_rows, small
+from conftest import Capture, only_run, read_rows, small
+from gymnasium import spaces
 from tiny_envs import SlowEnv
 
+from ml_pipeline.analysis import evaluate as evaluation
 from ml_pipeline.assembly.run import train
 from ml_pipeline.callbacks.checkpoints import Checkpoints
 from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
@@ -25,7 +30,7 @@ from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.vec_env import ParallelEnv
 from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import EVAL_RETURN
-from ml_pipeline.runs.checkpoint import load_checkpoint
+from ml_pipeline.runs.checkpoint import finalist_steps, load_checkpoint
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.signals import Interrupted
 from ml_pipeline.training.contracts import Callback
@@ -78,8 +83,12 @@ def test_resumed_run_repeats_an_interrupted_evaluation() -> None:
         resumed.on_iteration_end(loop, {})
 
 
-def test_best_is_the_checkpoint_of_the_best_evaluation_also_after_a_resume(here: Path) -> None:
-    settings = small(total_steps=320, callbacks__evaluation__eval_every_steps=32)
+def test_best_is_the_newest_of_the_best_evaluations_also_after_a_resume(here: Path) -> None:
+    settings = small(
+        total_steps=320,
+        callbacks__evaluation__eval_every_steps=32,
+        callbacks__checkpoints__finalists=1,
+    )
     run = train([*settings, "agent.learning_rate=0.05"]).run_dir
 
     for total_steps in (320, 640):
@@ -89,17 +98,18 @@ def test_best_is_the_checkpoint_of_the_best_evaluation_also_after_a_resume(here:
         returns = [float(row[EVAL_RETURN]) for row in rows]
         best, latest = (load_checkpoint(RunFolder.open(run), name) for name in ("best", "latest"))
 
-        assert best["env_steps"] == int(rows[returns.index(max(returns))]["env_steps"])
+        newest = max(index for index, each in enumerate(returns) if each == max(returns))
+        assert best["env_steps"] == int(rows[newest]["env_steps"])
         assert best["callbacks"]["checkpoints"]["best_return"] == max(returns)
         assert latest["env_steps"] == total_steps
 
 
-def logged(callback: Checkpoints, *values: float) -> None:
-    """Log ``eval/win`` in one iteration per value; iteration i ends at env step i + 1."""
-    for index, value in enumerate(values):
-        steps = index + 1
+def logged(callback: Checkpoints, *values: float, first: int = 1) -> None:
+    """Log ``eval/win`` in one iteration per value, at the env steps from ``first`` on."""
+    for steps, value in enumerate(values, start=first):
+        state = partial(dict, steps=steps, env_steps=steps)
         loop: Any = SimpleNamespace(
-            env_steps=steps, is_last_iteration=lambda: False, state_dict=partial(dict, steps=steps)
+            env_steps=steps, is_last_iteration=lambda: False, state_dict=state
         )
         callback.on_iteration_logged(loop, {EVAL_RETURN: float(steps), "eval/win": value})
 
@@ -120,6 +130,236 @@ def test_best_metric_decides_which_checkpoint_is_the_best_and_a_resume_may_chang
     assert same.best_value == 9.0
     logged(other, 0.0)  # its own metric is 1.0, less than the old maximum
     assert load_checkpoint(run, "best")["steps"] == 1
+
+
+def test_newest_checkpoint_wins_a_tie_and_nan_never_wins(here: Path) -> None:
+    for finalists in (1, 3):
+        run = RunFolder(here / str(finalists))
+        run.make()
+        logged(
+            Checkpoints(run, finalists=finalists, best_metric="eval/win"), 1.0, 9.0, 9.0, math.nan
+        )
+
+        assert load_checkpoint(run, "best")["steps"] == 3
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_evaluation_is_greedy_or_samples(deterministic: bool) -> None:
+    played: list[bool] = []
+
+    class Noting(Constant):
+        def act_batch(self, obs: Any, deterministic: bool, **options: Any) -> Any:
+            played.append(deterministic)
+            return super().act_batch(obs)
+
+    agent = SimpleNamespace(for_playing=lambda: Noting(1))
+    env = SimpleNamespace(num_envs=2, unwrapped=None)
+    loop: Any = SimpleNamespace(
+        env_steps=10_000, is_last_iteration=lambda: True, envs=[env], agent=agent
+    )
+    sampling = PeriodicEvaluation(
+        Game,  # type: ignore[arg-type]  # a class makes an env too
+        VecEnvConfig(),
+        seed=1,
+        deterministic=deterministic,
+    )
+    sampling.on_train_start(loop)
+    sampling.on_iteration_end(loop, {})
+    sampling.play_final(Noting(1), loop, n_episodes=2, episodes_end=True)  # type: ignore[arg-type]
+    sampling.close()
+
+    assert set(played) == {deterministic}
+
+
+@pytest.mark.parametrize(
+    ("more", "n_episodes"),
+    [
+        ("", 1),
+        ("callbacks.evaluation.deterministic=false", 4),
+        ("+env.wrappers.mine._target_=gymnasium.Wrapper", 4),  # it may draw random numbers
+        ("env.target=tiny_envs.CountingEnv", 4),  # its class declares nothing
+    ],
+)
+def test_deterministic_env_plays_one_greedy_episode(
+    more: str, n_episodes: int, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (here / "certain_envs.py").write_text(
+        "from tiny_envs import CountingEnv\n"
+        "class Certain(CountingEnv):\n"
+        "    is_deterministic = True\n"
+    )
+    monkeypatch.syspath_prepend(str(here))
+    played: list[int] = []
+    evaluate_batch = evaluation.evaluate_batch
+
+    def counted(*words: Any, **options: Any) -> Any:
+        result = evaluate_batch(*words, **options)
+        played.append(len(result.episodes))
+        return result
+
+    monkeypatch.setattr(evaluation, "evaluate_batch", counted)
+
+    settings = small(callbacks__evaluation__n_episodes=4)
+    train([*settings, "env.target=certain_envs.Certain", *more.split()])
+
+    assert played == [n_episodes]
+    assert (n_episodes == 1) == ("plays one episode, because" in capsys.readouterr().out)
+
+
+class Game(gym.Env[Any, Any]):
+    """One step: its return is the action, from 0 to 1000."""
+
+    observation_space = spaces.Box(0.0, 1.0, (1,), np.float32)
+    action_space = spaces.Discrete(1001)
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=options.get("seed"))
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(1, np.float32), float(action), True, False, {}
+
+
+class Constant:
+    """Always takes the same action."""
+
+    def __init__(self, action: int) -> None:
+        self.action = action
+
+    def new_memory(self, n_envs: int) -> None: ...
+
+    def mask_of(self, infos: Any) -> None: ...
+
+    def act_batch(self, obs: Any, *how: Any, **options: Any) -> Any:
+        return np.full(len(obs), self.action)
+
+
+# Values of the evaluations of a run, what new episodes show, and the best by each of both.
+FINALS = [
+    ([9.0, 8.0, 7.0], {1: 5, 2: 6, 3: 4}, 1, 2),
+    ([9.0, 9.0, 9.0, 9.0], {1: 9, 2: 5, 3: 9, 4: 9}, 4, 4),  # the oldest is left out
+    ([1.0, 9.0, 2.0, 8.0, 3.0], {2: 0, 4: 0, 5: 7}, 2, 5),
+    ([9.0], {}, 1, 1),  # a single one plays nothing
+]
+
+
+def finished(callback: Checkpoints, env: type[gym.Env[Any, Any]] = Game) -> None:
+    """End the run of a callback."""
+    vec = SimpleNamespace(num_envs=2, unwrapped=None)
+    played = PeriodicEvaluation(env, VecEnvConfig(), seed=1)  # type: ignore[arg-type]
+    loop: Any = SimpleNamespace(envs=[vec], callbacks={"evaluation": played})
+    callback.on_train_end(loop)
+    played.close()
+
+
+def named(run: RunFolder) -> list[str]:
+    return sorted(path.stem for path in run.checkpoints.iterdir())
+
+
+@pytest.mark.parametrize(("values", "truth", "first", "winner"), FINALS)
+def test_end_of_a_run_picks_the_best_by_new_episodes(
+    values: list[float],
+    truth: dict[int, int],
+    first: int,
+    winner: int,
+    here: Path,
+    capsys: Capture,
+) -> None:
+    run = RunFolder(here / "run")
+    run.make()
+
+    def load_policy(name: str) -> Any:
+        return Constant(truth[load_checkpoint(run, name)["steps"]])
+
+    callback = Checkpoints(run, load_policy=load_policy)
+    for steps, value in enumerate(values, start=1):
+        loop: Any = SimpleNamespace(
+            env_steps=steps, is_last_iteration=lambda: False, state_dict=partial(dict, steps=steps)
+        )
+        callback.on_iteration_logged(loop, {EVAL_RETURN: value})
+    assert load_checkpoint(run, "best")["steps"] == first
+    finished(callback)
+
+    assert load_checkpoint(run, "best")["steps"] == winner
+    assert named(run) == ["best"]
+    said = capsys.readouterr().out
+    assert f"best.pt: env step {winner} ({truth.get(winner)}.0), by eval" in said or not truth
+
+
+def test_finalists_survive_a_kill_after_the_last_save_and_a_longer_run(here: Path) -> None:
+    run = RunFolder(here / "run")
+    run.make()
+    first = Checkpoints(run, best_metric="eval/win")
+    logged(first, 6.0, 5.0, 4.0)
+    saved = first.state_dict()
+    logged(first, 7.0, 8.0, 9.0, first=4)  # not in a saved state: the process was killed
+
+    resumed = Checkpoints(run, best_metric="eval/win")
+    resumed.load_state_dict(saved)
+    assert [each.env_steps for each in resumed.finalists] == [1, 2, 3]
+    logged(resumed, 4.5, first=4)
+    finished(resumed)  # without load_policy: best.pt remains as it is
+    assert named(run) == ["best"]
+
+    longer = Checkpoints(run, best_metric="eval/win")
+    longer.load_state_dict({**saved, "finalists": [[6.0, 6], [5.0, 2]]})
+    assert [each.env_steps for each in longer.finalists] == [6]  # best.pt is of step 6
+    assert longer.best_value == 6.0
+
+
+class Broken(Game):
+    def step(self, action: Any) -> Any:
+        raise ValueError("the table broke")
+
+
+def test_failing_final_leaves_best_and_does_not_fail_the_run(here: Path, capsys: Capture) -> None:
+    run = RunFolder(here / "run")
+    run.make()
+    callback = Checkpoints(run, best_metric="eval/win", load_policy=lambda name: Constant(1))  # type: ignore[arg-type, return-value]
+    logged(callback, 2.0, 1.0)
+
+    finished(callback, Broken)
+
+    assert load_checkpoint(run, "best")["steps"] == 1
+    said = capsys.readouterr().out
+    assert "best.pt: the finalists could not play: env 0 (seed " in said
+    assert said.endswith("raised: ValueError: the table broke\n")
+
+
+def test_signal_during_the_final_ends_a_complete_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def stopped(*words: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(PeriodicEvaluation, "play_final", stopped)
+
+    with pytest.raises(Interrupted):
+        train(small(total_steps=160, callbacks__evaluation__eval_every_steps=32))
+
+    run = RunFolder.open(only_run(here))
+    assert load_checkpoint(run, "latest")["env_steps"] == 160
+    assert load_checkpoint(run, "best")["env_steps"] in finalist_steps(run)
+    assert run.read_summary()["status"] == "interrupted"
+    assert "stopped by SIGTERM at env step 160 of 160" in capsys.readouterr().out
+    train([f"resume={run.path}", "total_steps=320", "callbacks.checkpoints.finalists=1"])
+    assert finalist_steps(run) == []
+
+
+def test_runs_with_and_without_a_final_differ_only_in_best(here: Path) -> None:
+    settings = small(total_steps=160, callbacks__evaluation__eval_every_steps=32)
+    states: list[list[bytes]] = []
+    for finalists in (1, 3):
+        run = train([*settings, f"callbacks.checkpoints.finalists={finalists}"]).run_dir
+        assert (run / "checkpoints" / "best.pt").is_file()
+        assert not list(run.glob("checkpoints/best_*"))
+        state, contents = load_checkpoint(RunFolder.open(run), "latest"), []
+        for key in ("agent", "collector", "global_generators"):
+            torch.save(state[key], content := io.BytesIO())
+            contents.append(content.getvalue())
+        states.append(contents)
+
+    assert states[0] == states[1]
 
 
 def test_best_metric_that_no_iteration_logs_is_reported(here: Path, capsys: Capture) -> None:

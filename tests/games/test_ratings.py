@@ -68,24 +68,32 @@ def test_expected_points_equal_points_that_were_won() -> None:
     assert wins + draws / 2 == pytest.approx(60.0, abs=0.5)
 
 
-def test_true_strengths_of_simulated_games_are_in_most_intervals() -> None:
+@pytest.mark.parametrize("anchor", [None, "0"])
+@pytest.mark.parametrize("draw_rate", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("n_players", "n_games", "spread"),
+    [(2, 20, 200.0), (3, 5, 300.0), (5, 200, 150.0), (6, 20, 600.0), (12, 20, 300.0)],
+)
+def test_true_strengths_of_simulated_games_are_in_most_intervals(
+    n_players: int, n_games: int, spread: float, draw_rate: float, anchor: str | None
+) -> None:
     generator = np.random.default_rng(3)
-    n_inside = n_players = 0
-    for _ in range(20):
-        true = generator.normal(0.0, 150.0, 5)
-        true += 1000.0 - true.mean()
+    n_inside = n_intervals = 0
+    while n_intervals < 600:
+        true = generator.normal(0.0, spread, n_players)
+        true += 1000.0 - (true.mean() if anchor is None else true[0])
         pairings = []
-        for i, j in combinations(range(5), 2):
+        for i, j in combinations(range(n_players), 2):
             odds = 10 ** ((true[i] - true[j]) / 400)
-            weights = np.array([odds, 0.8 * np.sqrt(odds), 1.0])
-            counts = generator.multinomial(200, weights / weights.sum())
+            weights = np.array([odds, draw_rate * np.sqrt(odds), 1.0])
+            counts = generator.multinomial(n_games, weights / weights.sum())
             pairings.append(Pairing(str(i), str(j), *counts.tolist()))
-        for each in rate(results_of(pairings)):
-            n_players += 1
-            n_inside += each.low <= true[int(each.name)] <= each.high
+        for each in rate(results_of(pairings), anchor=anchor):
+            if each.name != anchor:
+                n_intervals += 1
+                n_inside += each.low <= true[int(each.name)] <= each.high
 
-    assert n_players == 100
-    assert 88 <= n_inside <= 100  # 95 expected; 88 is 3.2 standard deviations below
+    assert n_inside / n_intervals >= 0.88  # 0.95 expected; a bootstrap had 0.61 in a wide field
 
 
 def test_interval_narrows_with_the_square_root_of_the_games() -> None:
@@ -102,7 +110,9 @@ def test_an_unbeaten_player_has_a_finite_rating_that_grows_with_its_games() -> N
     assert all(np.isfinite(values))
     assert values == sorted(values)
     players = rated(Pairing("a", "b", 200, 0, 0), Pairing("b", "c", 200, 0, 0))
-    assert players["a"].low < players["a"].value  # although every game had the same result
+    for each in players.values():  # although every game of a and c had the same result
+        assert each.low < each.value - 10.0
+        assert each.high > each.value + 10.0
     assert players["a"].value > players["b"].value > players["c"].value
 
 
@@ -138,13 +148,6 @@ def test_the_anchor_has_1000_points() -> None:
     assert anchored["weak"][1:4] == (1000.0, 1000.0, 1000.0)
     difference = free["strong"].value - free["weak"].value
     assert anchored["strong"].value == pytest.approx(1000.0 + difference)
-
-
-def test_ratings_are_the_same_every_time_and_depend_on_the_seed() -> None:
-    results = results_of([Pairing("a", "b", 30, 5, 10)])
-
-    assert rate(results) == rate(results)
-    assert rate(results, seed=1) != rate(results)
 
 
 def test_wrong_results_are_refused() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from ml_pipeline.errors import first_line, last_line, one_line
+from ml_pipeline.errors import first_line, last_line, one_line, type_and_line
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,17 @@ lower the speed"""
         "env 0 (seed 7) raised: IndexError: list index out of range; During handling of the above "
         "exception, another exception occurred: ValueError: puck left the table; lower the speed"
     )
+
+
+def test_error_without_text_names_its_place() -> None:
+    def broken() -> None:
+        assert False  # noqa: B011, PT015
+
+    with pytest.raises(AssertionError) as raised:
+        broken()
+    raised.value.args = ()
+
+    assert re.fullmatch(
+        r"AssertionError \(test_errors\.py:\d+ in broken\)", type_and_line(raised.value)
+    )
+    assert type_and_line(ValueError("too long")) == "ValueError: too long"

@@ -4,17 +4,56 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from conftest import Capture
+from conftest import Capture, read_rows, small
 from rich.console import Console
 
+from ml_pipeline.assembly.run import train
 from ml_pipeline.metrics import shown_return
 from ml_pipeline.runs import console
 from ml_pipeline.runs.console import ConsoleLogger, say_if_slow, user_command
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "line"),
+    [
+        (100, "total_steps=100: trains 96 env steps, 3 whole iterations of 32\n"),
+        (95, "total_steps=95: trains 64 env steps, 2 whole iterations of 32\n"),
+        (33, "total_steps=33: trains 32 env steps, one iteration of 32\n"),
+        (5, "total_steps=5: trains 32 env steps, one iteration of 32\n"),
+        (64, ""),
+    ],
+)
+def test_rounded_total_steps_are_reported(
+    total_steps: int, line: str, here: Path, capsys: Capture
+) -> None:
+    train([*small(total_steps=total_steps), "~callbacks.evaluation"])
+
+    output = capsys.readouterr().out
+    assert output.startswith(line + "CartPole-v1: 2 envs in this process, cpu\n")
+
+
+def test_end_of_a_run_sums_up(here: Path, capsys: Capture) -> None:
+    run = train(small(total_steps=640)).run_dir
+
+    lines = capsys.readouterr().out.splitlines()
+    row = read_rows(run)[-1]
+    sums = {title: text.strip() for title, _, text in (line.partition(":") for line in lines)}
+    n_episodes = int(float(row["rollout/total_episodes"]))
+    assert sums["ran"] == "CartPole-v1: 2 envs in this process, cpu"
+    assert re.fullmatch(
+        rf"{n_episodes} episodes in 0:\d\d:\d\d; [\d,]+ env steps/s and [\d,.]+ episodes/s, "
+        "evaluations included",
+        sums["took"],
+    )
+    assert re.fullmatch(
+        r"last [\d.]+, mean of the last 100 episodes [\d.]+, evaluation [\d.]+", sums["returns"]
+    )
 
 
 def test_slow_block_is_reported_once_it_takes_too_long(capsys: Capture) -> None:
@@ -57,6 +96,21 @@ def test_command_names_the_program_that_runs(
     monkeypatch.setattr(sys, "argv", [program])
 
     assert user_command("train", python="python") == shown
+
+
+@pytest.mark.parametrize(("steps", "bar"), [(0, "[---"), (500, "#----"), (1000, "###] ")])
+def test_progress_bar_without_colours_shows_its_end(
+    steps: int, bar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    output = io.StringIO()
+    logger = ConsoleLogger(1000, console=Console(file=output, force_terminal=True, width=100))
+    logger.start()
+    logger.log({}, env_steps=steps)
+    logger.close()
+
+    assert bar in output.getvalue()
 
 
 @pytest.mark.parametrize(

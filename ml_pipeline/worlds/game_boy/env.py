@@ -37,6 +37,8 @@ class GameBoy(AnyEnv):
     ``rom``, ``game`` and ``state`` are paths; without ``state``, episodes start after power-on.
     """
 
+    is_deterministic = True  # the emulator, its clock and its start are
+
     def __init__(
         self,
         rom: str,
