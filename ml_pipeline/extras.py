@@ -13,7 +13,7 @@ from ml_pipeline.errors import UserError
 # The modules of the dependencies in pyproject.toml; hydra-core brings omegaconf and yaml.
 CORE_PACKAGES = (
     *("torch", "numpy", "cloudpickle", "gymnasium", "wandb", "hydra", "omegaconf", "yaml"),
-    *("rich", "threadpoolctl"),
+    *("rich", "threadpoolctl", "filelock"),
 )
 
 # The packages of each extra in pyproject.toml, as they appear in import errors.

@@ -83,7 +83,8 @@ def typed(key: str, config_class: type[ConfigT], cfg: DictConfig) -> ConfigT:
     known = [field.name for field in dataclasses.fields(config_class)]
     for name in cfg[key] if OmegaConf.is_dict(cfg[key]) else ():
         if name not in known:
-            raise ConfigError(unknown_key(f"{key}.{name}", cfg[key][name], known))
+            whole = cast("dict[str, object]", OmegaConf.to_container(cfg, resolve=False))
+            raise ConfigError(unknown_key(f"{key}.{name}", cfg[key][name], known, whole))
     schema = _schema(key, config_class)  # type: ignore[arg-type]  # mypy: only objects are hashed
     merged = OmegaConf.merge(schema, {key: cfg[key]})
     return cast("ConfigT", OmegaConf.to_object(getattr(merged, key)))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins import file_config_source
 from hydra._internal.core_plugins import (
@@ -29,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ml_pipeline.assembly.agent import config_class, find_algorithm, typed
 from ml_pipeline.assembly.explain import ConfigError as ConfigError
-from ml_pipeline.assembly.explain import explained
+from ml_pipeline.assembly.explain import explained, unknown_key
 from ml_pipeline.assembly.trust import check_algorithm, check_names
 from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import TrainConfig
@@ -57,8 +58,8 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose("train", overrides=opened([*overrides, *own_conf(overrides)]))
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explained(error)) from error
+    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(explained(error, overrides)) from error
     finally:
         GlobalHydra.instance().hydra = callers
 
@@ -206,6 +207,10 @@ def _searching(folders: Sequence[Path]) -> list[str]:
 
 def checked_config(cfg: DictConfig) -> TrainConfig:
     """The config as checked dataclasses; agent.algorithm chooses the class of ``agent``."""
+    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    for key in cfg:
+        if key not in known:
+            raise ConfigError(unknown_key(str(key), cfg[key], known, _container(cfg)))
     algorithm = find_algorithm(cfg)
     curriculum = None
     try:
@@ -215,6 +220,9 @@ def checked_config(cfg: DictConfig) -> TrainConfig:
                 raise ConfigError("curriculum.phases is a list; write phases: {NAME: {...}, ...}")
             curriculum = typed("curriculum", CurriculumConfig, cfg)
         others = {str(key): _plain(cfg[key]) for key in cfg if key not in ("agent", "curriculum")}
+        for entries in (others["callbacks"], others["logger"], others["env"].wrappers):
+            for name in [name for name, entry in entries.items() if entry is None]:
+                del entries[name]  # callbacks.evaluation=null
         return TrainConfig(**others, agent=agent, curriculum=curriculum)
     except OmegaConfBaseException as error:
         raise ConfigError(explained(error)) from error

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -32,16 +33,19 @@ from ml_pipeline.assembly.compose import (
     find_modules_in_cwd,
     opened,
     own_conf,
+    own_folders,
     preset_files,
     resumed_folder,
     store_schema,
 )
 from ml_pipeline.assembly.explain import ConfigError, explained
 from ml_pipeline.assembly.sweeps import SweepReport, check_launcher
+from ml_pipeline.assembly.words import pasteable, translated
 from ml_pipeline.errors import UserError
 from ml_pipeline.moved import moved
 from ml_pipeline.runs.console import numbered_output, say, user_command
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml, stamped_name
+from ml_pipeline.shelves import conf_folders
 from ml_pipeline.targets import ALGORITHM_OF_OLD_RUNS
 
 # The keys that choose an env, or a run or data that fit only one.
@@ -62,6 +66,39 @@ def with_agent(words: Sequence[str], agent: str, preset: str | None = None) -> l
     if preset is not None and not any(word.partition("=")[0] in _CHOOSES_ENV for word in words):
         return with_overrides(words, [f"experiment={preset}"])
     return list(words) if agent == default_agent() else with_overrides(words, [f"agent={agent}"])
+
+
+def check_words(command_line: Sequence[str], agent: str | None = None) -> None:
+    """Refuse words that are not key=value, in one line that shows what to type instead."""
+    words = list(command_line[1:])
+    if not any(translated(words, {}, {})[1:]):
+        return
+    groups = {each.name for folder in (CONF, *conf_folders()) for each in folder.iterdir()}
+    options = {group: list(preset_files(group)) for group in groups - {"study", "train.yaml"}}
+    for path in (each for folder in own_folders(None) for each in folder.glob("*/*.yaml")):
+        options.setdefault(path.parent.name, []).append(path.stem)
+    # A second time, as flags may change the agent or the size of a rollout.
+    first, _, _ = translated(words, _config_of(words, agent), options)
+    arguments, replaced, unknown = translated(words, _config_of(first, agent), options)
+    line = f"{', '.join([*replaced, *unknown])}: settings are key=value"
+    if unknown:
+        line += f"; no setting is like {', '.join(unknown)}, --help lists them"
+    if replaced:
+        line += f"; write: {user_command('train', agent=agent)} {pasteable(arguments)}"
+    raise ConfigError(line)
+
+
+def _config_of(words: Sequence[str], agent: str | None) -> dict[str, object]:
+    """The config of the key=value words; of fewer if they contain a mistake, reported later."""
+    pairs = [word for word in words if "=" in word and not word.startswith("-")]
+    if agent is not None and not any(each.startswith("agent=") for each in pairs):
+        pairs = [f"agent={agent}", *pairs]
+    top = [each for each in pairs if "." not in each.partition("=")[0]]
+    for overrides in (pairs, top, [each for each in top if each.startswith("agent=")], []):
+        with suppress(ConfigError):
+            cfg = compose_config(overrides)
+            return cast("dict[str, object]", OmegaConf.to_container(cfg, resolve=False))
+    return {}
 
 
 def default_agent() -> str:
@@ -149,8 +186,8 @@ def train(command_line: Sequence[str]) -> None:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
     except _FailedError as failed:
         failure = failed.error
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explained(error)) from error
+    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(explained(error, command_line[1:])) from error
     except BrokenProcessPool:
         failure = UserError(
             "the process of a job was killed, often for memory; fewer at a time: "

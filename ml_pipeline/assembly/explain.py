@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import yaml
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -16,27 +17,41 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from ml_pipeline.assembly.words import meant, option_meant, with_sizes
 from ml_pipeline.errors import UserError, first_line
 
-_TYPES = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false"}
+_TYPES = {
+    **dict.fromkeys(("Integer", "int"), "an integer"),
+    **dict.fromkeys(("Float", "float"), "a number"),
+    **dict.fromkeys(("Boolean", "bool"), "true or false"),
+    **dict.fromkeys(("String", "str"), "a text"),
+}
 
 
 class ConfigError(UserError):
     """The config contains a mistake."""
 
 
-def explained(error: Exception) -> str:
+def explained(error: Exception, words: Sequence[str] = ()) -> str:
+    """``words``: the overrides that led to the error."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
-        return f"{group}={option}: no such option" + _choice(option, error.options or ())
+        return _no_option(str(error.missing_cfg_file), error.options or ())
     if isinstance(error, OverrideParseException):
         return f"{error.override}: expected key=value; quote special characters: 'key=\"value\"'"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{mark.name} is not valid YAML: line {mark.line + 1}: {error.problem}"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
-        return _unknown_key(str(error), cause)
+        return _unknown_key(str(error), cause, words)
     if isinstance(cause, ValidationError):
         or_null = ", or null" if _accepts_null(cause) else ""
-        return f"{cause.full_key}={cause.value}: {_wrong_type(str(cause))}{or_null}"
+        value = "null" if cause.value is None else cause.value
+        return f"{cause.full_key}={value}: {_wrong_type(cause)}{or_null}"
+    if composing := re.match(r"In '(.+?)': .* raised while composing config:\n(.+)", str(error)):
+        return _broken_file(*composing.groups())
+    if str(error).startswith("Config group override must be a string or a list"):
+        return _no_list(words)
     if isinstance(cause, InterpolationKeyError):
         return f"{cause.full_key}: {first_line(cause)}"
     if str(error).startswith("Only one of --run"):
@@ -54,28 +69,69 @@ def explained(error: Exception) -> str:
     return first_line(cause or error)
 
 
-def unknown_key(key: str, value: object, known: Sequence[str]) -> str:
-    """An error for a key that a config class does not have."""
-    parent, dot, name = key.rpartition(".")
-    return f"{key}={value}: unknown key{_choice(name, known, parent + dot)}"
+def unknown_key(key: str, value: object, known: Sequence[str], config: Mapping[str, object]) -> str:
+    """An error for a key that the class of one part of ``config`` does not have."""
+    part, is_inner, _ = key.partition(".")
+    correct = {name: config[name] for name in config if is_inner or name in known}
+    if is_inner:
+        correct[part] = dict.fromkeys(known)
+    replacement = meant(key, str(value), correct)
+    hint = f"; did you mean {replacement}?" if replacement else _choice(known)
+    return f"{key}={value}: unknown key{hint}"
 
 
-def _unknown_key(message: str, cause: ConfigAttributeError | ConfigKeyError) -> str:
+def _unknown_key(
+    message: str, cause: ConfigAttributeError | ConfigKeyError, words: Sequence[str]
+) -> str:
     appended = re.search(r"\+(\S+=.*)", message)  # "To append to your config use +key=value"
-    override = appended[1] if appended else cause.full_key
-    parent, dot, name = str(cause.full_key).rpartition(".")
-    known = [str(key) for key in cause.parent_node or ()]
-    line = f"{override}: unknown key{_choice(name, known, parent + dot)}"
+    override = appended[1] if appended else str(cause.full_key)
+    key, has_value, value = override.partition("=")
+    parent = key.rpartition(".")[0]
+    line = f"{override}: unknown key"
+    replacement = meant(key, value, _config_around(cause.parent_node, words))
+    if replacement is not None:
+        line += f"; did you mean {replacement if has_value else replacement.rstrip('=')}?"
+    else:
+        line += _choice([str(each) for each in cause.parent_node or ()])
     is_free_form = cause.object_type is dict and parent != "agent"
     if is_free_form:  # arguments of an env, a network, a callback
         line += f"; to add a key, write +{override}"
     return line
 
 
-def _choice(word: str, known: Sequence[str], prefix: str = "") -> str:
-    close = get_close_matches(word, known, n=1)
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
+def _config_around(node: Any, words: Sequence[str]) -> dict[str, object]:
+    """The whole config with this node."""
+    root = node._get_root() if isinstance(node, Node) else OmegaConf.create({})
+    config: Any = OmegaConf.to_container(root, resolve=False)
+    return with_sizes(config, words)
+
+
+def _no_option(path: str, options: Sequence[str]) -> str:
+    # Only Hydra's own groups have a slash; env=ALE/Pong-v5 is an option with one.
+    group, _, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
+    replacement = option_meant(group, option, options)
+    hint = f"; did you mean {replacement}?" if replacement else _choice(options)
+    return f"{group}={option}: no such option{hint}"
+
+
+def _broken_file(name: str, reason: str) -> str:
+    """A file that Hydra cannot merge; ``name`` has no suffix."""
+    group = name.partition("/")[0]
+    if reason.startswith(f"Key '{group}' not in"):
+        return f"conf/{name}.yaml: sets keys outside of {group}; begin it with # @package _global_"
+    return f"conf/{name}.yaml: {reason}"
+
+
+def _no_list(words: Sequence[str]) -> str:
+    """The error for a group that a word sets to null."""
+    wrong = [key for key, _, value in (word.partition("=") for word in words) if value == "null"]
+    several = [key for key in wrong if key in ("callbacks", "logger")]
+    if several:
+        return f"{several[0]}=null: name the options of this group; for none, {several[0]}=[]"
+    return f"{wrong[0] if wrong else 'group'}=null: name an option of this group; --help lists them"
+
+
+def _choice(known: Sequence[str]) -> str:
     return f"; choose from {', '.join(known)}" if known else ""
 
 
@@ -87,12 +143,26 @@ def _accepts_null(cause: ValidationError) -> bool:
     return child is not None and not isinstance(child, list) and child._is_optional()
 
 
-def _wrong_type(message: str) -> str:
+def _wrong_type(cause: ValidationError) -> str:
+    message = str(cause)
     if "is not a valid bool" in message:
         return "must be true or false"
     if "is not a ListConfig" in message:
         return "must be a list, as in [a,b]"
-    wanted = re.search(r"could not be converted to (\w+)", message)
-    if wanted and wanted[1] in _TYPES:
-        return f"must be {_TYPES[wanted[1]]}"
-    return message.splitlines()[0]
+    if "is not Optional" in message:
+        return _needed_type(cause)
+    named = re.search(r"could not be converted to (\w+)|for field of type '(\w+)'", message)
+    wanted = (named[1] or named[2]) if named else ""
+    return f"must be {_TYPES[wanted]}" if wanted in _TYPES else message.splitlines()[0]
+
+
+def _needed_type(cause: ValidationError) -> str:
+    """The rule of a field that refused null."""
+    parent = cause.parent_node
+    child = parent._get_node(cause.key) if isinstance(parent, DictConfig) else None
+    if isinstance(child, DictConfig):
+        return "must be a mapping; for none, {}"
+    if isinstance(child, ListConfig):
+        return "must be a list; for none, []"
+    name = getattr(child._metadata.ref_type, "__name__", "") if isinstance(child, Node) else ""
+    return f"must be {_TYPES.get(name, 'set')}"

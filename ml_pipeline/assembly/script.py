@@ -32,8 +32,9 @@ def main(agent: str | None = None, preset: str | None = None) -> int:
 
 
 def _train(agent: str | None, preset: str | None) -> None:
-    from ml_pipeline.assembly.entry import train, with_agent
+    from ml_pipeline.assembly.entry import check_words, train, with_agent
 
+    check_words(sys.argv, agent)
     train(sys.argv if agent is None else with_agent(sys.argv, agent, preset))
 
 

@@ -27,6 +27,8 @@ _LOGGER = r"logger/[^/]+/_target_"
 _TERM = r"(eval_)?env/wrappers/[^/]+/terms/[^/]+/_target_"  # of RewardShaping: a function
 # The modules whose functions a config may name; others of the package may write files.
 _AGENT_PART = r"ml_pipeline\.algorithms\.\w+\.(loss|ideas\.\w+)"
+_NETWORK = r"network/(.+/)?_target_"
+_NETWORK_MODULE = "ml_pipeline.policy.auto_network"
 _TERM_MODULE = r"ml_pipeline\.(envs\.wrappers\.\w+|worlds\.\w+\.shaping_terms)"
 
 
@@ -93,6 +95,8 @@ def _is_known_part(path: Path, name: str) -> bool:
     defined_in = str(getattr(found, "__module__", ""))
     if path[0] == "agent":  # parts of an algorithm may be functions
         return re.fullmatch(_AGENT_PART, defined_in) is not None
+    if re.fullmatch(_NETWORK, key) and defined_in == _NETWORK_MODULE:
+        return True
     if re.fullmatch(_TERM, key):
         return re.fullmatch(_TERM_MODULE, defined_in) is not None
     # A module also has the names that it imports: judge a class by where it was defined.
@@ -117,7 +121,7 @@ def _bases() -> dict[str, tuple[type, ...]]:
     return {
         r"(eval_)?env/target": (gym.Env, TorchVectorEnv),
         r"(eval_)?env/wrappers/[^/]+/_target_": (gym.Wrapper,),
-        r"network/(.+/)?_target_": (nn.Module,),
+        _NETWORK: (nn.Module,),
         r"callbacks/[^/]+/_target_": (Callback,),
     }
 

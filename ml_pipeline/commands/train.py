@@ -15,6 +15,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    from ml_pipeline.assembly.entry import train
+    from ml_pipeline.assembly.entry import check_words, train
 
-    train([f"{sys.argv[0]} train", *options.arguments])
+    command_line = [f"{sys.argv[0]} train", *options.arguments]
+    check_words(command_line)
+    train(command_line)

@@ -8,7 +8,7 @@ import math
 def check(fact: bool, key: str, rule: str, value: object) -> None:
     """Raise unless ``fact`` holds; ``key`` is the full config key."""
     if not fact:
-        raise ValueError(f"{key}={value}: must be {rule}")
+        raise ValueError(f"{key}={'null' if value is None else value}: must be {rule}")
 
 
 def integer_steps(key: str, value: float) -> int:

@@ -95,7 +95,11 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Keep other processes from training in this folder; a kill releases the lock."""
         lock = FileLock(self.path)
-        if not lock.take(wait=False):
+        try:
+            is_free = lock.take(wait=False)
+        except OSError as error:
+            raise RunFolderError(f"{self.path} cannot be locked: {error.strerror}") from error
+        if not is_free:
             raise RunFolderError(
                 f"{self.path} is being trained by another process; wait for it or stop it"
             )
@@ -109,10 +113,12 @@ class RunFolder:
     def is_locked(self) -> bool:
         """Whether a process is training in this folder."""
         lock = FileLock(self.path)
-        if not lock.take(wait=False):
-            return True
+        try:
+            is_free = lock.take(wait=False)
+        except OSError:  # this user may not write there, so nothing here trains in it
+            return False
         lock.release()
-        return False
+        return not is_free
 
     def sweep(self) -> None:
         """Remove unfinished files of a killed process."""

@@ -70,7 +70,7 @@ def test_an_mlp_that_reads_images_is_told_once(
 ) -> None:
     env = ["env.id=null", "env.target=tiny_envs.FramesEnv", f"+env.kwargs.shape={list(shape)}"]
 
-    train([*small(), *env, "~callbacks.evaluation"])
+    train([*small(), *env, "~callbacks.evaluation", "network=mlp"])
 
     line = "network=mlp: the observation is an image of shape (8, 8, 1); try network=cnn"
     assert capsys.readouterr().out.count(line) == is_told

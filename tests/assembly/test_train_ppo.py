@@ -147,10 +147,11 @@ def test_own_yaml_files_are_found_in_the_config_dir(
         (["trust=maybe"], "trust=maybe: must be true or false"),
         (["callbacks.evaluation.every=1"], "callbacks.evaluation.every=1: unknown key; choose f"),
         (["env.wrappers=3"], "env.wrappers=3: Cannot assign int to Dict"),
-        (["env=cartpol"], "env=cartpol: no such option; did you mean cartpole?"),
+        (["env=cartpol"], "env=cartpol: no such option; did you mean env=cartpole?"),
         (["vec_env=fast"], "vec_env=fast: no such option; choose from auto, parallel, serial, sh"),
         (["seed=1,2"], "seed=1,2: several values; add -m for a sweep, or write 'seed=[1,2]'"),
-        (["cartpole"], "cartpole: expected key=value"),
+        (["cartpole"], "cartpole: settings are key=value; write: "),
+        (["+lr=3"], "lr=3: unknown key; did you mean agent.learning_rate=3?"),
         (["~speed"], "Could not delete from config. 'speed' does not exist"),
         (["--config-dir", "nowhere"], "--config-dir "),
         (["run_root=${nope}"], "run_root: Interpolation key 'nope' not found"),
@@ -185,7 +186,7 @@ def test_script_reports_a_mistake_on_stderr(door: Door) -> None:
     result = door("agent.gamme=0.9")
 
     assert result.returncode == 1
-    assert result.stderr == "agent.gamme=0.9: unknown key; did you mean agent.gamma?\n"
+    assert result.stderr == "agent.gamme=0.9: unknown key; did you mean agent.gamma=0.9?\n"
 
 
 def test_missing_atari_is_reported_with_the_commands_that_install_it(

@@ -11,10 +11,19 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, Capture
 
+from ml_pipeline import locks
 from ml_pipeline.locks import FileLock
-from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
+
+@pytest.fixture(params=["flock", "filelock"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Unix locks the file or folder itself; without fcntl, as on Windows, filelock does."""
+    if request.param == "flock":
+        pytest.importorskip("fcntl", reason="Windows has no flock")
+    else:
+        monkeypatch.setattr(locks, "fcntl", None)
+    return str(request.param)
 
 
 @pytest.fixture(params=["file", "folder"])
@@ -50,9 +59,11 @@ def test_held_waits_for_the_other_holder(path: Path) -> None:
     assert order == ["first", "second"]
 
 
-def test_kill_releases_the_lock(path: Path) -> None:
+def test_kill_releases_the_lock(path: Path, kind: str) -> None:
     script = (
-        "import sys; from pathlib import Path; from ml_pipeline.locks import FileLock; "
+        "import sys; from pathlib import Path; from ml_pipeline import locks; "
+        "from ml_pipeline.locks import FileLock; "
+        f"locks.fcntl = {'None' if kind == 'filelock' else 'locks.fcntl'}; "
         "lock = FileLock(Path(sys.argv[1])); print(lock.take(wait=False), flush=True); input()"
     )
     process = subprocess.Popen(
@@ -73,14 +84,38 @@ def test_kill_releases_the_lock(path: Path) -> None:
     lock.release()
 
 
+def test_run_folder_refuses_a_second_process(tmp_path: Path) -> None:
+    (run := RunFolder(tmp_path / "run")).make()
+
+    with run.locked():
+        assert RunFolder(run.path).is_locked()
+        with (
+            pytest.raises(RunFolderError, match="is being trained by another process; wait for it"),
+            RunFolder(run.path).locked(),
+        ):
+            pass
+    assert not run.is_locked()
+    assert [path.name for path in run.path.iterdir()] == ["checkpoints"]
+
+
+def test_folder_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "gone" / "run")
+
+    with pytest.raises(RunFolderError, match="gone/run cannot be locked: No such file"):
+        run.locked().__enter__()
+    assert not run.is_locked()
+
+
 def test_run_folder_on_a_file_system_without_locks_can_be_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, kind: str
 ) -> None:
+    (tmp_path / "run").mkdir()
+
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", flock)
 
-    with RunFolder(tmp_path).locked():
-        assert not RunFolder(tmp_path).is_locked()
+    with RunFolder(tmp_path / "run").locked():
+        assert not RunFolder(tmp_path / "run").is_locked()
     assert "cannot be locked; do not train in it twice" in capsys.readouterr().out

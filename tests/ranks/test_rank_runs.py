@@ -101,7 +101,7 @@ def output_of_fault(folder: Path, env: str, *overrides: str) -> str:
 def test_mistake_in_the_config_is_reported_by_one_rank(tmp_path: Path) -> None:
     output = ended(start(tmp_path, "agent.gama=0.9"))
 
-    assert output.count("did you mean agent.gamma?") == 1, output
+    assert output.count("did you mean agent.gamma=0.9?") == 1, output
 
 
 @pytest.mark.slow

@@ -48,7 +48,11 @@ class PaperLog:
         except OSError as error:
             raise PaperError(f"--log {folder}: cannot be created: {error.strerror}") from error
         lock = FileLock(folder)
-        if not lock.take(wait=False):
+        try:
+            is_free = lock.take(wait=False)
+        except OSError as error:
+            raise PaperError(f"--log {folder}: cannot be locked: {error.strerror}") from error
+        if not is_free:
             raise PaperError(
                 f"--log {folder}: another process writes to it; stop it, or use another folder"
             )

@@ -1,0 +1,338 @@
+"""The words that users of other libraries type, and the words of this config that replace them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+
+from hydra._internal.utils import get_args_parser
+
+# By key: the names that it has elsewhere. The first key that the config has counts.
+_NAMES = {
+    "agent.learning_rate": "lr step_size actor_lr critic_lr policy_lr",
+    "agent.learning_rate_schedule": "lr_schedule schedule lr_scheduler",
+    "agent.gamma": "discount discount_factor",
+    "agent.gae_lambda": "lam lambda lmbda lambda_ gae",
+    "agent.n_steps": "num_steps rollout_steps rollout_length nsteps",
+    "agent.n_step": "n_steps n_step_returns multi_step",
+    "agent.n_epochs": "epochs num_epochs update_epochs ppo_epochs k_epochs num_sgd_iter",
+    "agent.batch_size": "minibatch_size mini_batch_size sgd_minibatch_size",
+    "agent.n_minibatches": (
+        "num_minibatches minibatches num_mini_batch "
+        "batch_size minibatch_size mini_batch_size sgd_minibatch_size"
+    ),
+    "agent.clip_range": "clip clip_coef clip_param clip_eps eps_clip epsilon_clip clip_epsilon",
+    "agent.clip_value_loss": "clip_vloss clip_range_vf vf_clip_param",
+    "agent.entropy_coef": "ent_coef entropy entropy_coeff entropy_coefficient",
+    "agent.temperature": "ent_coef alpha entropy_coef entropy",
+    "agent.value_coef": "vf_coef vf_coeff value_loss_coef vf_loss_coeff value_coefficient",
+    "agent.max_grad_norm": "grad_clip max_grad clip_grad grad_norm gradient_clip",
+    "agent.max_kl": "target_kl kl_target",  # where an iteration stops, in other libraries
+    "agent.normalize_advantage": "norm_adv normalize_advantages",
+    "agent.normalize_obs": "norm_obs normalise_obs normalize_observations",
+    "agent.scale_reward": "norm_reward normalize_reward reward_scaling normalize_rewards",
+    "agent.gsde_every_steps": "sde_sample_freq sde_freq",
+    "agent.buffer_size": "replay_size memory_size replay_buffer_size buffer",
+    "agent.learning_starts": "start_steps warmup_steps warmup start_timesteps random_steps",
+    "agent.tau": "polyak target_tau soft_update",
+    "agent.updates_per_env_step": "gradient_steps utd utd_ratio train_freq train_frequency",
+    "agent.target_every": "target_update_interval target_network_frequency target_update_freq",
+    "agent.epsilon_share": "exploration_fraction epsilon_decay",
+    "agent.epsilon_end": "exploration_final_eps end_e epsilon_min eps_end final_epsilon",
+    "agent.epsilon_start": "exploration_initial_eps start_e epsilon eps_start",
+    "agent.policy_delay": "policy_frequency policy_freq",
+    "n_envs": "num_envs nenvs n_environments envs num_env num_environments",
+    "total_steps": "timesteps total_timesteps max_steps num_timesteps steps env_steps n_timesteps",
+    "num_episodes": "episodes n_episodes iterations n_iterations num_iterations",
+    "seed": "random_seed rng_seed",
+    "env.id": "env name env_id env_name gym_id environment task game",
+    "env.kwargs": "env_kwargs env_args env_config",
+    "env.wrappers": "env_wrappers",
+    "vec_env.n_workers": "workers num_workers n_cpu num_cpus n_procs num_processes",
+    "vec_env.start_method": "parallel_start_method mp_context multiprocessing_context",
+    "cpu_threads": "threads num_threads n_threads torch_threads",
+    "network.hidden_sizes": "net_arch hidden_size hidden_dim hidden hidden_layers layers",
+    "network.size": "hidden_size lstm_size lstm_hidden_size hidden_dim",
+    "network.activation": "activation_fn act activation_function",
+    "callbacks.evaluation.eval_every_steps": "eval_freq eval_every eval_interval evaluate_every",
+    "callbacks.evaluation.n_episodes": "eval_episodes n_eval_episodes num_eval_episodes",
+    "callbacks.checkpoints.every_steps": (
+        "save_freq save_every checkpoint_every checkpoint_interval save_interval checkpoint_freq"
+    ),
+    "run_root": (
+        "checkpoint_dir log_dir logdir save_dir output_dir out_dir save_path runs_dir results_dir"
+    ),
+    "logger.wandb.project": "wandb_project wandb_project_name project project_name",
+    "logger.wandb.entity": "wandb_entity entity",
+    "logger.wandb.mode": "wandb_mode",
+    "name": "exp_name run_name experiment_name",
+    "resume": "checkpoint load resume_from restore load_path",
+    "init_from": "pretrained init_weights weights load_weights",
+    "experiment": "config preset",
+    "agent": "algo algorithm",
+    "network": "policy model",
+}
+# The words of a switch, and what to write if it is on or off.
+_SWITCHES = (
+    ("anneal_lr", "agent.learning_rate_schedule=linear", "agent.learning_rate_schedule=constant"),
+    ("use_sde sde", "agent.box_policy=gsde", None),
+    ("clip_range_vf vf_clip_param", "agent.clip_value_loss=true", "agent.clip_value_loss=false"),
+    ("cuda gpu use_cuda use_gpu", "device=cuda", "device=cpu"),
+    ("cpu", "device=cpu", "device=auto"),
+    ("mps", "device=mps", "device=auto"),
+    ("track wandb use_wandb", "logger=wandb", "logger=none"),
+    ("tensorboard", "logger=tensorboard", "logger=none"),
+    ("capture_video record_video video", "callbacks=video", "callbacks=default"),
+    ("parallel", "vec_env=parallel", "vec_env=serial"),
+    ("lstm recurrent use_lstm", "network=lstm", "network=mlp"),
+    ("cnn", "network=cnn", "network=mlp"),
+)
+# By what to write: a group, and options of other libraries.
+_OPTIONS = {
+    "vec_env=serial": ("vec_env", "dummy sync dummyvecenv syncvectorenv"),
+    "vec_env=parallel": ("vec_env", "subproc async subprocvecenv asyncvectorenv multiprocessing"),
+    "logger=none": ("logger", "csv off false no disabled local"),
+    "logger=tensorboard": ("logger", "tb board"),
+    "logger=wandb": ("logger", "wb true"),
+    "network=mlp": ("network", "mlppolicy dense fc"),
+    "network=cnn": ("network", "cnnpolicy conv nature naturecnn atari"),
+    "network=dict": ("network", "multiinputpolicy multi combined"),
+    "network=lstm": ("network", "rnn recurrent mlplstmpolicy"),
+    "network=lstm network.cell=gru": ("network", "gru"),
+    "agent=ppo": ("agent", "ppo2 recurrentppo maskableppo"),
+    "agent=dqn": ("agent", "ddqn doubledqn"),
+    "agent=dqn agent.n_quantiles=50": ("agent", "qrdqn"),
+    "agent=td3": ("agent", "ddpg"),
+    "callbacks=[]": ("callbacks", "none off false"),
+}
+_OFF = ("false", "0", "no", "off", "none", "null")
+# By group: the key that takes a dotted path instead.
+_PATHS = {
+    "env": "env.target",
+    "agent": "agent.algorithm",
+    "network": "network=own network._target_",
+    "callbacks": "+callbacks.mine._target_",
+    "logger": "+logger.mine._target_",
+}
+_GUESS = 0.75  # how similar a word must be to a key in another part of the config
+
+
+def meant(key: str, value: str, config: Mapping[str, object]) -> str | None:
+    """The override to write instead of ``key=value``, which ``config`` does not have, or None."""
+    parent, _, name = _plain(key).rpartition(".")
+    paths = list(_paths(config))
+    siblings = [path for path in paths if path.rpartition(".")[0] == parent]
+    near = _close(name, siblings)
+    if parent not in ("", "agent") and siblings:
+        known = _from_another_library(name, value, siblings, config)
+        return known or (f"{near}={value}" if near else None)
+    if known := _from_another_library(name, value, paths, config):
+        return known
+    # Before the closest sibling: that of n_epochs is n_envs.
+    same_name = [path for path in paths if path.rpartition(".")[2] == name]
+    found = next(iter(same_name), None) or near or _close(name, paths, cutoff=_GUESS)
+    return f"{found}={value}" if found else None
+
+
+def option_meant(group: str, option: str, options: Sequence[str]) -> str | None:
+    """The override to write instead of ``group=option``, or None."""
+    by_letters = {_letters(each): each for each in options}
+    if same := by_letters.get(_letters(option)):
+        return f"{group}={same}"
+    for override, (its_group, names) in _OPTIONS.items():
+        if group == its_group and _letters(option) in names.split():
+            return override
+    if group == "env" and (key := env_key(option)):
+        return key
+    if _is_dotted(option) and group in _PATHS:
+        return f"{_PATHS[group]}={option}"
+    bare = re.sub(r"-v\d+$", "", option.rpartition("/")[2]).removesuffix(".yaml")
+    if near := _close(_letters(bare), list(by_letters), cutoff=0.7):
+        return f"{group}={by_letters[near]}"
+    return _registered(option) if group == "env" else None
+
+
+def env_key(option: str) -> str | None:
+    """The override for an env that is a registered id or a dotted path; None for another word."""
+    if re.search(r"-v\d+$", option) or re.fullmatch(r"\w+[/:][\w:/-]+", option):
+        return f"env.id={option}"
+    return f"{_PATHS['env']}={option}" if _is_dotted(option) else None
+
+
+def _is_dotted(path: str) -> bool:
+    is_file = path.endswith((".yaml", ".yml", ".py", ".pt", ".zip"))
+    return not is_file and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path) is not None
+
+
+def _registered(option: str) -> str | None:
+    """An id of Gymnasium without its version, or one that is close to it."""
+    import gymnasium as gym
+
+    ids = {_letters(spec.name): env_id for env_id, spec in gym.registry.items()}  # the last version
+    near = _close(_letters(option), list(ids), cutoff=_GUESS)
+    return f"env.id={ids[near]}" if near else None
+
+
+def translated(
+    words: Sequence[str], config: Mapping[str, object], options: Mapping[str, Sequence[str]]
+) -> tuple[list[str], list[str], list[str]]:
+    """The words with key=value for flags that Hydra does not know, and for values without a key.
+
+    Also returns the words that were replaced, and those that could not be. ``options``: by group.
+    """
+    arguments: list[str] = []
+    replaced: list[str] = []
+    unknown: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        is_value = bool(arguments) and _takes_value(arguments[-1])
+        if not is_foreign(word) and ("=" in word or word[:1] in ("-", "~") or is_value):
+            arguments.append(word)
+            continue
+        name, has_value, value = word.lstrip("-").partition("=")
+        while left and left[0] in ("=", ":"):  # seed = 3
+            left.pop(0)
+        is_pair = left and not _is_flag(left[0]) and not re.match(r"[+~\w.@/]+=", left[0])
+        if not has_value and is_pair and (_is_flag(word) or name in _paths(config)):
+            value = left.pop(0).removeprefix("=")
+        elif not has_value and not _is_flag(word):
+            value = ""
+        elif not has_value:
+            value = "true"
+        override = _override(name, value, config, options) if value else _bare(name, options)
+        if override is None and value == "true" and re.match("no[-_]", name):
+            override = _override(name[3:], "false", config, options)
+        (unknown if override is None else replaced).append(word.partition("=")[0])
+        if override is not None:
+            arguments.append(override)
+    return arguments, replaced, unknown
+
+
+def with_sizes(config: Mapping[str, object], words: Sequence[str]) -> dict[str, object]:
+    """The config with the size of a rollout that the command line gives it."""
+    sizes = {key: int(value) for key, _, value in _split(words) if value.isdecimal()}
+    changed = {**config, "n_envs": sizes.get("n_envs", config.get("n_envs"))}
+    if "agent.n_steps" in sizes and isinstance(agent := config.get("agent"), Mapping):
+        changed["agent"] = {**agent, "n_steps": sizes["agent.n_steps"]}
+    return changed
+
+
+def _split(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    return (word.partition("=") for word in words)
+
+
+def _bare(word: str, options: Mapping[str, Sequence[str]]) -> str | None:
+    """The override for a word without a key, such as cartpole or CartPole-v1."""
+    for group in ("env", "agent", "experiment"):
+        if word in options.get(group, ()):
+            return f"{group}={word}"
+    return env_key(word)
+
+
+def _takes_value(flag: str) -> bool:
+    """Whether a word follows this flag of Hydra, as in --cfg job."""
+    actions = get_args_parser()._actions
+    return any(flag in each.option_strings and each.nargs != 0 for each in actions)
+
+
+def is_foreign(word: str) -> bool:
+    """Whether a word of the command line is a flag that Hydra does not know."""
+    if not _is_flag(word):
+        return False
+    flag = word.partition("=")[0]
+    known = [each for action in get_args_parser()._actions for each in action.option_strings]
+    starts = [each for each in known if flag.startswith("--") and each.startswith(flag)]
+    return flag not in known and len(starts) != 1
+
+
+def _is_flag(word: str) -> bool:
+    return re.match(r"--?[A-Za-z]", word) is not None
+
+
+def _override(
+    key: str, value: str, config: Mapping[str, object], options: Mapping[str, Sequence[str]]
+) -> str | None:
+    """``key=value`` in the words of the config, quoted for Hydra; None if there is no such key."""
+    key = _plain(key)
+    if not re.fullmatch(r"[\w.:/+*@%\[\]{}, -]*", value):
+        value = "'{}'".format(value.replace("'", "\\'"))
+    if key in options:
+        known = options[key]
+        return f"{key}={value}" if value in known else option_meant(key, value, known)
+    return f"{key}={value}" if key in _paths(config) else meant(key, value, config)
+
+
+def pasteable(arguments: Sequence[str]) -> str:
+    """The arguments as a user types them in a shell."""
+    return " ".join(
+        shlex.quote(each) if re.search(r"[^\w=.,:/+~@%-]", each) else each for each in arguments
+    )
+
+
+def _from_another_library(
+    name: str, value: str, paths: Sequence[str], config: Mapping[str, object]
+) -> str | None:
+    for names, on, off in _SWITCHES:
+        replacement = off if value.lower() in _OFF else on
+        if name in names.split() and replacement and replacement.partition("=")[0] in paths:
+            return replacement
+    for path, names in _NAMES.items():
+        if name not in names.split() or path not in paths:
+            continue
+        is_number = re.fullmatch(r"[1-9]\d*", value) is not None
+        if path == "agent.n_minibatches" and name.endswith("_size"):
+            value = _n_minibatches(int(value), config) if is_number else "8"
+        elif name.startswith("train_freq") and is_number:
+            value = f"{1 / int(value):g}"
+        elif path == "network.hidden_sizes" and is_number:
+            value = f"[{value},{value}]"
+        elif path == "env.id":
+            return env_key(value) or f"env={value}"
+        elif path in ("agent", "network"):
+            return option_meant(path, value, ()) or f"{path}={value.lower()}"
+        elif path == "agent.temperature" and value == "auto":
+            value = "null"
+        elif path == "experiment":
+            value = value.rpartition("/")[2].removesuffix(".yaml")
+        return f"{path}={value}"
+    return None
+
+
+def _n_minibatches(size: int, config: Mapping[str, object]) -> str:
+    """How many equal parts of a rollout have ``size`` transitions, or about as many."""
+    agent, n_envs = config.get("agent"), config.get("n_envs")
+    n_steps = agent.get("n_steps") if isinstance(agent, Mapping) else None
+    if not isinstance(n_envs, int) or not isinstance(n_steps, int):
+        return "8"
+    rollout = n_envs * n_steps
+    numbers = [each for each in range(1, rollout + 1) if rollout % each == 0]
+    return str(min(numbers, key=lambda number: abs(rollout / number - size)))
+
+
+def _paths(config: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    """The dotted path of every key; those of agent and network first, those of eval_env last."""
+    order = {"agent": -2, "network": -1, "eval_env": 1}
+    for key in sorted(config, key=lambda each: order.get(each, 0) if not prefix else 0):
+        if prefix or key != "hydra":
+            yield f"{prefix}{key}"
+            value = config[key]
+            if isinstance(value, Mapping):
+                yield from _paths(value, f"{prefix}{key}.")
+
+
+def _close(word: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """The known path whose last part is the closest to ``word``."""
+    names = {path.rpartition(".")[2]: path for path in reversed(known)}
+    found = get_close_matches(word, list(names), n=1, cutoff=cutoff)
+    return names[found[0]] if found else None
+
+
+def _plain(key: str) -> str:
+    return key.lstrip("+~").replace("-", "_").lower()
+
+
+def _letters(word: str) -> str:
+    return re.sub(r"[\W_]", "", word).lower()

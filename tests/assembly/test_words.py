@@ -1,0 +1,184 @@
+"""Words of other libraries, flags and typos lead to an override that is ready to paste."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ml_pipeline.assembly.compose import checked_config, compose_config
+from ml_pipeline.assembly.entry import check_words
+from ml_pipeline.assembly.explain import ConfigError
+from ml_pipeline.assembly.words import is_foreign
+
+
+def suggested(*words: str) -> str:
+    """What the error suggests instead of the last word."""
+    with pytest.raises(ConfigError) as caught:
+        checked_config(compose_config(words))
+    found = re.search(r"did you mean (.*?)\?", str(caught.value))
+    return found[1] if found else str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        *((f"{key}=3e-4", "agent.learning_rate=3e-4") for key in ("learning_rate", "lr")),
+        ("agent.lr=3e-4", "agent.learning_rate=3e-4"),
+        ("+agent.lr=3e-4", "agent.learning_rate=0.0003"),
+        ("learning-rate=3e-4", "agent.learning_rate=3e-4"),
+        ("ppo.learning_rate=3e-4", "agent.learning_rate=3e-4"),
+        ("agent.gama=0.9", "agent.gamma=0.9"),
+        ("gamma=0.9", "agent.gamma=0.9"),
+        ("n_epochs=4", "agent.n_epochs=4"),  # not n_envs, which is closer
+        ("agent.ent_coef=0.1", "agent.entropy_coef=0.1"),
+        ("agent=sac agent.ent_coef=0.1", "agent.temperature=0.1"),
+        ("agent.batch_size=64", "agent.n_minibatches=16"),  # 8 envs x 128 steps / 64
+        ("batch_size=100", "agent.n_minibatches=8"),  # 128 is the nearest equal part
+        ("n_envs=16 agent.n_steps=64 agent.batch_size=1", "agent.n_minibatches=1024"),
+        ("agent=dqn batch_size=64", "agent.batch_size=64"),
+        ("agent=dqn train_freq=4", "agent.updates_per_env_step=0.25"),
+        ("clip_range_vf=0.2", "agent.clip_value_loss=true"),
+        ("anneal_lr=false", "agent.learning_rate_schedule=constant"),
+        ("target_kl=0.02", "agent.max_kl=0.02"),
+        ("num_envs=4", "n_envs=4"),
+        ("agent.seed=3", "seed=3"),
+        ("Seed=3", "seed=3"),
+        ("total_timesteps=1e6", "total_steps=1e6"),
+        ("env_id=Acrobot-v1", "env.id=Acrobot-v1"),
+        ("env.name=Acrobot-v1", "env.id=Acrobot-v1"),
+        ("hidden_size=128", "network.hidden_sizes=[128,128]"),
+        ("policy=MlpPolicy", "network=mlp"),
+        ("vec_env.workers=2", "vec_env.n_workers=2"),
+        ("callbacks.evaluation.every_steps=9", "callbacks.evaluation.eval_every_steps=9"),
+        ("callbacks.checkpoints.save_freq=9", "callbacks.checkpoints.every_steps=9"),
+        ("wandb.project=mine", "logger.wandb.project=mine"),
+        ("log_dir=/tmp/runs", "run_root=/tmp/runs"),
+        ("env=FrozenLake-v1", "env.id=FrozenLake-v1"),
+        ("env=ALE/Freeway-v5", "env.id=ALE/Freeway-v5"),
+        ("env=ale_py:ALE/Freeway-v5", "env.id=ale_py:ALE/Freeway-v5"),
+        ("env=FrozenLake", "env.id=FrozenLake-v1"),
+        ("env=HalfCheetah", "env=half_cheetah"),
+        ("env=cartpol", "env=cartpole"),
+        ("env=my_module.MyEnv", "env.target=my_module.MyEnv"),
+        ("network=my_module.Net", "network=own network._target_=my_module.Net"),
+        ("agent=my_module.ALGORITHM", "agent.algorithm=my_module.ALGORITHM"),
+        ("agent=PPO", "agent=ppo"),
+        ("vec_env=subproc", "vec_env=parallel"),
+        ("logger=[wandb,tb]", "logger=tensorboard"),
+        ("experiment=CartPole-v1", "experiment=cartpole"),
+    ],
+)
+def test_word_of_another_library_leads_to_the_key(typed: str, meant: str) -> None:
+    assert suggested(*typed.split()) == meant
+
+
+def test_word_without_a_likely_meaning_gets_the_choices() -> None:
+    assert suggested("agent=a2c").endswith("no such option; choose from dqn, ppo, sac, td3")
+    assert "choose from algorithm, action_mask" in suggested("agent.entirely_unknown=1")
+    assert suggested("env.kwargs.size=3").endswith("to add a key, write +env.kwargs.size=3")
+
+
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("agent.gamma", "a number"),
+        ("agent.n_steps", "an integer"),
+        ("seed", "an integer"),
+        ("total_steps", "a number"),
+        ("agent.fast", "a text"),
+        ("trust", "true or false"),
+        ("n_envs", "auto, or at least 1"),
+        ("env.wrappers", "a mapping; for none, {}"),
+    ],
+)
+def test_null_is_refused_in_the_words_of_the_config(key: str, rule: str) -> None:
+    assert suggested(f"{key}=null") == f"{key}=null: must be {rule}"
+
+
+@pytest.mark.parametrize("group", ["callbacks", "logger", "env", "network", "agent", "vec_env"])
+def test_null_for_a_group_names_the_group(group: str) -> None:
+    assert suggested(f"{group}=null").startswith(f"{group}=null: name ")
+
+
+def test_null_removes_a_callback_a_logger_and_a_wrapper() -> None:
+    words = ["callbacks.evaluation=null", "logger.wandb=null", "+env.wrappers.a=null"]
+
+    config = checked_config(compose_config(words))
+
+    assert "evaluation" not in config.callbacks
+    assert "checkpoints" in config.callbacks
+    assert (config.logger, config.env.wrappers) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "agent: {gamma: 0.9}",
+            "sets keys outside of experiment; begin it with # @package _global_",
+        ),
+        ("agent: [", " is not valid YAML: line 1: "),
+    ],
+)
+def test_broken_experiment_file_is_named_with_its_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("conf/experiment").mkdir(parents=True)
+    Path("conf/experiment/mine.yaml").write_text(text)
+
+    message = suggested("experiment=mine")
+
+    assert "conf/experiment/mine.yaml" in message
+    assert line in message
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("--seed=3", "seed=3"),
+        ("--seed 3", "seed=3"),
+        ("seed 3", "seed=3"),
+        ("seed = 3", "seed=3"),
+        ("cartpole", "env=cartpole"),
+        ("CartPole-v1 -lr 1e-3", "env.id=CartPole-v1 agent.learning_rate=1e-3"),
+        (
+            "--n-envs 8 --parallel-start-method spawn --num-episodes 1000 --learning-rate 3e-4 "
+            "--checkpoint-dir DIR",
+            "n_envs=8 vec_env.start_method=spawn num_episodes=1000 agent.learning_rate=3e-4 "
+            "run_root=DIR",
+        ),
+        ("--env CartPole-v1 --no-cuda", "env.id=CartPole-v1 device=cpu"),
+        ("--env acrobot n_envs=2", "env=acrobot n_envs=2"),
+        ("--batch-size 64 --num-envs 16", "agent.n_minibatches=32 n_envs=16"),
+        ("--agent dqn --batch-size 64", "agent=dqn agent.batch_size=64"),
+        ("--total-timesteps 1e6 --config-dir c", "total_steps=1e6 --config-dir c"),
+        ("--tags [a,b]", "'tags=[a,b]'"),
+    ],
+)
+def test_flags_are_answered_with_the_command_to_type(typed: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=": settings are key=value; write: ") as caught:
+        check_words(["train_ppo.py", *typed.split()])
+
+    command = str(caught.value).partition("write: ")[2]
+    assert command.endswith(f" train {answer}")
+    check_words(["train_ppo.py", *shlex.split(answer)])  # nothing is left to say
+
+
+def test_flag_without_a_key_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match="no setting is like --qwerty, --help lists them; write: "
+    ):
+        check_words(["train_ppo.py", "--qwerty", "9", "--seed", "3"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--cfg job", "-c job --resolve", "--help", "-m seed=1,2", "--multirun seed=1,2", "--info all"],
+)
+def test_words_of_hydra_are_accepted(words: str) -> None:
+    assert not any(is_foreign(word) for word in words.split())
+    check_words(["train_ppo.py", *words.split(), "~callbacks.evaluation", "+env.kwargs.size=3"])
