@@ -2,72 +2,74 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ml_pipeline.assembly import run
+from ml_pipeline.assembly.arguments import (
+    Callbacks,
+    as_overrides,
+    env_settings,
+    named_callbacks,
+    network_settings,
+)
 from ml_pipeline.assembly.compose import with_config_dir
 from ml_pipeline.assembly.load import load_policy
 from ml_pipeline.assembly.loaded_policy import LoadedPolicy
 from ml_pipeline.assembly.run import RunResult
 from ml_pipeline.envs.factory import close_env
+from ml_pipeline.given import name_of
 from ml_pipeline.runs.console import quiet_console
-from ml_pipeline.training.contracts import Callback
 
 
 def train(
     *overrides: str | Sequence[str],
-    callbacks: Mapping[str, Callback] | None = None,
+    callbacks: Callbacks | None = None,
     config_dir: Path | str | None = None,
     quiet: bool = False,
     **settings: object,
 ) -> RunResult:
     """Train as the command line does: ``train("env=acrobot", n_envs=16, agent={"gamma": 0.98})``.
 
-    ``callbacks`` are called after those of the config. ``config_dir`` is a folder with your own
-    YAML files, as for ``--config-dir``. ``quiet`` prints nothing.
+    ``env`` and ``network`` may be classes or functions: ``train(env=MyEnv, network=MyNetwork)``.
+    ``callbacks`` are called after those of the config: one, a list, or a dict of ``Callback``
+    objects and functions of the loop and the metrics; one that returns False ends the training.
+    ``config_dir`` is a folder with your own YAML files, as for ``--config-dir``. ``quiet`` prints
+    nothing.
     """
     words = [word for each in overrides for word in ([each] if isinstance(each, str) else each)]
-    words += [*as_overrides(settings), *with_config_dir(config_dir)]
+    words += [*setting_words(settings, config_dir), *with_config_dir(config_dir)]
     with quiet_console(quiet):
-        return run.train(words, callbacks=callbacks)
+        return run.train(words, callbacks=named_callbacks(callbacks))
 
 
-def as_overrides(settings: Mapping[str, object], prefix: str = "") -> Iterator[str]:
-    """Settings as Hydra overrides; a nested mapping sets the keys below its name."""
+def setting_words(settings: dict[str, object], config_dir: Path | str | None) -> list[str]:
+    """Keyword arguments of ``train`` as words of the command line."""
+    resumes = settings.get("resume") is not None
+    words: list[str] = []
     for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from as_overrides(value, f"{prefix}{name}.")
+        if name == "env":
+            words += as_overrides(env_settings(value, config_dir))
+        elif name == "network":
+            for part in network_settings(value, resumes=resumes):
+                words += as_overrides(part)
         else:
-            add = "++" if prefix else ""  # env.kwargs and the like take new keys
-            yield f"{add}{prefix}{name}={_hydra_value(value)}"
+            words += as_overrides({name: value})
+    return words
 
 
-def _hydra_value(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{value}"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(_hydra_value(each) for each in value)}]"
-    text = str(value)
-    is_plain = re.fullmatch(r"[A-Za-z_][\w./-]*", text)
-    if is_plain and text.lower() not in ("null", "true", "false", "nan", "inf"):
-        return text
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-def load(path: Path | str, *, trust: bool = False) -> LoadedPolicy:
+def load(
+    path: Path | str, *, trust: bool = False, env: object = None, network: object = None
+) -> LoadedPolicy:
     """The policy of a run folder, or of an exported .onnx or .pt2 file.
 
     ``latest`` is the run in ``runs`` that was started or resumed last.
-    ``trust`` accepts files of another user that can run code (docs/runs.md).
+    ``trust`` accepts files of another user that can run code (docs/runs.md). ``env`` and
+    ``network`` are classes that the run was given and that cannot be imported.
     """
+    for given in (env, network):
+        if given is not None:
+            name_of(given)
     policy, env, env_name = load_policy(path, trust=trust)
     close_env(env)
     return LoadedPolicy(policy, env_name, env.observation_space, env.action_space)

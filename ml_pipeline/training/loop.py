@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
@@ -87,8 +88,10 @@ class Loop:
                     with self._signals.transaction() as transaction:
                         metrics = self._iterate(transaction.hold)
                         transaction.commit()
-                        for callback in callbacks:
-                            callback.on_iteration_end(self, metrics)
+                        for name, callback in self.callbacks.items():
+                            answer = callback.on_iteration_end(self, metrics)
+                            if isinstance(answer, (bool, np.bool_)) and not answer:
+                                self.request_stop(f"callbacks.{name} returned False")
                         self._log()
             except KeyboardInterrupt:
                 # The weights have changed, so the record must contain this iteration.

@@ -14,7 +14,7 @@ from conftest import small
 
 import ml_pipeline
 from ml_pipeline import load, train
-from ml_pipeline.assembly.api import as_overrides
+from ml_pipeline.assembly.arguments import as_overrides
 from ml_pipeline.assembly.compose import ConfigError, plain_config
 from ml_pipeline.assembly.load import load_policy
 from ml_pipeline.assembly.loaded_policy import LoadedPolicy
