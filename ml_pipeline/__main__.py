@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from ml_pipeline.assembly.script import exit_code
 from ml_pipeline.shelves import command_modules
+from ml_pipeline.signals import StopSignals
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    options.command(options)
+    with StopSignals():  # an env may swallow a plain KeyboardInterrupt
+        options.command(options)
 
 
 def _parser() -> _Parser:

@@ -1,18 +1,26 @@
-"""StopSignals: SIGINT, SIGTERM and SIGHUP end a run cleanly, never in the middle of an update."""
+"""StopSignals: SIGINT, SIGTERM and SIGHUP end a run cleanly, never in the middle of an update.
+
+A stop is an exception, and code that the run calls may swallow it: a compiled env often ignores
+every exception. So a signal stays pending until the run itself has caught the exception.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 _ECHO_SECONDS = 0.5
 _GRACE_SECONDS = 4.0  # SIGKILL follows SIGTERM after about 10 s; saving needs the rest
+_RETRY_SECONDS = 2.0  # enough for the clean-up of an exception that was not swallowed
+_LAST_SECONDS = 30.0  # of raising; then the process ends without saving
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if hasattr(signal, "SIGHUP"):  # not on Windows
@@ -34,6 +42,9 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = 128 + signal_number
 
 
+Hold = Callable[[], AbstractContextManager[object]]
+
+
 class Transaction:
     """One iteration: a stop signal may discard it before ``hold``, then waits for ``commit``."""
 
@@ -41,14 +52,26 @@ class Transaction:
         self.is_held = False
         self._on_commit = on_commit
 
-    def hold(self) -> None:
-        """From here to ``commit``, a stop signal waits."""
+    def hold(self) -> AbstractContextManager[object]:
+        """From here to ``commit`` a stop signal waits; with ``with hold():``, in its block."""
         self.is_held = True
+        return self
+
+    def __enter__(self) -> None:
+        """``hold`` was called; see there."""
+
+    def __exit__(self, *error: object) -> None:
+        self.commit()
 
     def commit(self) -> None:
         """The changes are complete; a stop signal may interrupt the rest of the block."""
         self.is_held = False
         self._on_commit()
+
+
+def never_held() -> AbstractContextManager[object]:
+    """The ``hold`` of an iteration that nobody interrupts."""
+    return nullcontext()
 
 
 class Signals(Protocol):
@@ -57,6 +80,9 @@ class Signals(Protocol):
     @property
     def pending(self) -> int:
         """The number of a signal that waits, or 0."""
+
+    def arrived(self) -> None:
+        """Call where ``Interrupted`` is caught: it is not raised again."""
 
     def dismiss(self) -> None:
         """Ignore signals from now on, also one that waits: the run is ending already."""
@@ -76,6 +102,9 @@ class NoSignals:
 
     pending = 0
 
+    def arrived(self) -> None:
+        """There are no signals to catch."""
+
     def dismiss(self) -> None:
         """There are no signals to ignore."""
 
@@ -90,11 +119,22 @@ class NoSignals:
     whole_run = shielded
 
 
+_open: StopSignals | None = None  # the one that handles signals now
+
+
+def raise_swallowed() -> None:
+    """Call after code of others has run in this process: raise a stop that it has swallowed."""
+    if _open is not None and _open.is_raised:
+        _open.raise_if_due()
+
+
 class StopSignals:
     """While open, a stop signal raises ``Interrupted``: at once, or after a block that delays it.
 
     ``shielded`` and ``transaction`` delay it. ``on_wait`` is called when a signal has to wait.
     A second signal within ``echo_seconds`` is ignored: often a process and its group both get it.
+    It raises again every ``retry_seconds`` until a transaction, the end of the run or ``arrived``
+    has caught the exception. After ``last_seconds`` the process ends at once.
     Python delivers signals to the main thread only; in other threads this does nothing.
     """
 
@@ -103,10 +143,14 @@ class StopSignals:
         *,
         grace_seconds: float = _GRACE_SECONDS,
         echo_seconds: float = _ECHO_SECONDS,
+        retry_seconds: float = _RETRY_SECONDS,
+        last_seconds: float = _LAST_SECONDS,
         on_wait: Callable[[], object] = lambda: None,
     ) -> None:
         self._grace_seconds = grace_seconds
         self._echo_seconds = echo_seconds
+        self._retry_seconds = retry_seconds
+        self._last_seconds = last_seconds
         self._on_wait = on_wait
         self._previous_handlers: dict[int, Any] = {}
         self._n_shields = 0
@@ -114,12 +158,16 @@ class StopSignals:
         self._pending: int | None = None
         self._first_at = -math.inf
         self._is_grace_over = False
+        self._raised_at: float | None = None  # the first time; None: not raised
+        self._outer: StopSignals | None = None
 
     def __enter__(self) -> StopSignals:
+        global _open
+        self._outer, _open = _open, self
         if threading.current_thread() is threading.main_thread():
             handlers = dict.fromkeys(signals_to_handle(), self._handle)
             if hasattr(signal, "SIGALRM"):
-                handlers[signal.SIGALRM] = self._end_grace
+                handlers[signal.SIGALRM] = self._on_alarm
             self._previous_handlers = {
                 number: signal.signal(number, handler) for number, handler in handlers.items()
             }
@@ -131,6 +179,8 @@ class StopSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        global _open
+        _open = self._outer
         self._stop_timer()
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
@@ -140,9 +190,21 @@ class StopSignals:
         """The number of a signal that waits, or 0."""
         return self._pending or 0
 
+    @property
+    def is_raised(self) -> bool:
+        """Whether the exception was raised and has not arrived."""
+        return self._raised_at is not None
+
+    def arrived(self) -> None:
+        """Call where ``Interrupted`` is caught: it is not raised again."""
+        if self.is_raised:
+            self._pending = self._raised_at = None
+            self._stop_timer()
+
     def dismiss(self) -> None:
         """Ignore signals from now on, also one that waits: the run is ending already."""
-        self._pending = None
+        self._pending = self._raised_at = None
+        self._stop_timer()
         self._n_shields += 1
 
     @contextmanager
@@ -153,7 +215,7 @@ class StopSignals:
             yield
         finally:
             self._n_shields -= 1
-        self._raise_if_due()
+        self.raise_if_due()
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
@@ -162,23 +224,34 @@ class StopSignals:
         It waits at most ``grace_seconds``, or until a second signal. Between ``Transaction.hold``
         and ``commit`` it waits without a limit.
         """
-        self._transaction = Transaction(self._raise_if_due)
+        self._transaction = Transaction(self.raise_if_due)
         try:
             yield self._transaction
+            self._transaction = None
+            self.raise_if_due()
+        except Interrupted:
+            self.arrived()
+            raise
         finally:
             self._transaction = None
-        self._raise_if_due()
 
     @contextmanager
     def whole_run(self) -> Iterator[None]:
         """A stop signal may interrupt it: each iteration is a transaction of its own."""
-        yield
+        try:
+            yield
+        except Interrupted:
+            self.arrived()
+            raise
 
-    def _raise_if_due(self) -> None:
-        if self._pending is not None and not self._must_wait():
-            number, self._pending = self._pending, None
-            self._stop_timer()
-            raise Interrupted(number)
+    def raise_if_due(self) -> None:
+        """Raise a pending signal unless a block delays it."""
+        if self._pending is None or self._must_wait():
+            return
+        if self._raised_at is None:
+            self._raised_at = time.monotonic()
+        self._start_timer(self._retry_seconds)
+        raise Interrupted(self._pending)
 
     def _must_wait(self) -> bool:
         if self._n_shields:
@@ -195,14 +268,37 @@ class StopSignals:
         has_grace = self._transaction is not None and is_first and hasattr(signal, "setitimer")
         self._is_grace_over = not has_grace
         if has_grace:
-            signal.setitimer(signal.ITIMER_REAL, self._grace_seconds)
+            self._start_timer(self._grace_seconds)
             self._on_wait()
-        self._raise_if_due()
+        self.raise_if_due()
 
-    def _end_grace(self, number: int, frame: FrameType | None) -> None:
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
+        """The grace time is over, or the exception has not arrived."""
         self._is_grace_over = True
-        self._raise_if_due()
+        is_lost = (
+            self._raised_at is not None
+            and self._pending is not None
+            and not self._must_wait()
+            and time.monotonic() > self._raised_at + self._last_seconds
+        )
+        if is_lost:
+            self._end_process()
+        self.raise_if_due()
+
+    def _end_process(self) -> None:
+        number = self._pending or 0
+        print(
+            f"{signal.Signals(number).name}: code that the run calls, such as a compiled env, has "
+            f"ignored the stop for {self._last_seconds:g} s, so the process ends now. Work since "
+            "the last checkpoint is lost; vec_env=parallel runs envs in processes of their own",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(128 + number)
+
+    def _start_timer(self, seconds: float) -> None:
+        if self._previous_handlers and hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def _stop_timer(self) -> None:
-        if self._previous_handlers and hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        self._start_timer(0.0)

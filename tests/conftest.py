@@ -200,7 +200,9 @@ def started(here: Path) -> Iterator[Start]:
 def await_line(process: subprocess.Popen[str], beginning: str) -> None:
     """Read the output of a process up to the first line that begins so."""
     assert process.stdout is not None
-    assert any(line.startswith(beginning) for line in process.stdout), "the process has ended"
+    assert any(line.startswith(beginning) for line in iter(process.stdout.readline, "")), (
+        "the process has ended"
+    )
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

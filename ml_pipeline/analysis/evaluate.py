@@ -19,6 +19,7 @@ from ml_pipeline.envs.episode_stats import Episode, counts_episodes, row_numbers
 from ml_pipeline.envs.kinds import AnyEnv, AnyVectorEnv, AnyWrapper, Info, MakeEnv
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.policy.contracts import Policy
+from ml_pipeline.signals import raise_swallowed
 
 # An env without a time limit may never end an episode. This is longer than any usual limit:
 # Atari's is 27,000 steps of 4 frames.
@@ -239,6 +240,7 @@ class _EvaluationEnv(AnyWrapper):
             obs, info = deepcopy(self._idle)
             return obs, 0.0, False, False, info
         obs, reward, terminated, truncated, info = self.env.step(action)
+        raise_swallowed()
         self._return += float(reward)
         self._length += 1
         is_over = self._length >= self._max_steps

@@ -126,6 +126,7 @@ def run(
                     say(resumed)
                 _train(loop, plan, record, signals)
         except Interrupted as stop:
+            signals.arrived()
             with signals.shielded():
                 record.end("interrupted", f"stopped by {stop.signal_name}")
             raise

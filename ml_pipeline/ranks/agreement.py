@@ -20,6 +20,9 @@ class AgreedSignals:
     def pending(self) -> int:
         return self._signals.pending
 
+    def arrived(self) -> None:
+        self._signals.arrived()
+
     def dismiss(self) -> None:
         self._signals.dismiss()
 

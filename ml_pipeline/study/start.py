@@ -240,6 +240,7 @@ class _Workers:
                     return stop
                 time.sleep(_LOOK_SECONDS)
             except Interrupted as error:  # a second signal makes workers stop sooner
+                signals.arrived()
                 stop = error
 
     def _start_workers(self) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ml_pipeline.policy.masks import ActionMasks, Mask
     from ml_pipeline.policy.observations import ObservationReader
     from ml_pipeline.ranks.world import World
+    from ml_pipeline.signals import Hold
     from ml_pipeline.training.graphs import Programs
 
 
@@ -136,8 +137,11 @@ class Trainer(Protocol):
     def iteration_steps(self) -> int:
         """Env steps of the next iteration."""
 
-    def train_episode_vectorized(self, hold: Callable[[], None] = ...) -> Metrics:
-        """One iteration. Call ``hold`` before the first change that must not be left half done."""
+    def train_episode_vectorized(self, hold: Hold = ...) -> Metrics:
+        """One iteration. A stop signal may interrupt it at any point, except after ``hold()``.
+
+        ``with hold():`` protects only its block: a gradient step must not be left half done.
+        """
 
     def state_dict(self) -> StateDict: ...
 

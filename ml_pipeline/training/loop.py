@@ -20,7 +20,7 @@ from ml_pipeline.errors import UserError, last_line
 from ml_pipeline.ranks.world import ALONE, RankError, World
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import global_generators_state, set_global_generators_state
-from ml_pipeline.signals import NoSignals, Signals
+from ml_pipeline.signals import Hold, NoSignals, Signals
 from ml_pipeline.training.checks import TrainingError, plain_number
 from ml_pipeline.training.contracts import (
     Agent,
@@ -104,7 +104,7 @@ class Loop:
                 with suppress(RankError):  # the run is complete, whatever the others do
                     self._world.max([_STOP, 0])
 
-    def _iterate(self, hold: Callable[[], None]) -> Metrics:
+    def _iterate(self, hold: Hold) -> Metrics:
         """One iteration, counted."""
         start = time.perf_counter()
         self.trainer.progress = min(self.env_steps / (self._total_steps or 1), 1.0)

@@ -22,6 +22,7 @@ from ml_pipeline.algorithms.ppo.reports import N_MEANS, rollout_error, update_er
 from ml_pipeline.envs.episode_stats import EpisodeWindow
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
+from ml_pipeline.signals import Hold, never_held
 from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.training.schedules import annealed
 
@@ -84,7 +85,7 @@ class PPOTrainer:
     def iteration_steps(self) -> int:
         return self.config.iteration_steps(self.world.all_envs(self.collector.n_envs))
 
-    def train_episode_vectorized(self, hold: Callable[[], None] = lambda: None) -> Metrics:
+    def train_episode_vectorized(self, hold: Hold = never_held) -> Metrics:
         """One iteration: collect a [T, n_envs] rollout, improve on it, return the metrics.
 
         An interrupt before ``hold`` discards the iteration; a later one waits for the end.

@@ -21,6 +21,7 @@ from ml_pipeline.algorithms.replay.config import OffPolicyConfig
 from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import set_generator_state
+from ml_pipeline.signals import Hold, never_held
 from ml_pipeline.training.checks import TrainingError
 from ml_pipeline.training.env_batch import ArrayOrTensor
 from ml_pipeline.training.graphs import Programs, send
@@ -83,22 +84,25 @@ class ReplayLearning:
         place: RatesT = self._rates
         return place
 
-    def run(self, n_updates: int) -> None:
+    def run(self, n_updates: int, hold: Hold = never_held) -> None:
+        """Make updates; a stop signal may end them between two, on a device between two blocks."""
+        size = 1 if self._on_host else _IN_A_GRAPH
+        for done in range(0, n_updates, size):
+            with hold():
+                self._run_block(min(n_updates - done, size))
+
+    def _run_block(self, n_updates: int) -> None:
         if self._on_host:
-            for _ in range(n_updates):
-                is_turn = self._agent.begin_update()
-                report = self._update(is_turn, self._uniform[self._n_results])
-                for place, value in enumerate(report):
-                    self._sums[place] += float(value)
-                self._n_results += 1
+            is_turn = self._agent.begin_update()
+            report = self._update(is_turn, self._uniform[self._n_results])
+            for place, value in enumerate(report):
+                self._sums[place] += float(value)
         else:
-            for done in range(0, n_updates, _IN_A_GRAPH):
-                size = min(n_updates - done, _IN_A_GRAPH)
-                self._run_block([self._agent.begin_update() for _ in range(size)])
-            self._n_results += n_updates
+            self._launch([self._agent.begin_update() for _ in range(n_updates)])
+        self._n_results += n_updates
         self.n_updates += n_updates
 
-    def _run_block(self, turns: list[bool]) -> None:
+    def _launch(self, turns: list[bool]) -> None:
         """One graph if the block is full and all ``turns`` are equal: other blocks are too many."""
         if len(turns) == _IN_A_GRAPH and len(set(turns)) == 1:
             self._program(turns[0], _IN_A_GRAPH)()

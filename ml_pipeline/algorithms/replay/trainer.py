@@ -26,12 +26,14 @@ from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
+from ml_pipeline.signals import Hold, never_held
 from ml_pipeline.training.contracts import Envs, FileStore, RunContext
 from ml_pipeline.training.device_envs import DeviceEnvs
 from ml_pipeline.training.env_batch import (
     ArrayOrTensor,
     Choose,
     EnvBatch,
+    EnvStep,
     restore_positions,
     saved_positions,
 )
@@ -122,9 +124,11 @@ class OffPolicyTrainer(Generic[RatesT]):
     def _env_steps(self) -> int:
         return self.replay.n_written * self.replay.n_all_envs
 
-    def train_episode_vectorized(self, hold: Callable[[], None] = lambda: None) -> Metrics:
-        """One iteration: ``iteration_length`` steps of each env, and the updates that are due."""
-        hold()  # the agent learns from the first step on, so the iteration cannot be undone
+    def train_episode_vectorized(self, hold: Hold = never_held) -> Metrics:
+        """One iteration: ``iteration_length`` steps of each env, and the updates that are due.
+
+        An interrupt leaves complete updates and transitions; the iteration is not undone.
+        """
         start, n_before = time.perf_counter(), self.n_updates
         learn_seconds = 0.0
         self._begin()
@@ -136,13 +140,16 @@ class OffPolicyTrainer(Generic[RatesT]):
         self._rates = learning.begin(rates, sum(due))
         noise = self._draw_noise(n_steps)
         for t in range(n_steps):
-            self._act(noise[self.agent.distribution.noise_row(t)])
+            self._act(noise[self.agent.distribution.noise_row(t)], hold)
             learn_start = time.perf_counter()
             if len(self.replay):
-                learning.run(due[t])  # while the envs step
+                learning.run(due[t], hold)  # while the envs step
             learn_seconds += time.perf_counter() - learn_start
             if self._batch.on_host:
-                self._store(t)
+                step = self._received(t)
+                with hold():
+                    self._write(step)
+        hold()  # the rest completes the iteration
         episodes = self.world.joined(self._end(n_steps))
         means = learning.means()
         seconds = time.perf_counter() - start
@@ -174,8 +181,8 @@ class OffPolicyTrainer(Generic[RatesT]):
             self.replay.end_episodes()
             self.replay.begin(*self._batch.seen())
 
-    def _act(self, noise: ArrayOrTensor) -> None:
-        """Choose actions. Envs of the host step until ``_store``; tensor envs make a whole step."""
+    def _act(self, noise: ArrayOrTensor, hold: Hold) -> None:
+        """Choose actions. Host envs step until ``_received``; tensor envs make a whole step."""
         is_random = self._env_steps < self.config.learning_starts
         choose = self._explore_at_random if is_random else self._explore
         if self._batch.on_host:
@@ -183,9 +190,10 @@ class OffPolicyTrainer(Generic[RatesT]):
             return
         if self._noise is None:
             self._noise = torch.empty_like(noise)
-        self._noise.copy_(noise)
-        self._device_step[choose]()
-        self.replay.count_row()
+        with hold():
+            self._noise.copy_(noise)
+            self._device_step[choose]()
+            self.replay.count_row()
 
     def _explore(self, inputs: PolicyInput, noise: Tensor, out: None = None) -> PolicySample:
         return self.agent.explore(inputs, noise, self._rates, is_random=False)
@@ -200,19 +208,22 @@ class OffPolicyTrainer(Generic[RatesT]):
         """A step of tensor envs, on their device."""
         self._batch.show()
         self._action = self._batch.act(self.agent, choose, self._noise)
-        self._store(0)
+        self._write(self._received(0))
         self._batch.end()
 
-    def _store(self, t: int) -> None:
-        """Wait for the envs, and write the results of step ``t`` of the iteration."""
-        agent, batch = self.agent, self._batch
-        step = batch.receive(agent, t)
+    def _received(self, t: int) -> EnvStep:
+        """Wait for the results of step ``t`` of the iteration, which may take long."""
+        step = self._batch.receive(self.agent, t)
         if step is None:
             raise RuntimeError("the envs returned no step")
+        return step
+
+    def _write(self, step: EnvStep) -> None:
+        agent = self.agent
         self.replay.write(self._action, step)
         self._episodes += step.episodes
         if agent.config.normalize_obs:
-            on_host = batch.on_host
+            on_host = self._batch.on_host
             obs = agent.reader.to_tensors(step.obs, agent.device) if on_host else step.obs[""]
             agent.learn_moments(obs)
 

@@ -44,6 +44,7 @@ from ml_pipeline.envs.workers.trees import (
     read_row,
     write_all,
 )
+from ml_pipeline.signals import raise_swallowed
 
 # Returned by VectorEnv.step: obs, reward, terminated, truncated, infos.
 StepTuple = tuple[Tree, "NDArray[np.float64]", "NDArray[np.bool_]", "NDArray[np.bool_]", Info]
@@ -280,6 +281,7 @@ class SliceVectorEnv(AnyVectorEnv):
         try:
             if self._main is not None and self._main_call is not None:
                 self._main_results = [(self._main.rows, self._main_call())]
+                raise_swallowed()
                 self._main_call = None
             results = self._main_results + self._workers_results(pending, timeout)
         except AnswerPendingError:
