@@ -9,6 +9,7 @@ from ml_pipeline.assembly import run
 from ml_pipeline.assembly.arguments import (
     Callbacks,
     as_overrides,
+    callback_words,
     env_settings,
     named_callbacks,
     network_settings,
@@ -20,6 +21,7 @@ from ml_pipeline.assembly.run import RunResult
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.given import name_of
 from ml_pipeline.runs.console import quiet_console
+from ml_pipeline.training.contracts import Callback
 
 
 def train(
@@ -34,13 +36,16 @@ def train(
     ``env`` and ``network`` may be classes or functions: ``train(env=MyEnv, network=MyNetwork)``.
     ``callbacks`` are called after those of the config: one, a list, or a dict of ``Callback``
     objects and functions of the loop and the metrics; one that returns False ends the training.
+    In a dict, a dict of settings changes a callback of the config, and None removes it.
     ``config_dir`` is a folder with your own YAML files, as for ``--config-dir``. ``quiet`` prints
     nothing.
     """
     words = [word for each in overrides for word in ([each] if isinstance(each, str) else each)]
-    words += [*setting_words(settings, config_dir), *with_config_dir(config_dir)]
+    named = named_callbacks(callbacks)
+    objects = {name: each for name, each in named.items() if isinstance(each, Callback)}
+    words += [*setting_words(settings, config_dir), *callback_words(named)]
     with quiet_console(quiet):
-        return run.train(words, callbacks=named_callbacks(callbacks))
+        return run.train([*words, *with_config_dir(config_dir)], callbacks=objects)
 
 
 def setting_words(settings: dict[str, object], config_dir: Path | str | None) -> list[str]:

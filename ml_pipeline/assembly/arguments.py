@@ -20,7 +20,8 @@ from ml_pipeline.training.contracts import Callback, RunningLoop
 
 CallbackFunction = Callable[[RunningLoop, Metrics], bool | None]
 AnyCallback = Callback | CallbackFunction
-Callbacks = AnyCallback | Sequence[AnyCallback] | Mapping[str, AnyCallback]
+Settings = Mapping[str, object] | None  # of a callback of the config; None removes it
+Callbacks = AnyCallback | Sequence[AnyCallback] | Mapping[str, AnyCallback | Settings]
 
 
 def as_overrides(settings: Mapping[str, object], prefix: str = "") -> Iterator[str]:
@@ -103,14 +104,17 @@ class FunctionCallback(Callback):
         return self.function(loop, metrics)
 
 
-def named_callbacks(given: Callbacks | None) -> dict[str, Callback]:
+def named_callbacks(given: Callbacks | None) -> dict[str, Callback | Settings]:
     """Callbacks by name; those without one are named by their class or function."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return {name: _callback(each, str(name)) for name, each in given.items()}
+        return {
+            name: each if each is None or isinstance(each, Mapping) else _callback(each, name)
+            for name, each in given.items()
+        }
     several = given if isinstance(given, Sequence) else [given]
-    named: dict[str, Callback] = {}
+    named: dict[str, Callback | Settings] = {}
     for each in several:
         base = re.sub(r"\W", "", str(getattr(each, "__name__", type(each).__name__)))
         name, number = base, 2
@@ -118,6 +122,15 @@ def named_callbacks(given: Callbacks | None) -> dict[str, Callback]:
             name, number = f"{base}_{number}", number + 1
         named[name] = _callback(each, name)
     return named
+
+
+def callback_words(named: Mapping[str, Callback | Settings]) -> Iterator[str]:
+    """The settings of callbacks as words of the command line."""
+    for name, each in named.items():
+        if each is None:
+            yield f"~callbacks.{name}"
+        elif isinstance(each, Mapping):
+            yield from as_overrides({"callbacks": {name: each}})
 
 
 def _callback(given: Any, name: str) -> Callback:
