@@ -138,8 +138,9 @@ def _read(space: AnySpace, obs: Any, key: str) -> Any:
 
 
 def _read_leaf(space: AnySpace, obs: Any, key: str) -> _Leaf:
+    shape = list(space.shape or ())
     if isinstance(obs, Mapping):
-        raise ValueError(f"{key} is a dict; expected an array of the shape {list(space.shape)}")
+        raise ValueError(f"{key} is a dict; expected an array of the shape {shape}")
     if isinstance(obs, Tensor):
         obs = obs.detach().cpu()
     try:
@@ -148,12 +149,11 @@ def _read_leaf(space: AnySpace, obs: Any, key: str) -> _Leaf:
         raise ValueError(f"{key} is not an array: {error}") from error
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{key} holds {array.dtype}; expected numbers")
-    expected = tuple(space.shape or ())
-    is_one = array.shape == expected
-    if not is_one and (array.ndim != len(expected) + 1 or array.shape[1:] != expected):
+    is_one = list(array.shape) == shape
+    if not is_one and (array.ndim != len(shape) + 1 or list(array.shape[1:]) != shape):
         raise ValueError(
-            f"{key} has the shape {list(array.shape)}; expected {list(expected)}, or "
-            f"[n{''.join(f', {size}' for size in expected)}] for a batch"
+            f"{key} has the shape {list(array.shape)}; expected {shape}, or "
+            f"[n{''.join(f', {size}' for size in shape)}] for a batch"
         )
     _check_values(array, np.dtype(space.dtype), key)
     array = array.astype(space.dtype, copy=False)
