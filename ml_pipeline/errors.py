@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
+_STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
 class UserError(Exception):
@@ -60,9 +62,10 @@ def type_and_line(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of code outside of installed packages, or an empty text."""
+    """The innermost line of code that no installed package or Python has, or an empty text."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if "site-packages" not in path.parts and not path.is_relative_to(_PACKAGE):
+        is_library = "site-packages" in path.parts or path.is_relative_to(_STANDARD_LIBRARY)
+        if not is_library and not path.is_relative_to(_PACKAGE):
             return f" ({path.name}:{frame.lineno} in {frame.name})"
     return ""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import INSTALL_COMMANDS, missing_extra
+from ml_pipeline.given import MAIN, find_given
 from ml_pipeline.moved import moved
 
 # Runs that are older than the key agent.algorithm do not name theirs.
@@ -27,7 +28,15 @@ class TargetError(UserError):
 
 def import_dotted(path: str, *, key: str) -> Any:
     """The object at ``package.module.Name``; errors name the config key ``key``."""
+    given = find_given(path)
+    if given is not None:
+        return given
     module_name, _, name = moved(path).rpartition(".")
+    if module_name == MAIN:
+        raise TargetError(
+            f"{key}={path}: was passed from Python and cannot be imported; pass it again, as in "
+            f"train(resume=RUN, {key.partition('.')[0]}={name}), or move it into a module"
+        )
     if not module_name:
         raise TargetError(f"{key}={path}: this is not a dotted path; write package.module.Name")
     module = import_module(module_name, key=key, path=path)
@@ -95,10 +104,30 @@ def _signature(target: Any, key: str) -> inspect.Signature:
         ) from error
 
 
-def instantiate(entry: Mapping[str, Any], *, key: str, offers: Mapping[str, Any]) -> Any:
-    """Build an entry's object; each of ``offers`` is passed if its signature names it."""
+def _required_first(
+    parameters: Sequence[inspect.Parameter], arguments: Mapping[str, Any]
+) -> str | None:
+    """The name of a required first parameter, unless it has a value or takes a plain number."""
+    if not parameters or parameters[0].name in arguments:
+        return None
+    each = parameters[0]
+    is_required = each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty
+    is_plain = each.annotation in (int, float, bool, str, "int", "float", "bool", "str")
+    return each.name if is_required and not is_plain else None
+
+
+def instantiate(
+    entry: Mapping[str, Any], *, key: str, offers: Mapping[str, Any], first: str | None = None
+) -> Any:
+    """Build an entry's object; each of ``offers`` is passed if its signature names it.
+
+    The offer ``first`` is also passed as a required first parameter of any other name.
+    """
     target, arguments = import_entry(entry, key=key)
     wanted = _signature(target, key).parameters
+    if first is not None and first not in wanted:
+        name = _required_first(list(wanted.values()), arguments)
+        offers = offers if name is None else {**offers, name: offers[first]}
     for name in arguments:
         if name in offers and not isinstance(offers[name], (int, str, type(None))):
             raise TargetError(f"{key}.{name}={arguments[name]}: the run sets it; remove the key")

@@ -18,6 +18,7 @@ from ml_pipeline.assembly.run import train
 from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint, read_sealed
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.signals import Interrupted
+from ml_pipeline.training.checks import PartError
 from ml_pipeline.training.contracts import Callback
 from ml_pipeline.training.loop import Loop
 
@@ -50,7 +51,7 @@ def stopped_run(settings: Sequence[str], ending: str, *, iteration: int = 0) -> 
             killed = subprocess.run(door_command(*arguments), env=environment, check=False)
             assert killed.returncode == -signal.SIGKILL
         elif ending == "error":
-            with pytest.raises(RuntimeError, match=f"error at iteration {iteration}"):
+            with pytest.raises(PartError, match=f"error at iteration {iteration}"):
                 train(arguments)
         else:
             with pytest.raises(Interrupted):

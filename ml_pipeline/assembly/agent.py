@@ -142,7 +142,7 @@ def build_network(config: TrainConfig, observation_space: AnySpace) -> torch.nn.
     import torch
 
     offers = {"observation_space": observation_space}
-    network = instantiate(config.network, key="network", offers=offers)
+    network = instantiate(config.network, key="network", offers=offers, first="observation_space")
     if not isinstance(network, torch.nn.Module):
         raise ConfigError(
             f"network._target_={config.network['_target_']}: made a {type(network).__name__}; "

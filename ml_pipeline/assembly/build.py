@@ -18,6 +18,7 @@ from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.tensor_self_play import TensorSelfPlay
+from ml_pipeline.given import objects_in
 from ml_pipeline.policy.contracts import Policy
 from ml_pipeline.ranks.world import World
 from ml_pipeline.runs.checkpoint import check_plain
@@ -28,7 +29,8 @@ from ml_pipeline.training.graphs import Programs
 
 
 def build_env_factory(env: EnvConfig) -> EnvFactory:
-    return EnvFactory(env.id, env.target, env.kwargs, env.wrappers)
+    given = objects_in([env.target, env.kwargs, env.wrappers])
+    return EnvFactory(env.id, env.target, env.kwargs, env.wrappers, given)
 
 
 def cpu_context(config: TrainConfig) -> RunContext:

@@ -23,7 +23,7 @@ from ml_pipeline.assembly.build import build_env_factory, cpu_context
 from ml_pipeline.assembly.compose import find_modules_in_cwd, stored_config
 from ml_pipeline.assembly.explain import ConfigError
 from ml_pipeline.assembly.trust import check_names
-from ml_pipeline.config.train import EnvConfig, TrainConfig
+from ml_pipeline.config.train import RUN_ROOT, EnvConfig, TrainConfig
 from ml_pipeline.deploy.export import Agreement, export_policy
 from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.device import torch_threads
@@ -74,6 +74,7 @@ def load_agent(
 
     ``trust`` accepts a config of another user that names their own classes, which run code.
     """
+    path = chosen(path)
     run_folder = RunFolder.open(path)
     config = stored_config(run_folder, trust=trust)
     checkpoint = checkpoint or named_checkpoint(path) or best_or_latest(run_folder)
@@ -144,8 +145,10 @@ def load_policy(
 ) -> tuple[Policy, AnyEnv, str]:
     """The policy of an exported file or of a run, an env for it, and the env's name.
 
-    ``trust`` accepts files of another user that can run code.
+    ``latest`` is the run in ``runs`` that was started or resumed last. ``trust`` accepts files of
+    another user that can run code.
     """
+    path = chosen(path)
     if is_run(path):
         trained = load_agent(path, render_mode=render, trust=trust)
         return trained.agent, trained.env, trained.env_name
@@ -189,6 +192,7 @@ def export_run(
     trust: bool = False,
 ) -> tuple[TrainedAgent, Path, ExportedPolicy, Agreement]:
     """Write the policy of a run as one file: ``out``, or policy.<format> in its folder."""
+    path = chosen(path)
     run = RunFolder.open(path)
     config = stored_config(run, trust=trust)
     trained = load_agent(path, checkpoint, trust=trust)
@@ -227,7 +231,9 @@ def started_from(config: TrainConfig, agent: Agent) -> TrainConfig:
             "give its Algorithm a start_from function"
         )
     try:
-        run = RunFolder.open(_newest(Path(config.run_root)) if _is_latest(given) else given)
+        if _is_latest(given) and is_job():
+            raise ConfigError("jobs of a sweep would find each other; name a run folder")
+        run = RunFolder.open(chosen(given, root=config.run_root))
         name = named_checkpoint(given) or best_or_latest(run)
         state = load_checkpoint(run, name)
         start_from(agent, state["agent"])
@@ -243,11 +249,10 @@ def started_from(config: TrainConfig, agent: Agent) -> TrainConfig:
     return dataclasses.replace(config, init_from=str(path))
 
 
+def chosen(given: Path | str, *, root: str = RUN_ROOT) -> Path | str:
+    """The path of a run; ``latest`` is the newest in ``root``, unless a file has that name."""
+    return newest_run(Path(root)).path if _is_latest(str(given)) else given
+
+
 def _is_latest(given: str) -> bool:
     return given == _LATEST_RUN and not Path(given).exists()
-
-
-def _newest(root: Path) -> Path:
-    if is_job():
-        raise ConfigError("jobs of a sweep would find each other; name a run folder")
-    return newest_run(root).path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -33,7 +34,7 @@ from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.envs.workers.errors import WorkerError
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, type_and_line
 from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.self_play import ArrayOpponents, SelfPlayEnv
 from ml_pipeline.ranks.world import launched_rank
@@ -51,10 +52,10 @@ from ml_pipeline.runs.resuming import (
 from ml_pipeline.runs.run_folder import RunFolder, write_text
 from ml_pipeline.seeding import seed_global_generators
 from ml_pipeline.signals import Interrupted, StopSignals
-from ml_pipeline.training.checks import BadValueError
+from ml_pipeline.training.checks import BadValueError, PartError
 from ml_pipeline.training.contracts import Agent, Callback, Envs, Logger
 from ml_pipeline.training.loop import Loop
-from ml_pipeline.training.out_of_memory import memory_explained
+from ml_pipeline.training.out_of_memory import memory_explained, ran_out_of_memory
 
 __all__ = ["RunResult", "load_agent", "load_policy", "run", "train"]
 
@@ -196,6 +197,28 @@ def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> N
             with signals.shielded():
                 save_latest(plan.run, loop)
         raise
+    except Exception as error:  # a user's callback, loss or network may raise anything
+        if ran_out_of_memory(error) or (
+            isinstance(error, UserError) and not isinstance(error, PartError)
+        ):
+            raise
+        with signals.shielded():
+            _save_after(error, loop, plan)
+        if isinstance(error, PartError):
+            where = f"the whole traceback: {plan.run.shown / plan.run.traceback.name}"
+            raise PartError(f"{error}; {where}") from error.__cause__
+        raise
+
+
+def _save_after(error: Exception, loop: Loop, plan: RunPlan) -> None:
+    """Save the last complete iteration and the traceback; a second error must not hide this one."""
+    try:
+        text = "".join(traceback.format_exception(error))
+        write_text(plan.run.traceback, text)
+        if loop.env_steps > plan.first_step:
+            save_latest(plan.run, loop)
+    except Exception as second:  # the state of a callback may raise too
+        say(f"could not save the run: {type_and_line(second)}")
 
 
 def build_vec_envs(plan: RunPlan) -> tuple[Sequence[ProcessEnv | TorchVectorEnv], str]:

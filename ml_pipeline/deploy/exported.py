@@ -189,6 +189,9 @@ class ExportedPolicy:
             raise ValueError("this policy is recurrent; pass memory=policy.new_memory(n_envs)")
         state = None if memory is None else memory.numpy()
         leaves = self.reader.read(obs)
+        if len(next(iter(leaves.values()))) == 0:
+            shape = self.action_space.shape or ()
+            return np.empty((0, *shape), self.action_space.dtype)
         outputs = self.run(self.named_inputs(leaves, action_mask=action_mask, state=state))
         if memory is not None:
             memory.copy_(torch.from_numpy(outputs[NEXT_MEMORY]))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace
 from ml_pipeline.errors import UserError, type_and_line
 from ml_pipeline.extras import missing_extra
+from ml_pipeline.given import keep
 from ml_pipeline.targets import (
     TargetError,
     check_arguments,
@@ -45,8 +46,10 @@ class EnvFactory:
     target: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrappers: Mapping[str, Any] = field(default_factory=dict)  # name -> _target_ entry, in order
+    given: tuple[tuple[str, Any], ...] = ()  # what the others name and a worker cannot import
 
     def __call__(self) -> AnyEnv:
+        keep(self.given)
         env = self._make_target() if self.target else self._make_id()
         for name, entry in self.wrappers.items():
             key = f"env.wrappers.{name}"

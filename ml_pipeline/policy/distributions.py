@@ -96,6 +96,10 @@ class Distribution(nn.Module, ABC):
         action = self.mode(outputs) if noise is None else self.sample(outputs, noise)
         return self.to_env(action.cpu().numpy())
 
+    def no_actions(self) -> NDArray[Any]:
+        """The actions of no env, [0, *act]: layers cannot reshape an empty batch."""
+        return np.empty((0, *(self.space.shape or ())), self.space.dtype)
+
     def by_choice(self, outputs: Tensor) -> Tensor:
         """Outputs of discrete actions as [..., n_choices, size]; shorter choices are padded."""
         raise ActionSpaceError(f"actions of {self.space} are not discrete choices")

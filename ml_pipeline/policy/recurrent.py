@@ -35,7 +35,9 @@ class Recurrent(nn.Module):
         check_sizes("size", [size])
         entry = encoder or {"_target_": "ml_pipeline.policy.image_networks.DictNetwork"}
         offers = {"observation_space": observation_space}
-        self.encoder: nn.Module = instantiate(entry, key="network.encoder", offers=offers)
+        self.encoder: nn.Module = instantiate(
+            entry, key="network.encoder", offers=offers, first="observation_space"
+        )
         # FlatAdam keeps all parameters in one tensor of its own, and cuDNN warns about that.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
         self.cell = (nn.LSTM if cell == "lstm" else nn.GRU)(out_features(self.encoder), size)

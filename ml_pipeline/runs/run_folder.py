@@ -44,6 +44,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.replay = path / "replay"  # transitions of an off-policy run
         self.videos = path / "videos"
+        self.traceback = path / "traceback.txt"  # of the part of a user that ended the run
         self.changes = path / "changes.diff"  # uncommitted changes of this package, if any
         self.user_changes = path / "user_changes.diff"  # of the user's own repository, if any
 

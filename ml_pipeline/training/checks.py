@@ -11,6 +11,10 @@ class TrainingError(UserError):
     """Training cannot continue."""
 
 
+class PartError(UserError):
+    """A callback, a loss, a network or another part of the user raised during a run."""
+
+
 class BadValueError(UserError):
     """An env returned NaN or infinity, or an observation outside its space."""
 

@@ -286,8 +286,12 @@ class Callback:
     def on_train_start(self, loop: RunningLoop) -> None:
         """Before the first iteration, also of a resumed run."""
 
-    def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> None:
-        """After each iteration; may add to ``metrics`` before they are logged."""
+    def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> bool | None:
+        """After each iteration; may add to ``metrics`` before they are logged.
+
+        False ends training after this iteration, as ``loop.request_stop`` does.
+        """
+        return None
 
     def on_iteration_logged(self, loop: RunningLoop, metrics: Mapping[str, float]) -> None:
         """After the metrics of this iteration were written; a hook may save the run here."""

@@ -8,19 +8,20 @@ for its decision. When it saves, they hand over their envs and the state that is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
-from ml_pipeline.errors import UserError, last_line
+from ml_pipeline.errors import UserError, last_line, place_of, type_and_line
 from ml_pipeline.ranks.world import ALONE, RankError, World
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import global_generators_state, set_global_generators_state
 from ml_pipeline.signals import Hold, NoSignals, Signals
-from ml_pipeline.training.checks import TrainingError, plain_number
+from ml_pipeline.training.checks import PartError, TrainingError, plain_number
 from ml_pipeline.training.contracts import (
     Agent,
     Callback,
@@ -32,6 +33,7 @@ from ml_pipeline.training.contracts import (
     ShowsRollouts,
     Trainer,
 )
+from ml_pipeline.training.out_of_memory import ran_out_of_memory
 
 # What rank 0 decides for all; the others send 0, and the maximum counts.
 _CONTINUE, _STOP, _SAVE = 1, 2, 3
@@ -77,25 +79,33 @@ class Loop:
     def train(self, total_steps: int) -> None:
         """Iterate until ``env_steps`` reaches ``total_steps``."""
         self._total_steps = total_steps
-        callbacks = list(self.callbacks.values())
         with self._signals.whole_run():
-            for callback in callbacks:
-                callback.on_train_start(self)
+            for name, callback in self.callbacks.items():
+                with _errors_of(f"callbacks.{name}"):
+                    callback.on_train_start(self)
             try:
                 while not self.is_last_iteration():
                     # A stop signal waits for the end of this block, but not for long.
                     with self._signals.transaction() as transaction:
                         metrics = self._iterate(transaction.hold)
                         transaction.commit()
-                        for callback in callbacks:
-                            callback.on_iteration_end(self, metrics)
+                        for name, callback in self.callbacks.items():
+                            with _errors_of(f"callbacks.{name}"):
+                                answer = callback.on_iteration_end(self, metrics)
+                            if isinstance(answer, (bool, np.bool_)) and not answer:
+                                self.request_stop(f"callbacks.{name} returned False")
                         self._log()
             except KeyboardInterrupt:
                 # The weights have changed, so the record must contain this iteration.
                 self._log()
                 raise
-            for callback in callbacks:
-                callback.on_train_end(self)
+            except PartError:
+                with suppress(PartError):  # the first error is raised
+                    self._log()
+                raise
+            for name, callback in self.callbacks.items():
+                with _errors_of(f"callbacks.{name}"):
+                    callback.on_train_end(self)
             if self._world.rank == 0:
                 self._world.expect_end()
                 with suppress(RankError):  # the run is complete, whatever the others do
@@ -111,6 +121,12 @@ class Loop:
                 metrics = self.trainer.train_episode_vectorized(hold)
         except TrainingError as error:
             raise TrainingError(f"iteration {self.iteration + 1}: {error}") from error
+        except Exception as error:  # a user's loss or network may raise anything
+            if isinstance(error, UserError) or ran_out_of_memory(error) or not place_of(error):
+                raise
+            raise PartError(
+                f"iteration {self.iteration + 1}: {type_and_line(error)}{place_of(error)}"
+            ) from error
         self.iteration += 1
         self.env_steps += n_steps
         seconds = time.perf_counter() - start
@@ -131,9 +147,11 @@ class Loop:
             metrics = {name: plain_number(name, value) for name, value in self._unlogged.items()}
             self._unlogged = None
             for logger in self.loggers:
-                logger.log(metrics, env_steps=self.env_steps)
-            for callback in self.callbacks.values():
-                callback.on_iteration_logged(self, metrics)
+                with _errors_of(f"logger {type(logger).__name__}"):
+                    logger.log(metrics, env_steps=self.env_steps)
+            for name, callback in self.callbacks.items():
+                with _errors_of(f"callbacks.{name}"):
+                    callback.on_iteration_logged(self, metrics)
 
     def is_last_iteration(self) -> bool:
         """Whether training ends after the iteration that was counted last."""
@@ -251,6 +269,17 @@ class Loop:
         for name, callback_state in state["callbacks"].items():
             if name in self.callbacks:  # a resumed run may have fewer or other callbacks
                 self.callbacks[name].load_state_dict(callback_state)
+
+
+@contextmanager
+def _errors_of(part: str) -> Iterator[None]:
+    """Raise an error of a user's part with its name, file and line."""
+    try:
+        yield
+    except Exception as error:  # it may raise anything
+        if isinstance(error, UserError) or ran_out_of_memory(error):
+            raise
+        raise PartError(f"{part}: {type_and_line(error)}{place_of(error)}") from error
 
 
 def state_of_rank(state: StateDict, world: World) -> tuple[StateDict, list[StateDict]]:

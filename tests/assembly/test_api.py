@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,11 @@ from conftest import small
 
 import ml_pipeline
 from ml_pipeline import load, train
-from ml_pipeline.assembly.api import as_overrides
+from ml_pipeline.assembly.arguments import as_overrides
 from ml_pipeline.assembly.compose import ConfigError, plain_config
+from ml_pipeline.assembly.load import load_policy
+from ml_pipeline.assembly.loaded_policy import LoadedPolicy
+from ml_pipeline.policy.observations import ObservationError
 
 
 def test_keyword_arguments_equal_override_strings(here: Path) -> None:
@@ -97,6 +101,103 @@ def test_loaded_policy_takes_dict_observations(here: Path) -> None:
     two = {name: np.stack([leaf, leaf]) for name, leaf in one.items()}
 
     assert policy.predict(two).tolist() == [policy.predict(one)] * 2
+
+
+def _mixed_run() -> Path:
+    return train(small(), env={"target": "tiny_envs.MixedEnv", "id": None}, quiet=True).run_dir
+
+
+def test_dict_observations_match_by_key_in_any_order_and_as_lists(here: Path) -> None:
+    policy = load(_mixed_run())
+    policy.observation_space.seed(0)
+    one, other = (policy.observation_space.sample() for _ in range(2))
+    action = policy.predict(one).tolist()
+
+    for order in itertools.permutations(one):
+        assert policy.predict({key: one[key] for key in order}).tolist() == action
+    as_lists = {key: np.asarray(leaf).tolist() for key, leaf in one.items()}
+    assert policy.predict(as_lists).tolist() == action
+    assert policy.predict({**as_lists, "more": 1}).tolist() == action
+    both = {key: np.stack([one[key], other[key]]) for key in reversed(list(one))}
+    assert policy.predict(both).tolist() == policy.predict([one, other]).tolist()
+    assert policy.predict(both)[0].tolist() == action
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"image": None}, r"obs has no key 'image'; it has 'choice', 'vector'"),
+        (
+            {"vector": [0.0] * 5},
+            r"obs\['vector'\] has the shape \[5\]; expected \[3\], or \[n, 3\]",
+        ),
+        ({"vector": [[0.0] * 3] * 2}, r"obs\['choice'\] is one .* obs\['vector'\] is a batch of 2"),
+        ({"vector": [0.0, [1.0], 2.0]}, r"obs\['vector'\] is not an array"),
+        ({"vector": ["a", "b", "c"]}, r"obs\['vector'\] holds <U1; expected numbers"),
+        ({"vector": {"x": 1.0}}, r"obs\['vector'\] is a dict; expected an array"),
+        ({"vector": [0.0, np.inf, 0.0]}, r"obs\['vector'\] has the value inf; it must be finite"),
+        ({"image": np.full((6, 6, 1), 0.5)}, r"obs\['image'\] has the value 0.5; .* uint8, .* 255"),
+        ({"image": np.full((6, 6, 1), 256)}, r"obs\['image'\] has the value 256; .* 0 to 255"),
+        ({"image": np.full((6, 6, 1), -1)}, r"obs\['image'\] has the value -1; .* 0 to 255"),
+        ({"choice": 0.5}, r"obs\['choice'\] has the value 0.5"),
+        ({"choice": 3}, r"observation 'choice' holds 3, which is outside of Discrete\(3\)"),
+    ],
+)
+def test_part_of_an_observation_that_does_not_fit_is_named(
+    change: dict[str, Any], error: str, mixed_policy: LoadedPolicy
+) -> None:
+    obs = {**mixed_policy.observation_space.sample(), **change}
+
+    with pytest.raises((ValueError, ObservationError), match=error):
+        mixed_policy.predict({key: leaf for key, leaf in obs.items() if leaf is not None})
+
+
+def test_observation_of_another_kind_is_refused(mixed_policy: LoadedPolicy) -> None:
+    one = mixed_policy.observation_space.sample()
+    batch = {key: np.stack([leaf, leaf]) for key, leaf in one.items()}
+
+    with pytest.raises(ValueError, match=r"obs is a ndarray; expected a dict with 'choice', 'im"):
+        mixed_policy.predict(np.zeros(4))
+    with pytest.raises(ValueError, match=r"obs\['choice'\] has 2 observations, but .* has 1"):
+        mixed_policy.predict({**batch, "vector": batch["vector"][:1]})
+    with pytest.raises(ValueError, match=r"obs\[1\] is a batch; a list holds single"):
+        mixed_policy.predict([one, batch])
+
+
+@pytest.fixture
+def mixed_policy(here: Path) -> LoadedPolicy:
+    return load(_mixed_run())
+
+
+def test_masks_of_one_env_and_of_a_batch(here: Path) -> None:
+    env = {"target": "tiny_envs.ForbiddingEnv", "id": None}
+    policy = load(train(small(), env=env, quiet=True).run_dir)
+    obs = np.full((2, 4), 0.5, np.float32)
+
+    assert policy.predict(obs[0], action_mask=[0, 0, 0, 1]) == 3
+    assert policy.predict(obs, action_mask=[[0, 0, 0, 1], [1, 0, 0, 0]]).tolist() == [3, 0]
+    for mask, error in (
+        (None, r'trained with action masks.*predict\(obs, action_mask=info\["action_mask"\]\)'),
+        ([1, 0], r"action_mask: an action mask must have 4 entries, got shape \(2,\)"),
+        ([0, 0, 0, 0], r"action_mask: the action mask of env 0 allows no action"),
+        ([[1, 0, 0, 0]] * 3, r"action_mask has the shape \[3, 4\]; expected \[n\]"),
+        ("left", r"action_mask has the shape \[\]; expected one entry per action"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            policy.predict(obs[0], action_mask=mask)
+
+
+@pytest.mark.parametrize("words", [[], ["network=lstm", "agent.n_minibatches=1"]])
+def test_no_observations_give_no_actions(words: list[str], here: Path) -> None:
+    run = train(small(), words, quiet=True)
+    none = np.zeros((0, 4), np.float32)
+
+    for deterministic in (True, False):
+        memory = run.agent.new_memory(0)
+        actions = run.agent.act_batch(none, deterministic, memory=memory)
+        assert (actions.shape, actions.dtype) == ((0,), np.int64)
+    assert load(run.run_dir).predict(none).shape == (0,)
+    assert load_policy("latest")[0].act_batch(none, True, memory=memory).shape == (0,)
 
 
 def test_recurrent_policy_remembers_until_it_is_reset(here: Path) -> None:

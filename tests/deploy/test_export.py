@@ -161,6 +161,7 @@ def test_metadata_has_env_spaces_commit_inputs_and_outputs(
     policy = ExportedPolicy.load(file)
 
     env = gym.make("CartPole-v1")
+    assert policy.act_batch(np.zeros((0, 4), np.float32)).shape == (0,)
     assert policy.env_name == "CartPole-v1"
     assert policy.metadata["env"]["id"] == "CartPole-v1"
     assert policy.observation_space == env.observation_space

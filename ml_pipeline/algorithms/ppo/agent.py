@@ -224,11 +224,13 @@ class PPOAgent:
             raise ValueError("this policy is recurrent; pass memory=agent.new_memory(n_envs)")
         leaves = self.reader.read(obs)
         mask = self.masks.in_call(leaves, action_mask)
+        n_envs = len(next(iter(leaves.values())))
+        if n_envs == 0:
+            return self.distribution.no_actions()
         if deterministic and self.takes_arrays:
             arrays: tuple[Any, Any] = (leaves[""] if self.reader.is_single else leaves, mask)
             outputs, _ = self.backend.outputs(PolicyInput(*arrays, None, None))
             return self.distribution.chosen(outputs, None)
-        n_envs = len(next(iter(leaves.values())))
         start = torch.zeros(n_envs, dtype=torch.bool, device=self.device)
         inputs = self.inputs(leaves, mask, memory, start if self.memory_size else None)
         outputs, next_memory = self.backend.outputs(inputs)

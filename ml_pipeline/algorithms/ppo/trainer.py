@@ -264,14 +264,14 @@ def undone_if_stopped(
     *,
     enabled: bool,
 ) -> Iterator[None]:
-    """If a stop signal interrupts the block, restore the state from before it."""
+    """If a stop signal or an error interrupts the block, restore the state from before it."""
     if not enabled:
         yield
         return
     before = _copied(state_dict())
     try:
         yield
-    except KeyboardInterrupt:
+    except BaseException:
         load_state_dict(before)
         raise
 

@@ -211,8 +211,11 @@ class ReplayAgent(ABC, Generic[ConfigT, RatesT, ResultT]):
     ) -> NDArray[np.generic]:
         """[n_envs, *obs] -> [n_envs, *act]; gSDE keeps its noise for several calls."""
         leaves = self.reader.read(obs)
+        n_envs = len(next(iter(leaves.values())))
+        if n_envs == 0:
+            return self.distribution.no_actions()
         inputs = self.inputs(leaves, self.masks.in_call(leaves, action_mask))
-        return self._act(inputs, len(next(iter(leaves.values()))), deterministic)
+        return self._act(inputs, n_envs, deterministic)
 
     def _act(self, inputs: PolicyInput, n_envs: int, deterministic: bool) -> NDArray[np.generic]:
         noise = None if deterministic else self._acting_noise.next(n_envs).to(self.device)

@@ -13,10 +13,12 @@ from gymnasium import spaces
 from tiny_envs import ForbiddingEnv
 
 from ml_pipeline.__main__ import main
+from ml_pipeline.algorithms.replay.commands import _load as replay_loading
 from ml_pipeline.assembly.compose import ConfigError
 from ml_pipeline.assembly.entry import with_agent
 from ml_pipeline.assembly.run import load_agent, train
 from ml_pipeline.errors import UserError
+from ml_pipeline.records import StateDict
 from ml_pipeline.runs.checkpoint import (
     LATEST,
     CheckpointError,
@@ -54,6 +56,25 @@ def test_a_checkpoint_writes_only_new_transitions(here: Path) -> None:
     assert min(rows)[1] > 192 - 50  # files whose rows have all left the ring are removed
     best = torch.load(run / "checkpoints" / "best.pt", weights_only=True)
     assert "obs" not in best["replay"]
+
+
+def test_replay_of_a_run_that_saves_meanwhile_reads_the_newer_checkpoint(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train([*DQN, "vec_env=serial", "total_steps=96"]).run_dir
+    goals = [384]
+
+    def load_while_training(folder: RunFolder, name: str) -> StateDict:
+        state = load_checkpoint(folder, name)
+        if goals:  # its files are removed before they are read
+            train([f"resume={run}", f"total_steps={goals.pop()}"])
+        return state
+
+    monkeypatch.setattr(replay_loading, "load_checkpoint", load_while_training)
+    buffer, env_steps, sizes = replay_loading.load_replay_buffer(run)
+
+    assert (env_steps, buffer.n_written) == (384, 192)
+    assert len(sizes) == len(list((run / "replay").iterdir()))
 
 
 def test_a_missing_replay_file_is_named(here: Path) -> None:

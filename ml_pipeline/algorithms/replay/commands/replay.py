@@ -20,11 +20,11 @@ def run(options: Namespace) -> None:
     from ml_pipeline.algorithms.replay.commands._load import load_replay_buffer
 
     path = chosen_run(options.run, options.root)
-    buffer, env_steps, files = load_replay_buffer(path, trust=options.trust)
+    buffer, env_steps, sizes = load_replay_buffer(path, trust=options.trust)
     found = audit(buffer)
     n = max(found.n_transitions, 1)
-    in_files = "1 file" if len(files) == 1 else f"{len(files)} files"
-    on_disk = sum(file.stat().st_size for file in files)
+    in_files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
+    on_disk = sum(sizes)
     print(f"{path}, checkpoint latest of env step {env_steps:,}")
     for name, value in (
         ("transitions", f"{found.n_transitions:,}"),
