@@ -52,7 +52,7 @@ MIRRORED: Mirrored = {
     "ml_pipeline.algorithms.sac.soft_actions.BoxActions.target_entropy": "40b4724ad622",
     "ml_pipeline.algorithms.sac.soft_actions.LOG_STD_MAX": "d84bdb34d4ee",
     "ml_pipeline.algorithms.sac.soft_actions.LOG_STD_MIN": "37a59654c915",
-    "ml_pipeline.algorithms.sac.soft_actions.SquashedPolicy.sample_and_log_prob": "c7f1a99ddb8f",
+    "ml_pipeline.algorithms.sac.soft_actions.SquashedPolicy.sample_and_log_prob": "02d74f69a8e8",
     "ml_pipeline.algorithms.sac.soft_actions.SquashedPolicy.split": "d505b59c003e",
     "ml_pipeline.algorithms.replay.agent.UpdateNoise.draw": "b908f21b32aa",
     "ml_pipeline.policy.actor_critic.policy_outputs": "d028a5f8353f",
