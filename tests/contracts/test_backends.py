@@ -133,7 +133,7 @@ def test_tiles_for_little_shared_memory_compute_the_same(
     [
         ["gae 1x1", "gae 9x5", "gae 4x130", "product", "tf32 tiny minibatches", "box"],
         pytest.param(["infinite tf32", "infinite float32"], marks=slow),
-        pytest.param(["tiny minibatches"], marks=slow),
+        pytest.param(["tiny minibatches", "single transitions"], marks=slow),
         pytest.param(["tf32 discrete", "tf32 box"], marks=slow),
         pytest.param(["discrete", "relu", "normalised"], marks=slow),
         pytest.param(["box, all options", "wide"], marks=slow),

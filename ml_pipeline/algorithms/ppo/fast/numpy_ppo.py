@@ -194,7 +194,7 @@ class NumpyPPO:
         log_ratio = log_prob - _numpy(batch.log_prob)
         ratio = np.exp(log_ratio)
         advantage = _numpy(batch.advantage)
-        if config.normalize_advantage:
+        if config.normalize_advantage and size > 1:
             advantage = advantage - np.add.reduce(advantage) / np.float32(size)
             advantage /= math.sqrt(float(advantage @ advantage) / size) + 1e-8
         clipped = np.minimum(np.maximum(ratio, 1.0 - clip_range), 1.0 + clip_range)
