@@ -46,7 +46,7 @@ class NumpyPPO:
 
     @staticmethod
     def covers(model: ActorCritic) -> bool:
-        """Whether the model is two MLPs over one Box, with a Categorical or a Gaussian."""
+        """Whether the model is two MLPs over one vector, with a Categorical or a Gaussian."""
         return (
             model.critic is not None
             and is_mirrored(model.actor)
@@ -55,7 +55,7 @@ class NumpyPPO:
             and is_plain_linear(model.value_head)
             and not has_hooks(model)
             and type(model.distribution) in (Categorical, DiagonalGaussian)
-            and model.preprocess.is_plain
+            and model.preprocess.is_vector
         )
 
     def __init__(self, model: ActorCritic, adam: FlatAdam, config: PPOConfig) -> None:

@@ -72,8 +72,11 @@ class TritonPPO:
 
     @staticmethod
     def covers(model: Any) -> bool:
-        """Whether ``NumpyPPO`` covers the model, and its MLPs have two narrow layers each."""
-        if not NumpyPPO.covers(model):
+        """Whether ``NumpyPPO`` covers the model, and its MLPs have two narrow layers each.
+
+        The observation must be a Box: the kernels make no one-hot vectors.
+        """
+        if not NumpyPPO.covers(model) or not model.preprocess.is_plain:
             return False
         sizes = _sizes(model.actor, model.policy_head)
         same = _sizes(model.critic, model.value_head)[:-1] == sizes[:-1]

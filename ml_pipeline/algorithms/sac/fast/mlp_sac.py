@@ -174,12 +174,12 @@ class MlpSAC:
 
     @staticmethod
     def covers(actor: Any, critics: Any, preprocess: Any) -> bool:
-        """Whether all networks are MLPs over one Box, with squashed Gaussian actions."""
+        """Whether all networks are MLPs over one vector, with squashed Gaussian actions."""
         return (
             type(actor.distribution) is SquashedPolicy
             and len(critics) == 2
             and all(is_plain_linear(each.head) for each in (actor, *critics))
-            and preprocess.is_plain
+            and preprocess.is_vector
             and all(getattr(critic, "mixer", 0) is None for critic in critics)
             and is_mirrored(actor.trunk)
             and all(is_mirrored(each.trunk) or _is_normed(each.trunk) for each in critics)
