@@ -42,7 +42,7 @@ class OtherUnits(gym.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> Any:
         obs, reward, *rest = self.env.step(action / self._action)
-        return obs, reward * self._reward, *rest
+        return obs, float(reward) * self._reward, *rest
 
 
 def rows_of(settings: list[str], **units: float) -> list[dict[str, str]]:
@@ -120,8 +120,9 @@ def test_the_order_of_envs_does_not_change_an_update() -> None:
 
     steps = torch.rand(3, 5, 4, generator=torch.Generator().manual_seed(0))
     ongoing, swapped = steps[0] < 0.8, torch.tensor([2, 0, 3, 1])
-    whole = gae(*steps, ongoing, gamma=0.9, lam=0.8)
-    columns = gae(*steps[..., swapped], ongoing[:, swapped], gamma=0.9, lam=0.8)
+    whole = gae(steps[0], steps[1], steps[2], ongoing, gamma=0.9, lam=0.8)
+    moved = steps[..., swapped]
+    columns = gae(moved[0], moved[1], moved[2], ongoing[:, swapped], gamma=0.9, lam=0.8)
     assert torch.equal(columns, whole[:, swapped])
 
 
