@@ -280,7 +280,8 @@ def compare_advantages(task: Task, model: Any, trajectory: Trajectory) -> None:
     buffer.compute_returns_and_advantage(torch.from_numpy(value[-1]), done[-1])
     next_value = np.where(truncated, final[:-1], value[1:])
     next_value[done & ~truncated] = 0.0
-    advantage = gae(reward, value[:-1], next_value, done, gamma=task.gamma, lam=task.gae_lambda)
+    ongoing = 1.0 - done
+    advantage = gae(reward, value[:-1], next_value, ongoing, gamma=task.gamma, lam=task.gae_lambda)
     ends_of = f"{int(done.sum())} ends, {int(truncated.sum())} of them truncated"
     heading(f"advantages of a rollout with {ends_of}")
     row("advantage", buffer.advantages, advantage)

@@ -61,6 +61,8 @@ CASES = {
     ),
     "wide": Case(TWO, 63, (64, 64), "tanh", {"clip_value_loss": True}, 530),
     "tiny minibatches": Case(TWO, 1, (16, 16), "tanh", {}, 6),
+    "single transitions": Case(TWO, 3, (16, 16), "tanh", {}, 2),
+    "single Gaussian transitions": Case(BOX, 3, (16, 16), "tanh", {}, 2),
     "many rows": Case(BOX, 8, (64, 64), "tanh", {"normalize_obs": True}, 100_000),
 }
 OPTIONS: dict[str, dict[str, Any]] = {

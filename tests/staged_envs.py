@@ -61,6 +61,17 @@ class Swing(Line):
         return super().step(round(float(action[0])) + 1)
 
 
+class Bounded(Line):
+    """Actions between two bounds; they change nothing."""
+
+    def __init__(self, length: int = 8, bound: float = 1.0) -> None:
+        super().__init__(length)
+        self.action_space: Any = spaces.Box(-bound, bound, (1,), np.float32)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return super().step(0)
+
+
 class Duel(gym.Env[Any, Any]):
     """Two players; row p of an observation is 10 * p + step. Player 0 wins after three steps."""
 

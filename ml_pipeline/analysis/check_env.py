@@ -7,6 +7,7 @@ import warnings
 from functools import partial
 from typing import NamedTuple
 
+from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 
 from ml_pipeline.config.train import VecEnvConfig
@@ -15,6 +16,7 @@ from ml_pipeline.envs.kinds import MakeEnv
 from ml_pipeline.envs.trial import in_worker, try_env
 from ml_pipeline.envs.workers.pool import call_in_worker
 from ml_pipeline.errors import UserError, first_line, type_and_line
+from ml_pipeline.policy.box_scale import unsuitable_bounds
 
 # Gymnasium recommends these, but they make no difference to training.
 _MATTERS_OF_TASTE = ("symmetric and normalized", "Box observation space", "not having been made")
@@ -51,6 +53,13 @@ def check_env(
             "+env.wrappers.limit._target_=gymnasium.wrappers.TimeLimit "
             "+env.wrappers.limit.max_episode_steps=1000"
         )
+    if isinstance(trial.action_space, spaces.Box):
+        bounds = unsuitable_bounds(trial.action_space)
+        if bounds is not None:
+            remarks.append(
+                f"actions go from {bounds}, but PPO's default policy suits bounds near 1: use "
+                "agent.box_policy=squashed, or rescale the actions (docs/ppo.md#spaces)"
+            )
     if trial.no_snapshot is not None:
         remarks.append(f"a resumed run starts new episodes: {trial.no_snapshot}")
     remarks += call_in_worker(

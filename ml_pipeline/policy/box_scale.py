@@ -1,4 +1,4 @@
-"""BoxScale: maps actions in [-1, 1] to the bounds of a Box."""
+"""BoxScale: maps actions in [-1, 1] to the bounds of a Box; and bounds that need it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
+
+# Half of the distance between two bounds, in standard deviations; and the size of a bound.
+_NARROWEST, _FURTHEST = 0.2, 5.0
 
 
 class BoxScale(nn.Module):
@@ -39,3 +42,19 @@ class BoxScale(nn.Module):
             torch.tensor(each.tolist(), dtype=torch.float64) for each in (self._low, self._half)
         )
         return low + half * (action + 1.0)
+
+
+def unsuitable_bounds(space: spaces.Box, deviation: float = 1.0) -> str | None:
+    """The first bounds that do not suit actions of mean 0 and this standard deviation, or None.
+
+    Nearly all actions would be clipped, or none would come near a bound.
+    """
+    low, high = (np.asarray(b, dtype=np.float64).flatten() for b in (space.low, space.high))
+    is_free = high > low
+    is_narrow = is_free & (high - low < 2.0 * _NARROWEST * deviation)
+    furthest = np.maximum(*(np.where(np.isfinite(b), np.abs(b), 0.0) for b in (low, high)))
+    is_wrong = is_narrow | (is_free & (furthest > _FURTHEST * max(deviation, 1.0)))
+    if not is_wrong.any():
+        return None
+    first = int(is_wrong.argmax())
+    return f"{low[first]:g} to {high[first]:g}"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ml_pipeline.errors import UserError
-from ml_pipeline.policy.box_scale import BoxScale
+from ml_pipeline.policy.box_scale import BoxScale, unsuitable_bounds
 
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 # The logit of a masked action: far below any learned one, but finite, since 0 * inf is NaN.
@@ -99,6 +99,10 @@ class Distribution(nn.Module, ABC):
     def no_actions(self) -> NDArray[Any]:
         """The actions of no env, [0, *act]: layers cannot reshape an empty batch."""
         return np.empty((0, *(self.space.shape or ())), self.space.dtype)
+
+    def remark(self) -> str | None:
+        """What a user should know about the action space, or None."""
+        return None
 
     def by_choice(self, outputs: Tensor) -> Tensor:
         """Outputs of discrete actions as [..., n_choices, size]; shorter choices are padded."""
@@ -233,6 +237,17 @@ class BoxDistribution(Distribution):
             return clipped.round().long()
         return clipped if self.space.dtype == np.float64 else clipped.float()
 
+    def remark_on_bounds(self, deviation: float) -> str | None:
+        """``remark`` if the first actions have mean 0 and about this standard deviation."""
+        bounds = unsuitable_bounds(self.space, deviation)
+        if bounds is None:
+            return None
+        return (
+            f"actions go from {bounds}, but the first ones have mean 0 and a standard deviation of "
+            f"about {deviation:.2g}; use agent.box_policy=squashed, or rescale the actions "
+            "(docs/ppo.md#spaces)"
+        )
+
     def to_torch_env(self, action: Tensor) -> Tensor:
         shaped = action.reshape(action.shape[0], *self.space.shape)
         clipped = shaped.clamp(self._low_tensor, self._high_tensor)
@@ -268,6 +283,10 @@ class DiagonalGaussian(BoxDistribution):
     def __init__(self, space: spaces.Box, *, log_std_init: float = 0.0) -> None:
         super().__init__(space)
         self.log_std = nn.Parameter(torch.full((self.n_outputs,), log_std_init))
+        self._first_deviation = math.exp(log_std_init)
+
+    def remark(self) -> str | None:
+        return self.remark_on_bounds(self._first_deviation)
 
     def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
         return n_steps, n_envs, self.n_outputs
@@ -305,6 +324,9 @@ class SquashedGaussian(DiagonalGaussian):
         nodes, weights = np.polynomial.hermite_e.hermegauss(48)
         for name, numbers in (("_nodes", nodes), ("_weights", weights / weights.sum())):
             self.register_buffer(name, torch.from_numpy(numbers).float(), persistent=False)
+
+    def remark(self) -> str | None:
+        return None  # it scales actions to the bounds
 
     def log_prob_and_entropy(self, outputs: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         log_prob, entropy = super().log_prob_and_entropy(outputs, action)
@@ -347,6 +369,9 @@ class StateDependentNoise(BoxDistribution):
         self.log_std = nn.Parameter(torch.full((n_features, self.n_outputs), log_std_init))
         self._every_steps = every_steps
         self._learns_features = learns_features
+
+    def remark(self) -> str | None:
+        return self.remark_on_bounds(1.0)  # the deviation depends on the features
 
     def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
         return 1 + self.noise_row(n_steps - 1), n_envs, *self.log_std.shape

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
+from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -22,6 +24,7 @@ MIRRORED: Mirrored = {
     "ml_pipeline.policy.networks.MLP.forward": "b5dcb0c3f503",
     "ml_pipeline.policy.observations.Preprocess.forward": "8d79f94e61d7",
     "ml_pipeline.policy.observations.Preprocess._prepared": "9c3f3bae925a",
+    "ml_pipeline.policy.observations._one_hots": "a9beb5263959",
     "ml_pipeline.policy.observations.RunningMoments.normalised": "d3c53a9f569b",
 }
 
@@ -136,10 +139,37 @@ def _layer_names(trunk: MLP, trunk_name: str) -> list[str]:
     return [f"{trunk_name}.layers.{place}" for place in places]
 
 
+class _Choices:
+    """One-hot vectors of choices of these sizes, one after the other."""
+
+    def __init__(self, sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
+        self._n_columns = int(sizes.sum())
+        self._shift = sizes.cumsum() - sizes - starts  # from a choice to its column
+
+    @classmethod
+    def of(cls, space: gym.Space[Any]) -> _Choices | None:
+        """Those of a Discrete or MultiDiscrete space, or None."""
+        if isinstance(space, spaces.Discrete):
+            return cls(np.array([space.n]), np.array([space.start]))
+        if isinstance(space, spaces.MultiDiscrete):
+            return cls(space.nvec.flatten(), space.start.flatten())
+        return None
+
+    def one_hot(self, obs: Any) -> Array:
+        """[B, n_columns] from choices [B, ...]."""
+        columns = obs.reshape(len(obs), -1) + self._shift
+        if columns.min(initial=0) < 0:  # NumPy would count from the end
+            raise IndexError("an observation is below the first choice of its space")
+        vectors = np.zeros((len(obs), self._n_columns), np.float32)
+        vectors[np.arange(len(obs))[:, None], columns] = 1.0
+        return vectors
+
+
 class Normaliser:
-    """``Preprocess`` for one Box of numbers, in NumPy."""
+    """``Preprocess`` for one space of numbers or choices, in NumPy."""
 
     def __init__(self, preprocess: Preprocess) -> None:
+        self._choices = _Choices.of(preprocess.leaves[""])
         moments = preprocess.moments_of("")
         self._preprocess = preprocess
         self._moments = None
@@ -147,6 +177,8 @@ class Normaliser:
             self._moments = moments.mean.numpy(), moments.variance.numpy(), moments.count.numpy()
 
     def __call__(self, obs: Any) -> Array:
+        if self._choices is not None:
+            return self._choices.one_hot(obs)
         flat: Array = obs.reshape(len(obs), -1).astype(np.float32, copy=False)
         if self._moments is None:
             return flat

@@ -165,6 +165,11 @@ class Preprocess(nn.Module):
         leaf = self.leaves.get("") if self._is_single else None
         return isinstance(leaf, spaces.Box) and not is_image(leaf)
 
+    @property
+    def is_vector(self) -> bool:
+        """Whether the observation is one space of numbers or choices, and not an image."""
+        return self._is_single and not is_image(self.leaves[""])
+
     def forward(self, obs: Obs) -> Obs:
         if isinstance(obs, Tensor):
             return self._prepared("", obs)

@@ -51,7 +51,8 @@ def space_from_data(data: StateDict) -> gym.Space[Any]:
         shape = data["shape"]
         return spaces.MultiBinary(shape[0] if len(shape) == 1 else shape)
     if kind == "Dict":
-        return spaces.Dict({name: space_from_data(part) for name, part in data["parts"].items()})
+        # Pairs keep their order; Gymnasium sorts a dict.
+        return spaces.Dict([(name, space_from_data(part)) for name, part in data["parts"].items()])
     if kind == "Tuple":
         return spaces.Tuple([space_from_data(part) for part in data["parts"]])
     raise ValueError(f"space of kind {kind!r} is not supported")
@@ -63,6 +64,20 @@ def check_spaces(own: Mapping[str, gym.Space[Any]], saved: Mapping[str, Any]) ->
         data = space_to_data(space)
         if saved[name] != data:
             raise ValueError(f"{name} was {saved[name]} when saved, and is {data} now")
+        before, now = _keys_of(saved[name]), _keys_of(data)
+        if before != now:  # a network reads the leaves in their order
+            raise ValueError(
+                f"the keys of {name} were {before} when saved, and are {now}; restore their order"
+            )
+
+
+def _keys_of(data: StateDict) -> list[Any]:
+    """The keys of all Dict spaces, in their order."""
+    parts = data.get("parts", [])
+    if not isinstance(parts, dict):
+        return [keys for part in parts if (keys := _keys_of(part))]
+    inner = {name: _keys_of(part) for name, part in parts.items()}
+    return [[name, keys] if keys else name for name, keys in inner.items()]
 
 
 def without_infinities(data: Any) -> Any:

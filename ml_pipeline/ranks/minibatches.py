@@ -54,7 +54,10 @@ class SharedMinibatches:
     def normalised(
         self, advantage: Tensor, parts: Sequence[Tensor], shares: Sequence[float]
     ) -> Tensor:
-        """Zero mean and unit variance over each minibatch of all ranks."""
+        """Zero mean and unit variance over each minibatch of all ranks.
+
+        The advantage of a minibatch of one transition is left as it is.
+        """
         held = [part for part, share in zip(parts, shares, strict=True) if share]
         filled = np.flatnonzero(shares)
         sizes = [len(each) for each in held]
@@ -70,6 +73,7 @@ class SharedMinibatches:
         total, square, count = table.reshape(3, -1)
         mean = total / count
         deviation = np.sqrt(np.maximum(square / count - np.square(mean), 0.0)) + 1e-8
+        mean[count == 1], deviation[count == 1] = 0.0, 1.0
         scaled = (taken - mean[number]) / deviation[number]
         result = advantage.clone()
         result[..., index] = torch.from_numpy(scaled).to(advantage)

@@ -133,7 +133,7 @@ def test_tiles_for_little_shared_memory_compute_the_same(
     [
         ["gae 1x1", "gae 9x5", "gae 4x130", "product", "tf32 tiny minibatches", "box"],
         pytest.param(["infinite tf32", "infinite float32"], marks=slow),
-        pytest.param(["tiny minibatches"], marks=slow),
+        pytest.param(["tiny minibatches", "single transitions"], marks=slow),
         pytest.param(["tf32 discrete", "tf32 box"], marks=slow),
         pytest.param(["discrete", "relu", "normalised"], marks=slow),
         pytest.param(["box, all options", "wide"], marks=slow),
@@ -369,6 +369,40 @@ def test_on_the_cpu_numpy_is_used_where_it_covers_the_model(
     assert agent.check_fast() == ""
 
 
+@pytest.mark.parametrize("action_space", [TWO, BOX], ids=["discrete", "box"])
+@pytest.mark.parametrize(
+    "obs_space",
+    [
+        spaces.Discrete(16),
+        spaces.Discrete(3, start=-1),
+        spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[0, 1], [-2, 3]]),
+        spaces.MultiBinary((2, 3)),
+    ],
+    ids=str,
+)
+def test_numpy_equals_torch_for_observations_that_are_choices(
+    obs_space: Any, action_space: Any
+) -> None:
+    fast, plain = (agent_for(obs_space, action_space, fast=fast) for fast in (True, False))
+    batch = minibatch(plain)
+    assert type(fast.backend).__name__ == "NumpyPPO"
+
+    ours, theirs = (agent.score_batch(batch.inputs, batch.action) for agent in (fast, plain))
+    torch.testing.assert_close(ours, theirs)
+    results = [agent.update(batch, RATES) for agent in (fast, plain)]
+
+    for one, other in zip(*results, strict=True):
+        assert float(one) == pytest.approx(float(other), abs=1e-4)
+    torch.testing.assert_close(fast.adam.values, plain.adam.values, rtol=1e-4, atol=1e-4)
+
+
+def test_a_choice_below_its_space_is_refused_by_numpy() -> None:
+    agent = agent_for(spaces.Discrete(4, start=2), TWO)
+
+    with pytest.raises(IndexError, match="below the first choice"):
+        agent.value_batch(seen(torch.tensor([2, 1])))
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("is_covered", "action_space", "hidden_sizes", "options"),
@@ -385,6 +419,7 @@ def test_on_the_cpu_numpy_is_used_where_it_covers_the_model(
         (False, BOX, (32, 32), {"box_policy": "squashed"}),
         (False, BOX, (32, 32), {"box_policy": "gsde"}),
         (False, TWO, (32, 32), {"shared_trunk": True}),
+        (False, TWO, (32, 32), {"obs_space": spaces.Discrete(4)}),
     ],
 )
 def test_triton_covers_two_narrow_layers_of_a_plain_policy(
@@ -394,8 +429,8 @@ def test_triton_covers_two_narrow_layers_of_a_plain_policy(
 
     network = partial(MLP, hidden_sizes=hidden_sizes)
     options = {"n_obs": 3, **options}
-    obs_space = spaces.Box(-1, 1, (options.pop("n_obs"),), np.float32)
-    agent = agent_for(obs_space, action_space, network, **options)
+    box = spaces.Box(-1, 1, (options.pop("n_obs"),), np.float32)
+    agent = agent_for(options.pop("obs_space", box), action_space, network, **options)
 
     assert TritonPPO.covers(agent.model) is is_covered
 

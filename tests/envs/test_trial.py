@@ -160,3 +160,21 @@ def test_check_env_prints_facts_remarks_and_faults(here: Path, capsys: Capture) 
     assert "fault: env FaultyEnv failed in its trial" in crashed
     assert "did you mean CartPole-v1" in capsys.readouterr().err
     assert list(here.iterdir()) == []
+
+
+def test_check_env_and_ppo_say_that_bounds_are_far_from_1(here: Path, capsys: Capture) -> None:
+    wide, forked = "+env.kwargs.bound=200.0", "vec_env.start_method=fork"
+    name, env = "staged_envs.Bounded", ["env.target=staged_envs.Bounded", "env.id=null"]
+
+    assert main(["check-env", name, wide, forked, "--seconds", "0.1"]) == 0
+    checked = capsys.readouterr().out
+    assert main(["check-env", name, forked, "--seconds", "0.1"]) == 0
+    unit = capsys.readouterr().out
+    train([*small(), *env, wide])
+    trained = capsys.readouterr().out
+    train([*small(), *env, wide, "agent.box_policy=squashed"])
+    squashed = capsys.readouterr().out
+
+    assert "remark: actions go from -200 to 200, but PPO's default policy suits" in checked
+    assert "actions go from -200 to 200, but the first ones have" in trained
+    assert not any("actions go from" in text for text in (unit, squashed))

@@ -260,3 +260,35 @@ def test_unsupported_action_space_is_refused(
 ) -> None:
     with pytest.raises(ActionSpaceError, match=words):
         action_distribution(space, 8, PPOConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "log_std_init", "is_said"),
+    [
+        (-1.0, 1.0, 0.0, False),
+        (-1.0, 1.0, -2.0, False),  # as in experiment=half_cheetah_tuned
+        (-0.4, 0.4, 0.0, False),
+        (-3.0, 3.0, 0.0, False),
+        (0.0, 1.0, 0.0, False),
+        (-0.1, 0.1, 0.0, True),
+        (-0.1, 0.1, -2.3, False),
+        (-200.0, 200.0, 0.0, True),
+        (-200.0, 200.0, 5.0, False),
+        (50.0, 51.0, 0.0, True),
+        (7.0, 7.0, 0.0, False),  # cannot be chosen
+        (-np.inf, np.inf, 0.0, False),
+        (0.0, np.inf, 0.0, False),
+    ],
+)
+def test_bounds_that_do_not_suit_a_gaussian_are_reported(
+    low: float, high: float, log_std_init: float, is_said: bool
+) -> None:
+    space: Any = spaces.Box(*np.array([[low, low], [high, high]], np.float32))
+
+    remark = DiagonalGaussian(space, log_std_init=log_std_init).remark()
+
+    assert (remark is not None) == is_said
+    assert remark is None or f"actions go from {low:g} to {high:g}, but" in remark
+    if space.is_bounded():
+        assert SquashedGaussian(space).remark() is None
+    assert Categorical(spaces.Discrete(200)).remark() is None

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from ml_pipeline.policy.space_data import space_from_data, space_to_data, without_infinities
+from ml_pipeline.policy.space_data import (
+    check_spaces,
+    space_from_data,
+    space_to_data,
+    without_infinities,
+)
 
 
 class MyBox(spaces.Box):
@@ -55,3 +60,14 @@ def test_space_is_restored_from_strict_json(space: spaces.Space[Any]) -> None:
 def test_unsupported_space_is_refused() -> None:
     with pytest.raises(TypeError, match="is not supported"):
         space_to_data(spaces.Text(3))
+
+
+def test_the_order_of_dict_keys_is_kept_and_checked() -> None:
+    parts: list[tuple[str, Any]] = [("b", spaces.Discrete(2)), ("a", spaces.Discrete(3))]
+    space, swapped = spaces.Dict(parts), spaces.Dict(parts[::-1])
+    saved = {"observation_space": space_to_data(spaces.Tuple([space]))}
+
+    assert list(space_from_data(space_to_data(space))) == ["b", "a"]
+    check_spaces({"observation_space": spaces.Tuple([space])}, saved)
+    with pytest.raises(ValueError, match=r"were \[\['b', 'a'\]\] when saved, and are \[\['a'"):
+        check_spaces({"observation_space": spaces.Tuple([swapped])}, saved)

@@ -14,6 +14,7 @@ from rank_runs import CASES, of_two_ranks, trained
 from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config
 from ml_pipeline.assembly.plan import check_ranks, make_plan
 from ml_pipeline.errors import UserError
+from ml_pipeline.ranks.minibatches import SharedMinibatches
 from ml_pipeline.ranks.world import World, launched_rank
 from ml_pipeline.training.loop import state_of_rank
 
@@ -163,3 +164,13 @@ def test_table_of_all_reduces_in_the_docs_follows_the_model_of_the_benchmark() -
         seconds = [link.all_reduce_seconds(n_ranks, 4 * (n + 1)) for n in (9_155, 10_000_000)]
         assert " | ".join(f"{1e3 * each:.2g} ms" for each in seconds) == shown
         assert f"| {n_ranks} | {shown} |" in page
+
+
+def test_the_advantage_of_a_minibatch_of_one_transition_is_left_as_it_is() -> None:
+    advantage, order = torch.tensor([3.0, -2.0, 5.0, 7.0]), torch.tensor([2, 0, 3, 1])
+    found = []
+    for n_minibatches in (4, 2):
+        minibatches = SharedMinibatches(2, 2, slice(0, 2), n_minibatches, lambda sums: None)
+        found.append(minibatches.normalised(advantage, *minibatches.of(order)).tolist())
+
+    assert found == [[3.0, -2.0, 5.0, 7.0], pytest.approx([-1.0, -1.0, 1.0, 1.0])]

@@ -1,7 +1,8 @@
 """Run folders and exported policies made before modules moved still load.
 
-The files in tests/fixtures/old_runs were written by commit 50db61e. ``NAME.resumed.csv`` is the
-metrics.csv that this commit wrote when it resumed the run to 512 env steps.
+The files in tests/fixtures/old_runs were written by commit 50db61e, and those of sac_pendulum by
+3b2ecd9, the last one with SAC's log-probabilities in the units of the env. ``NAME.resumed.csv`` is
+the metrics.csv that this commit wrote when it resumed the run to 512 env steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ml_pipeline.__main__ import main
 from ml_pipeline.assembly.run import train
 
 OLD_RUNS = REPOSITORY / "tests" / "fixtures" / "old_runs"
-RUNS = ["cartpole_memory", "cartpole", "torch_cartpole"]
+RUNS = ["cartpole_memory", "cartpole", "torch_cartpole", "sac_pendulum"]
 pytestmark = pytest.mark.slow
 
 

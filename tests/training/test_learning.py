@@ -58,3 +58,18 @@ def test_discrete_sac_learns_cartpole_within_5k_steps(here: Path) -> None:
     assert float(last["eval/episode_return"]) >= 150.0  # random actions get about 22
     # Half of log(2) is 0.347.
     assert 0.2 < float(last["policy/entropy"]) < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("bound", [0.1, 20.0])
+def test_sac_learns_pendulum_with_narrow_and_wide_bounds(here: Path, bound: float) -> None:
+    rescaled = f"{{_target_: gymnasium.wrappers.RescaleAction, min_action: {-bound}"
+    settings = [f"+env.wrappers.rescaled={rescaled}, max_action: {bound}}}"]
+    settings += ["total_steps=8_000", "callbacks.evaluation.eval_every_steps=8_000"]
+
+    run = train(["experiment=sac_pendulum", "logger=none", "device=cpu", "seed=1", *settings])
+    last = read_metrics(run.run_dir / "metrics.csv")[-1]
+
+    assert float(last["eval/episode_return"]) >= -400.0  # random actions get about -1,200
+    assert float(last["policy/temperature"]) < 0.5

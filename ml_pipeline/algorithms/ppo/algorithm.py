@@ -20,7 +20,7 @@ from ml_pipeline.training.old_weights import load_parts
 
 # What ``SharedMinibatches.normalised`` repeats for the minibatches of all ranks.
 MIRRORED: Mirrored = {
-    "ml_pipeline.algorithms.ppo.loss.normalised": "e27a2382f039",
+    "ml_pipeline.algorithms.ppo.loss.normalised": "46ef7c9d5b79",
 }
 
 

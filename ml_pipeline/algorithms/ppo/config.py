@@ -45,7 +45,7 @@ class PPOConfig(AgentConfig):
     max_grad_norm: float = 0.5
     # Stop the iteration after an epoch with a larger approx_kl, for example 0.02
     max_kl: Optional[float] = None
-    normalize_advantage: bool = True  # per minibatch
+    normalize_advantage: bool = True  # per minibatch of at least two transitions
     # Gain sqrt(2) in the network, 0.01 in the policy head, 1 in the value head
     orthogonal_init: bool = True
     shared_trunk: bool = False  # true: policy and value share one network, as is usual for images

@@ -114,7 +114,9 @@ def ppo_loss(
 
 
 def normalised(advantage: Tensor) -> Tensor:
-    """Zero mean and unit variance over the minibatch."""
+    """Zero mean and unit variance over the minibatch; a single advantage is left as it is."""
+    if advantage.numel() == 1:
+        return advantage
     centred = advantage - advantage.mean()
     return centred / (centred.square().mean().sqrt() + 1e-8)
 

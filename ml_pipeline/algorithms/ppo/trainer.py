@@ -50,7 +50,7 @@ class PPOTrainer:
         self.schedules = Schedules(config)
         self.episodes = EpisodeWindow()
         self._programs = context.programs
-        if remark := agent.check_fast():
+        for remark in filter(None, (agent.check_fast(), agent.distribution.remark())):
             self._programs.tell(remark)
         self._scaler = None
         if config.scale_reward:

@@ -18,7 +18,7 @@ from ml_pipeline.algorithms.replay.contracts import ReplayBatch
 from ml_pipeline.algorithms.replay.networks import Actor, Critics, add_layer_norm
 from ml_pipeline.algorithms.sac.config import SACConfig
 from ml_pipeline.algorithms.sac.fast.mlp_sac import MIRRORED, MlpBatch, MlpSAC
-from ml_pipeline.algorithms.sac.soft_actions import SoftValue, soft_actions
+from ml_pipeline.algorithms.sac.soft_actions import SoftValue, SquashedPolicy, soft_actions
 from ml_pipeline.mirrors import why_not
 from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, PolicySample, Spaces
@@ -111,6 +111,8 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
         }
         self.target_values = flat_parameters(self.targets)
         self.kept = {"last_actor": torch.zeros(2, device=self.device)}  # loss and entropy
+        if isinstance(self.distribution, SquashedPolicy):
+            self.kept["log_volume"] = self.distribution.log_volume
         self.fast: MlpSAC | None = None
         if config.fast == "auto" and MlpSAC.covers(self.actor, self.critics, self.preprocess):
             last_actor = self.kept["last_actor"]
@@ -220,4 +222,8 @@ class SACAgent(ReplayAgent[SACConfig, LearningRate, SACResult]):
     def load_state_dict(self, state: StateDict) -> None:
         if "last_actor" in state:  # of earlier versions
             state = {**state, "kept": {"last_actor": torch.stack(state["last_actor"])}}
+        if isinstance(self.distribution, SquashedPolicy) and "log_volume" not in state["kept"]:
+            # Earlier versions computed log-probabilities in the units of the env; so does this run.
+            log_volume = torch.tensor(self.distribution.scale.log_volume)
+            state = {**state, "kept": {**state["kept"], "log_volume": log_volume}}
         super().load_state_dict(state)

@@ -41,12 +41,20 @@ ENTROPY_SHARE = 0.5
 
 
 class SquashedPolicy(ScaledBox):
-    """Bounded Box actions, stored in [-1, 1]; ``outputs`` are means and log deviations."""
+    """Bounded Box actions, stored in [-1, 1]; ``outputs`` are means and log deviations.
+
+    Log-probabilities are those of the stored actions, so the unit of the env's actions changes
+    neither the losses nor the target entropy.
+    """
+
+    log_volume: Tensor
 
     def __init__(self, space: spaces.Box) -> None:
         super().__init__(space, key="agent=sac")
         (self.n_actions,) = self.action_shape
         self.n_outputs = 2 * self.n_actions
+        # 0, except in runs of earlier versions, whose log-probabilities are in the env's units.
+        self.register_buffer("log_volume", torch.zeros(()), persistent=False)
 
     def noise_shape(self, n_steps: int, n_envs: int) -> tuple[int, ...]:
         return n_steps, n_envs, self.n_actions
@@ -61,12 +69,12 @@ class SquashedPolicy(ScaledBox):
         return torch.tanh(mean + log_std.exp() * noise)
 
     def sample_and_log_prob(self, outputs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions with gradients, and their log-probabilities in the units of the env, [...]."""
+        """Actions with gradients, [..., n_actions], and their log-probabilities, [...]."""
         mean, log_std = self.split(outputs)
         raw = mean + log_std.exp() * noise
         log_slope = log_tanh_slope(raw)
         log_prob = -(0.5 * noise.square() + log_std + LOG_SQRT_2PI + log_slope).sum(dim=-1)
-        return torch.tanh(raw), log_prob - self.scale.log_volume
+        return torch.tanh(raw), log_prob - self.log_volume
 
     def mode(self, outputs: Tensor) -> Tensor:
         return torch.tanh(self.split(outputs)[0])

@@ -20,6 +20,7 @@ from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.policy.contracts import PolicyInput, Spaces
 from ml_pipeline.policy.distributions import Categorical, MultiCategorical
 from ml_pipeline.policy.networks import MLP
+from ml_pipeline.policy.observations import batched
 from ml_pipeline.training.contracts import Envs, RunContext
 
 CPU = torch.device("cpu")
@@ -175,6 +176,34 @@ def test_numpy_computes_the_same_as_torch(settings: dict[str, Any], activation: 
     ours = torch.from_numpy(agent.fast.values(batch.inputs)), *agent.fast.gradient(batch)
     our_gradient = agent.adam.grad.clone()
     theirs = agent.plain_values(batch.inputs), *agent.plain_gradient(batch)
+
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.as_tensor(one).float(), other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(our_gradient, agent.adam.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(16),
+        spaces.Discrete(3, start=-1),
+        spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[0, 1], [-2, 3]]),
+        spaces.MultiBinary((2, 3)),
+    ],
+    ids=str,
+)
+def test_numpy_computes_the_same_as_torch_for_choices(space: Any) -> None:
+    context, n = RunContext.alone(seed=1), 64
+    agent = DQNAgent(Spaces(space, spaces.Discrete(3)), MLP, DQNConfig(), context)
+    space.seed(0)
+    drawn = [batched(space, [space.sample() for _ in range(n)]) for _ in range(2)]
+    obs, next_obs = (agent.inputs(agent.reader.read(each)) for each in drawn)
+    batch = random_batch(agent, n)._replace(inputs=obs, next_inputs=next_obs)
+    assert agent.fast is not None
+
+    ours = torch.from_numpy(agent.fast.values(obs)), *agent.fast.gradient(batch)
+    our_gradient = agent.adam.grad.clone()
+    theirs = agent.plain_values(obs), *agent.plain_gradient(batch)
 
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(torch.as_tensor(one).float(), other, rtol=1e-5, atol=1e-5)

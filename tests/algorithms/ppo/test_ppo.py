@@ -40,6 +40,22 @@ def test_a_shared_trunk_learns_from_both_losses() -> None:
     assert agent.adam.views["actor.layers.0.weight"][1].abs().max() > 0
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("space", [DISCRETE, BOX], ids=["discrete", "box"])
+def test_a_minibatch_of_one_transition_moves_the_policy(space: Any, fast: bool) -> None:
+    agent = agent_with(space, fast=fast)
+    batch = minibatch(agent, 1)
+    for advantage in (2.0, -2.0):
+        one = batch._replace(advantage=torch.tensor([advantage]))
+        before, _ = agent.score_batch(one.inputs, one.action)
+        one = one._replace(log_prob=before)
+
+        agent.update(one, RATES._replace(entropy_coef=0.0))
+
+        after, _ = agent.score_batch(one.inputs, one.action)
+        assert (after - before).item() * advantage > 0
+
+
 def test_first_weights_are_orthogonal_or_torchs_own() -> None:
     ours, torchs_own = (
         agent_with(DISCRETE, orthogonal_init=each).model.actor.layers[0] for each in (True, False)

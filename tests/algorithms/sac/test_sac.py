@@ -39,14 +39,14 @@ def batch_of(n: int) -> ReplayBatch:
     )
 
 
-def test_log_probs_are_a_density_over_the_actions_of_the_env() -> None:
+def test_log_probs_are_a_density_over_the_stored_actions() -> None:
     policy = SquashedPolicy(spaces.Box(np.float32([-2.0]), np.float32([6.0])))
     outputs = torch.tensor([[0.3, -0.5]]).expand(4001, 2)
     action = torch.linspace(-1 + 1e-4, 1 - 1e-4, 4001)[:, None]
 
     log_prob, _ = policy.log_prob_and_entropy(outputs, action)
     env_action = torch.from_numpy(policy.to_env(action.numpy())).flatten()
-    mass = torch.trapezoid(log_prob.exp(), env_action).item()
+    mass = torch.trapezoid(log_prob.exp(), action.flatten()).item()
 
     assert mass == pytest.approx(1.0, abs=5e-3)
     assert (env_action.min().item(), env_action.max().item()) == pytest.approx((-2, 6), abs=1e-2)
@@ -65,6 +65,38 @@ def test_sampled_actions_have_the_log_prob_that_scoring_gives() -> None:
     torch.testing.assert_close(policy.sample(outputs, noise), action)
     uniform = policy.uniform(torch.randn(20_000, generator=torch.Generator().manual_seed(0)))
     assert torch.histc(uniform, 4, -1, 1).div(5000).tolist() == pytest.approx([1.0] * 4, abs=0.05)
+
+
+def test_log_prob_by_hand() -> None:
+    """SB3's SquashedDiagGaussianDistribution: normal log-density - log(1 - tanh(u)^2)."""
+    mean, deviation, noise = 0.3, 0.5, 1.2
+    outputs = torch.tensor([[mean, math.log(deviation)]])
+    raw = mean + deviation * noise
+    density = -0.5 * noise**2 - math.log(deviation) - 0.5 * math.log(2.0 * math.pi)
+
+    for bound in (1e-3, 1.0, 500.0):
+        policy = SquashedPolicy(spaces.Box(-bound, bound, (1,), np.float32))
+        _, log_prob = policy.sample_and_log_prob(outputs, torch.tensor([[noise]]))
+
+        assert log_prob.item() == pytest.approx(density - math.log(1.0 - math.tanh(raw) ** 2))
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_an_old_state_keeps_log_probs_in_the_units_of_the_env(is_older: bool) -> None:
+    agent, outputs, noise = made(), torch.zeros(1, 4), torch.zeros(1, 2)
+    _, log_prob = agent.actions.distribution.sample_and_log_prob(outputs, noise)
+    state = made().state_dict()
+    last_actor = state.pop("kept")["last_actor"]
+    old = {"last_actor": list(last_actor)} if is_older else {"kept": {"last_actor": last_actor}}
+
+    agent.load_state_dict({**state, **old})
+    resumed = made()
+    resumed.load_state_dict(agent.state_dict())
+
+    for each in (agent, resumed):
+        _, in_units = each.actions.distribution.sample_and_log_prob(outputs, noise)
+        volume = math.log(2.0) + math.log(5.0)  # half the widths of the bounds
+        assert (log_prob - in_units).item() == pytest.approx(volume)
 
 
 def test_losses_by_hand() -> None:

@@ -89,18 +89,17 @@ def test_log_prob_equals_torchs() -> None:
     outputs = torch.randn(9, 5, generator=generator) * 0.7
     noise = torch.randn(9, 2, generator=generator)
     mean, log_std = policy.split(outputs)
-    squash = [
-        torch.distributions.TanhTransform(cache_size=1),
-        torch.distributions.AffineTransform(torch.tensor([0.0, 5.0]), torch.tensor([2.0, 5.0])),
-    ]
+    squash = torch.distributions.TanhTransform(cache_size=1)
+    to_env = torch.distributions.AffineTransform(torch.tensor([0.0, 5.0]), torch.tensor([2.0, 5.0]))
     normal = torch.distributions.Normal(mean, log_std.exp())
     peer = torch.distributions.TransformedDistribution(normal, squash)
 
     action, log_prob = policy.sample_and_log_prob(outputs, noise)
 
-    env_action = squash[1](squash[0](mean + log_std.exp() * noise))
+    squashed = squash(mean + log_std.exp() * noise)
+    env_action = to_env(squashed)
     torch.testing.assert_close(torch.from_numpy(policy.to_env(action.detach().numpy())), env_action)
-    torch.testing.assert_close(log_prob, peer.log_prob(env_action).sum(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(log_prob, peer.log_prob(squashed).sum(-1), rtol=1e-4, atol=1e-4)
 
 
 def test_an_update_trains_the_noise_and_the_features() -> None:

@@ -85,14 +85,14 @@ class NumpyDQN:
 
     @staticmethod
     def covers(model: Any, preprocess: Any, distribution: Any, config: DQNConfig) -> bool:
-        """Whether the model is an MLP over one Box, with one choice and without quantiles."""
+        """Whether the model is an MLP over one vector, with one choice and without quantiles."""
         return (
             is_mirrored(model.trunk)
             and is_plain_linear(model.head.advantage)
             and (model.head.value is None or is_plain_linear(model.head.value))
             and not has_hooks(model)
             and type(distribution) is Categorical
-            and preprocess.is_plain
+            and preprocess.is_vector
             and config.n_quantiles == 1
         )
 

@@ -28,7 +28,7 @@ MIRRORED: Mirrored = {
     "ml_pipeline.algorithms.ppo.agent.TorchPPO.value": "c4100e5197a6",
     "ml_pipeline.algorithms.ppo.agent.TorchPPO.update": "634136616a8d",
     "ml_pipeline.algorithms.ppo.loss.ppo_loss": "0bccf1d06fc8",
-    "ml_pipeline.algorithms.ppo.loss.normalised": "e27a2382f039",
+    "ml_pipeline.algorithms.ppo.loss.normalised": "46ef7c9d5b79",
     "ml_pipeline.algorithms.ppo.loss.policy_change": "7ff95ec6a831",
     "ml_pipeline.algorithms.ppo.loss.Minibatch.mapped": "f1646552aaf4",
     "ml_pipeline.algorithms.ppo.loss.Minibatch.take": "b3cc5a8f2aac",

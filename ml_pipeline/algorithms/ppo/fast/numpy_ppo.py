@@ -46,7 +46,7 @@ class NumpyPPO:
 
     @staticmethod
     def covers(model: ActorCritic) -> bool:
-        """Whether the model is two MLPs over one Box, with a Categorical or a Gaussian."""
+        """Whether the model is two MLPs over one vector, with a Categorical or a Gaussian."""
         return (
             model.critic is not None
             and is_mirrored(model.actor)
@@ -55,7 +55,7 @@ class NumpyPPO:
             and is_plain_linear(model.value_head)
             and not has_hooks(model)
             and type(model.distribution) in (Categorical, DiagonalGaussian)
-            and model.preprocess.is_plain
+            and model.preprocess.is_vector
         )
 
     def __init__(self, model: ActorCritic, adam: FlatAdam, config: PPOConfig) -> None:
@@ -194,7 +194,7 @@ class NumpyPPO:
         log_ratio = log_prob - _numpy(batch.log_prob)
         ratio = np.exp(log_ratio)
         advantage = _numpy(batch.advantage)
-        if config.normalize_advantage:
+        if config.normalize_advantage and size > 1:
             advantage = advantage - np.add.reduce(advantage) / np.float32(size)
             advantage /= math.sqrt(float(advantage @ advantage) / size) + 1e-8
         clipped = np.minimum(np.maximum(ratio, 1.0 - clip_range), 1.0 + clip_range)

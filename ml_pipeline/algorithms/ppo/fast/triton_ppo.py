@@ -72,8 +72,11 @@ class TritonPPO:
 
     @staticmethod
     def covers(model: Any) -> bool:
-        """Whether ``NumpyPPO`` covers the model, and its MLPs have two narrow layers each."""
-        if not NumpyPPO.covers(model):
+        """Whether ``NumpyPPO`` covers the model, and its MLPs have two narrow layers each.
+
+        The observation must be a Box: the kernels make no one-hot vectors.
+        """
+        if not NumpyPPO.covers(model) or not model.preprocess.is_plain:
             return False
         sizes = _sizes(model.actor, model.policy_head)
         same = _sizes(model.critic, model.value_head)[:-1] == sizes[:-1]
@@ -247,7 +250,8 @@ class TritonPPO:
         results = empty(n_minibatches, len(UpdateResult._fields))
         n_steps = empty(n_minibatches + 1)
         n_steps[0] = adam.n_steps
-        if config.normalize_advantage:
+        normalises = config.normalize_advantage and size > 1
+        if normalises:
             advantage_kernel[(n_minibatches, _N_PARTS)](
                 rollout.advantage, order, parts, size, B=1024, N_PARTS=_N_PARTS
             )
@@ -257,7 +261,7 @@ class TritonPPO:
                 rollout.value, rollout.advantage, rollout.value_target, order, parts, rates,
                 partial, minibatch, size, n_values, *self._sizes, LOG_SQRT_2PI, config.value_coef,
                 config.dual_clip or 1.0,
-                B=tiling.rows, NORMALIZE=config.normalize_advantage,
+                B=tiling.rows, NORMALIZE=normalises,
                 DUAL=config.dual_clip is not None, CLIP_VALUE=config.clip_value_loss,
                 N_PARTS=_N_PARTS, N_METRICS=_N_METRICS, num_warps=tiling.warps, num_stages=1,
                 **self._constants,

@@ -52,7 +52,7 @@ MIRRORED: Mirrored = {
     "ml_pipeline.algorithms.sac.soft_actions.BoxActions.target_entropy": "40b4724ad622",
     "ml_pipeline.algorithms.sac.soft_actions.LOG_STD_MAX": "d84bdb34d4ee",
     "ml_pipeline.algorithms.sac.soft_actions.LOG_STD_MIN": "37a59654c915",
-    "ml_pipeline.algorithms.sac.soft_actions.SquashedPolicy.sample_and_log_prob": "c7f1a99ddb8f",
+    "ml_pipeline.algorithms.sac.soft_actions.SquashedPolicy.sample_and_log_prob": "02d74f69a8e8",
     "ml_pipeline.algorithms.sac.soft_actions.SquashedPolicy.split": "d505b59c003e",
     "ml_pipeline.algorithms.replay.agent.UpdateNoise.draw": "b908f21b32aa",
     "ml_pipeline.policy.actor_critic.policy_outputs": "d028a5f8353f",
@@ -174,12 +174,12 @@ class MlpSAC:
 
     @staticmethod
     def covers(actor: Any, critics: Any, preprocess: Any) -> bool:
-        """Whether all networks are MLPs over one Box, with squashed Gaussian actions."""
+        """Whether all networks are MLPs over one vector, with squashed Gaussian actions."""
         return (
             type(actor.distribution) is SquashedPolicy
             and len(critics) == 2
             and all(is_plain_linear(each.head) for each in (actor, *critics))
-            and preprocess.is_plain
+            and preprocess.is_vector
             and all(getattr(critic, "mixer", 0) is None for critic in critics)
             and is_mirrored(actor.trunk)
             and all(is_mirrored(each.trunk) or _is_normed(each.trunk) for each in critics)
