@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from rich.cells import cell_len
 from rich.table import Table
 
 from ml_pipeline.runs.console import plain_table
@@ -108,11 +109,15 @@ def fitted(needed: Columns, extra: Columns, width: int) -> tuple[Table, list[str
     for title, cells in (*needed.items(), *fitting.items()):
         is_number = all(re.fullmatch(r"[\d.,e+-]+", cell) for cell in cells)
         table.add_column(title, overflow="fold", justify="right" if is_number else "left")
-    for row in zip(*needed.values(), *fitting.values(), strict=True):
+    rows = list(zip(*needed.values(), *fitting.values(), strict=True))
+    is_folded = taken > width or any("\n" in cell for cells in rows for cell in cells)
+    if rows and not is_folded:  # Rich prints one high row much faster than many
+        rows = [tuple("\n".join(cells) for cells in zip(*rows, strict=True))]
+    for row in rows:
         table.add_row(*row)
     return table, [title for title in extra if title not in fitting]
 
 
 def _width(column: tuple[str, Sequence[str]]) -> int:
     title, cells = column
-    return _GAP + max(map(len, (title, *cells)))
+    return _GAP + max(map(cell_len, (title, *cells)))
