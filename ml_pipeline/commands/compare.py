@@ -52,7 +52,7 @@ def run(options: Namespace) -> None:
     from ml_pipeline.analysis.run_data import check_one_env, chosen_metric
     from ml_pipeline.runs.console import wide_console
 
-    runs = _read_runs(options.runs, trust=options.trust)
+    runs = _read_runs(options.runs, options.metric, trust=options.trust)
     check_one_env(runs)
     metric = chosen_metric(runs, options.metric)
     groups = compare.grouped(runs, metric, options.by)
@@ -69,14 +69,14 @@ def run(options: Namespace) -> None:
     )
 
 
-def _read_runs(arguments: Sequence[str], *, trust: bool) -> list[RunData]:
+def _read_runs(arguments: Sequence[str], metric: str | None, *, trust: bool) -> list[RunData]:
     from ml_pipeline.analysis.run_data import read_run
     from ml_pipeline.assembly.compose import plain_config
 
     runs = []
     for path in (path for given in arguments for path in _run_folders(given)):
         try:
-            runs.append(read_run(path, plain_config(path, trust=trust)))
+            runs.append(read_run(path, plain_config(path, trust=trust), metric))
         except UserError as error:  # runs/<env>/* may contain a run that stopped at its start
             print(f"left out: {error}", file=sys.stderr)
     if not runs:

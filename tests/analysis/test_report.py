@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ml_pipeline.analysis.compare import Group
 from ml_pipeline.analysis.report import write_report
 from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.metrics import EVAL_RETURN, PHASE
+from ml_pipeline.runs.loggers import Column
 
 CHARTS = ["curves", "curves_by_time", "final", "improvement", "profile", "efficiency", "throughput"]
 
@@ -53,8 +55,16 @@ def test_curves_are_interquartile_means_over_the_range_of_all_runs() -> None:
 
 
 def in_phases(run: RunData, phases: list[int]) -> RunData:
-    rows = [{**row, PHASE: str(n)} for row, n in zip(run.rows, phases, strict=True)]
-    return run._replace(rows=rows)
+    return with_columns(run, {**run.metrics.read, PHASE: at(phases)})
+
+
+def at(values: Sequence[float]) -> Column:
+    """A column that every row has."""
+    return Column(np.array(values, dtype=np.float64), np.ones(len(values), dtype=bool))
+
+
+def with_columns(run: RunData, columns: dict[str, Column]) -> RunData:
+    return run._replace(metrics=run.metrics._replace(read=columns))
 
 
 @pytest.mark.slow
@@ -149,11 +159,10 @@ def test_curve_of_one_evaluation_is_a_point(tmp_path: Path) -> None:
 
 
 def test_empty_chart_says_why_and_has_no_png(tmp_path: Path) -> None:
-    apart = run_of([1.0], 1), run_of([1.0, 2.0], 2)
-    apart[1].rows.pop(0)  # evaluated at 200 steps, the other at 100
-    for run in apart:
-        for row in run.rows:
-            del row["time/iteration_seconds"]
+    apart = [
+        with_columns(run_of([1.0], seed), {"env_steps": at([steps]), EVAL_RETURN: at([1.0])})
+        for seed, steps in ((1, 100.0), (2, 200.0))
+    ]
     group = Group("A", {}, [[run] for run in apart], [])
 
     page = write_report(tmp_path, [group], EVAL_RETURN)
@@ -165,8 +174,9 @@ def test_empty_chart_says_why_and_has_no_png(tmp_path: Path) -> None:
 
 
 def test_group_without_a_line_is_named() -> None:
-    silent = run_of([5.0], 9)
-    del silent.rows[0][EVAL_RETURN]
+    run = run_of([5.0], 9)
+    columns = {name: each for name, each in run.metrics.read.items() if name != EVAL_RETURN}
+    silent = with_columns(run, columns)
     groups = [*GROUPS, Group("C", {"a<b>": "3"}, [[silent]], [])]
 
     assert [each.name for each in make_charts(groups, EVAL_RETURN) if "Not drawn" in each.note] == [
