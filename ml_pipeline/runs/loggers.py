@@ -166,13 +166,16 @@ class WandbLogger:
         run_config: Mapping[str, Any],
         sweep: str | None,
         mode: str = "auto",
-        project: str = "ml_pipeline",
+        project: str | None = None,
         entity: str | None = None,
         group: str | None = None,
         tags: list[str] | None = None,
         timeout_seconds: float = 20.0,
     ) -> None:
-        """``group`` defaults to the name of the sweep, or to env and agent for a single run."""
+        """``group`` defaults to the name of the sweep, or to env and agent for a single run.
+
+        W&B's variables (WANDB_PROJECT, ...) replace the defaults, but not the arguments.
+        """
         if mode not in _WANDB_MODES:
             raise ValueError(f"mode must be {' | '.join(_WANDB_MODES)}, got {mode}")
         for name, value in (("project", project), ("entity", entity), ("group", group)):
@@ -185,14 +188,16 @@ class WandbLogger:
         self._timeout_seconds = timeout_seconds
         self._sync = f"{python_command()} -m wandb sync {shlex.quote(str(run.shown / 'wandb'))}"
         env_name, agent = str(run_config["env_name"]), str(run_config["agent_name"])
+        typed = os.environ.get("WANDB_TAGS", "").split(",")  # as W&B reads it
+        all_tags = [env_name, agent, *run_config.get("tags", ()), *(tags or ()), *typed]
         arguments = {
-            "project": project,
+            "project": project or os.environ.get("WANDB_PROJECT") or "ml_pipeline",
             "entity": entity,
-            "group": group or sweep or f"{env_name}-{agent}",
-            "tags": [env_name, agent, *run_config.get("tags", ()), *(tags or ())],
+            "group": group or os.environ.get("WANDB_RUN_GROUP") or sweep or f"{env_name}-{agent}",
+            "tags": list(dict.fromkeys(filter(None, all_tags))),
             "notes": run_config.get("notes"),
             "job_type": "train",
-            "name": run_config.get("name") or run.name,
+            "name": run_config.get("name") or os.environ.get("WANDB_NAME") or run.name,
             "id": run.name,  # a resumed run keeps its id
             "resume": "allow",
             "reinit": "create_new",  # jobs of a sweep must not share a run

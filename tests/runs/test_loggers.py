@@ -286,6 +286,27 @@ def test_wandb_run_has_the_fields_that_comparisons_need_also_after_a_resume(run:
         assert described.config["agent"] == {"gamma": 0.9}
 
 
+@pytest.mark.parametrize("given", [{}, {"project": "mine", "group": "ours", "tags": ["b"]}])
+def test_wandb_variables_replace_defaults_but_not_what_the_config_names(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, run: RunFolder
+) -> None:
+    variables = {"PROJECT": "thesis", "ENTITY": "lab", "RUN_GROUP": "night", "NAME": "try"}
+    for name, value in {**variables, "TAGS": "x,ppo,y", "NOTES": "slow"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    config = {**CONFIG, "name": "base", "notes": "fast"} if given else CONFIG
+
+    logger = WandbLogger(run, config, "morning", mode="offline", **given)
+    described = logger.wandb_run
+    logger.close()
+
+    assert (described.project, described.entity) == (given.get("project", "thesis"), "lab")
+    assert described.group == given.get("group", "night")
+    assert described.name == config.get("name", "try")
+    assert described.notes == config.get("notes", "slow")
+    assert described.tags == ("CartPole-v1", "ppo", *given.get("tags", ()), "x", "y")
+    assert described.id == run.name
+
+
 def test_wandb_mode_of_the_environment_is_respected(
     monkeypatch: pytest.MonkeyPatch, run: RunFolder
 ) -> None:
