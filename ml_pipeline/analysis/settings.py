@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.cells import cell_len
 from rich.table import Table
@@ -14,8 +14,11 @@ from ml_pipeline.runs.console import plain_table
 _NOT_COMPARED = (
     *("seed", "device", "cpu_threads", "resume", "trust"),
     *("objective", "best_metric", "vec_env.", "logger."),
-    *("name", "notes", "tags", "run_root"),
+    *("name", "notes", "tags", "run_root", "rank_timeout_seconds"),
 )
+# Callbacks that only record, unless a class of the user has this name.
+_RECORDERS = re.compile(r"callbacks\.(checkpoints|gpu|media|workers)\.")
+_OURS = "ml_pipeline.callbacks."
 _TARGET = "._target_"
 ALGORITHM = "agent.algorithm"  # a dotted path, too
 _MOST_CHARACTERS = 30  # of a value
@@ -35,8 +38,12 @@ def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return values
 
 
-def is_compared(key: str) -> bool:
-    """Whether a key can affect learning; false for the seed, too."""
+def is_compared(key: str, configs: Iterable[Mapping[str, object]]) -> bool:
+    """Whether a key of these configs can affect learning; false for the seed, too."""
+    recorder = _RECORDERS.match(key)
+    if recorder:
+        targets = {str(config.get(f"{recorder[0]}_target_", _OURS)) for config in configs}
+        return not all(target.startswith(_OURS) for target in targets)
     return not key.startswith(_NOT_COMPARED)
 
 
@@ -54,7 +61,7 @@ def differing_keys(configs: Sequence[Mapping[str, object]]) -> list[str]:
         for key in keys
         if not _are_equal(key, configs) and not _follows_algorithm(key, list(algorithms.values()))
     ]
-    return sorted(differing, key=lambda key: (key != "seed", not is_compared(key)))
+    return sorted(differing, key=lambda key: (key != "seed", not is_compared(key, configs)))
 
 
 def _are_equal(key: str, configs: Sequence[Mapping[str, object]]) -> bool:

@@ -75,6 +75,32 @@ def test_runs_that_differ_only_by_seed_form_a_group_and_the_best_group_is_a() ->
     assert [g.label for g in grouped(runs[:2], EVAL_RETURN)] == ["all runs"]
 
 
+OURS = {"callbacks.media._target_": "ml_pipeline.callbacks.media.Media"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_groups"),
+    [
+        ([{"callbacks.checkpoints.keep": 0}, {"callbacks.checkpoints.keep": 5}], 1),
+        ([{**OURS, "callbacks.media.video": True}, {**OURS, "callbacks.media.video": False}], 1),
+        ([OURS, {}], 1),
+        ([{"rank_timeout_seconds": 300.0}, {"rank_timeout_seconds": 60.0}], 1),
+        ([OURS, {"callbacks.media._target_": "mine.Media"}], 2),
+        ([{"callbacks.mediator.x": 1}, {"callbacks.mediator.x": 2}], 2),
+        ([{"callbacks.evaluation.n_episodes": 1}, {"callbacks.evaluation.n_episodes": 9}], 2),
+    ],
+)
+def test_settings_that_only_record_do_not_split_a_group(
+    settings: list[dict[str, Any]], n_groups: int
+) -> None:
+    runs = [
+        run_data({**settings[seed % 2], "seed": seed}, [float(seed)], name=str(seed))
+        for seed in range(4)
+    ]
+
+    assert len(grouped(runs, EVAL_RETURN)) == n_groups
+
+
 def test_groups_of_two_algorithms_are_labelled_by_the_keys_that_both_have() -> None:
     runs = [
         run_data({"agent.algorithm": "x.PPO", "agent.gamma": 0.9, "agent.clip_range": 0.2}, [2.0]),
