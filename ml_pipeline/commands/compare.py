@@ -6,6 +6,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,9 @@ def _run_folders(given: str) -> Sequence[Path | str]:
 
     if given.startswith(PREFIX):
         return download(given)
+    if "*" in given and not os.path.lexists(given):  # PowerShell and cmd leave it to the program
+        matches = [path for path in sorted(glob(given)) if os.path.isdir(path)]
+        return [run for path in matches for run in _run_folders(path)] or [given]
     if not os.path.isdir(given):  # unlike Path.is_dir, False for a name that is too long
         return [given]
     if (Path(given) / "study.yaml").is_file():

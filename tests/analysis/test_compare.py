@@ -295,6 +295,22 @@ def test_tables_show_runs_groups_and_the_supported_claims(
     assert report == "report: report/report.html"
 
 
+def test_star_that_the_shell_left_is_expanded(
+    runs: dict[str, str], here: Path, capsys: Capture
+) -> None:
+    paths = local(runs)
+    Path("runs/CartPole-v1/notes.txt").touch()
+
+    given = ["runs/*/*", "runs/none*"]
+    assert main(["compare", *given, "--report", "report"]) == 0
+
+    printed = capsys.readouterr()
+    shown = [line.split()[0] for line in printed.out.splitlines() if line.startswith("runs/")]
+    assert sorted(shown) == paths
+    (left_out,) = printed.err.splitlines()
+    assert left_out.startswith("left out: runs/none* is not a run folder: it does not exist")
+
+
 @pytest.mark.slow
 def test_folder_given_twice_through_a_link_counts_once(run: str, capsys: Capture) -> None:
     Path("link").symlink_to(run)
