@@ -43,12 +43,19 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the report; default: runs/reports/<env>_<date>_<time>",
     )
+    parser.add_argument(
+        "--paper",
+        type=Path,
+        metavar="DIR",
+        help="also write the figures as PDF, SVG and CSV, and the table as CSV and LaTeX",
+    )
     parser.add_argument("--open", action="store_true", help="open the report in a browser")
     add_shared(parser, "--trust")
 
 
 def run(options: Namespace) -> None:
     from ml_pipeline.analysis import compare
+    from ml_pipeline.analysis.paper_files import write_paper_files
     from ml_pipeline.analysis.report import write_report
     from ml_pipeline.analysis.run_data import check_one_env, chosen_metric
     from ml_pipeline.runs.console import wide_console
@@ -68,6 +75,8 @@ def run(options: Namespace) -> None:
         is_asked_for=options.report is not None,
         opens=options.open,
     )
+    if options.paper is not None:
+        print(f"for a paper: {write_paper_files(options.paper, groups, metric)}")
 
 
 def _read_runs(arguments: Sequence[str], metric: str | None, *, trust: bool) -> list[RunData]:

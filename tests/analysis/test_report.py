@@ -14,6 +14,7 @@ from test_compare import run_data
 
 from ml_pipeline.analysis.charts import make_charts
 from ml_pipeline.analysis.compare import Group
+from ml_pipeline.analysis.paper_files import latex_table, write_paper_files
 from ml_pipeline.analysis.report import write_report
 from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.metrics import EVAL_RETURN, PHASE
@@ -183,6 +184,32 @@ def test_group_without_a_line_is_named() -> None:
         *("curves", "curves_by_time", "final", "improvement", "profile", "efficiency"),
     ]
     assert "Not drawn: C (no eval/episode_return in its runs)." in chart("final", groups).note
+
+
+def test_files_for_a_paper_hold_the_charts_and_the_table(tmp_path: Path) -> None:
+    folder = write_paper_files(tmp_path / "paper", GROUPS, EVAL_RETURN)
+
+    names = {path.name for path in folder.iterdir()}
+    drawn = {f"{name}.{kind}" for name in CHARTS for kind in ("pdf", "svg", "csv")}
+    assert names == drawn | {"groups.csv", "groups.tex"}
+    assert (folder / "curves.pdf").read_bytes()[:5] == b"%PDF-"
+    assert "</svg>" in (folder / "curves.svg").read_text()
+    final = (folder / "final.csv").read_text().splitlines()
+    assert final[0] == "label,value,low,high,seeds"
+    assert final[1].startswith("A: a<b>=2,80.0,")
+    assert final[1].endswith(",60.0 70.0 80.0 90.0 100.0")
+    table = (folder / "groups.tex").read_text().splitlines()
+    assert table[0] == r"\begin{tabular}{llllll}"
+    assert table[2].startswith(
+        r"group & a\textless{}b\textgreater{} & seeds & IQM & 95 \% interval"
+    )
+    assert table[4].startswith("A & 2 & 5 & 80")
+
+
+def test_latex_escapes_what_a_config_may_contain() -> None:
+    row = latex_table(["a"], [["x_1 & 50% \\ ^{2} $"]]).splitlines()[4]
+
+    assert row == r"x\_1 \& 50\% \textbackslash{} \textasciicircum{}\{2\} \$ \\"
 
 
 def test_report_is_one_page_and_a_png_per_chart(tmp_path: Path) -> None:
