@@ -192,10 +192,10 @@ class WandbLogger:
         all_tags = [env_name, agent, *run_config.get("tags", ()), *(tags or ()), *typed]
         arguments = {
             "project": project or os.environ.get("WANDB_PROJECT") or "ml_pipeline",
-            "entity": entity,
+            "entity": entity or os.environ.get("WANDB_ENTITY"),
             "group": group or os.environ.get("WANDB_RUN_GROUP") or sweep or f"{env_name}-{agent}",
             "tags": list(dict.fromkeys(filter(None, all_tags))),
-            "notes": run_config.get("notes"),
+            "notes": run_config.get("notes") or os.environ.get("WANDB_NOTES"),
             "job_type": "train",
             "name": run_config.get("name") or os.environ.get("WANDB_NAME") or run.name,
             "id": run.name,  # a resumed run keeps its id
