@@ -64,7 +64,7 @@ def grouped(runs: Sequence[RunData], metric: str, by: Sequence[str] = ()) -> lis
         if key not in known:
             hint = did_you_mean(key, known)
             raise ComparisonError(f"--by {key}: not a config key of these runs{hint}")
-    keys = list(by) or list(filter(is_compared, differing_keys(configs)))
+    keys = list(by) or [key for key in differing_keys(configs) if is_compared(key, configs)]
     names = short_names(keys)
     members: dict[str, list[RunData]] = {}
     for run in runs:
@@ -102,7 +102,7 @@ def _independent(runs: Sequence[RunData]) -> tuple[list[list[RunData]], list[Run
 
 
 def _learning_settings(run: RunData) -> dict[str, object]:
-    return {key: value for key, value in run.config.items() if is_compared(key)}
+    return {key: value for key, value in run.config.items() if is_compared(key, [run.config])}
 
 
 def _rank(group: Group, metric: str) -> float:

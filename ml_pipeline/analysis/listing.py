@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,13 +16,12 @@ from rich.table import Table
 from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
 from ml_pipeline.errors import UserError, shorten
 from ml_pipeline.metrics import shown_return
-from ml_pipeline.runs.run_folder import RunFolder, check_yaml
+from ml_pipeline.runs.run_folder import YAML_LOADER, RunFolder, check_yaml
 
-# The fast loader needs libyaml; a list of many runs takes seconds without it.
-_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
+_TOP_LEVEL = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # before each key of a config
 _LABELS = ("name", "tags", "notes")  # config keys that describe a run
 _MOST_CHARACTERS = 60  # of a label
+_MOST_BLOCKS = 1_000  # of a config; a run writes fewer than 30
 
 
 class RunInfo(NamedTuple):
@@ -80,7 +81,7 @@ def _info(run: RunFolder) -> RunInfo:
 
 def runs_table(runs: Sequence[RunInfo], width: int) -> tuple[Table, list[str]]:
     """A row per run with the config keys that differ, and the columns that did not fit."""
-    configs = [_config(info.run) for info in runs]
+    configs = [stored_values(info.run) for info in runs]
     # The path shows the env and the root; labels have columns of their own. A key that older runs
     # lack does not differ for that reason alone.
     keys = [
@@ -120,14 +121,32 @@ def _shown_label(value: object) -> str:
     return shorten(text, _MOST_CHARACTERS) or "-"
 
 
-def _config(run: RunFolder) -> dict[str, object]:
+def stored_values(run: RunFolder) -> dict[str, object]:
+    """The config of a run with dotted keys; empty if it is damaged."""
     try:
         text = run.config.read_text(encoding="utf-8")
-        check_yaml(text)
-        config = yaml.load(text, Loader=_YAML_LOADER)
+        return _values(text)
     except (OSError, ValueError, yaml.YAMLError):  # a damaged run is also listed
-        config = None
-    return flat(config) if isinstance(config, dict) else {}
+        return {}
+
+
+def _values(text: str) -> dict[str, object]:
+    """A config with dotted keys. Runs share most of their blocks, so each is parsed once."""
+    blocks = _TOP_LEVEL.split(text)
+    if len(blocks) > _MOST_BLOCKS:
+        return _parsed(text)
+    try:
+        parts = [_parsed(block) for block in blocks]
+    except yaml.YAMLError:  # a text that continues at the start of a line
+        return _parsed(text)
+    return {key: value for part in parts for key, value in part.items()}
+
+
+@lru_cache(maxsize=10_000)
+def _parsed(text: str) -> dict[str, object]:
+    check_yaml(text)
+    values = yaml.load(text, Loader=YAML_LOADER)
+    return flat(values) if isinstance(values, dict) else {}
 
 
 def prune(runs: Sequence[RunInfo]) -> None:

@@ -142,21 +142,23 @@ def write_page(path: Path, page: Page) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         for figure in figures:
             if not figure.is_empty:
-                _write_png(path.parent / f"{figure.name}.png", figure)
+                write_drawing(path.parent / f"{figure.name}.png", figure)
     except OSError as error:
         raise RunFolderError(f"cannot write the report into {path.parent}: {error}") from error
     write_text(path, page.html())
     return path
 
 
-def _write_png(path: Path, figure: Figure) -> None:
+def write_drawing(path: Path, figure: Figure, *, title: bool = True) -> None:
+    """Draw a figure by matplotlib; the suffix of ``path`` chooses the format."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
 
-    with rc_context({"text.parse_math": False}):  # the name of a run may contain a $
+    with rc_context({"text.parse_math": False, "pdf.fonttype": 42}):  # a name may contain a $
         canvas = Canvas(figsize=figure.png_size, layout="constrained")
         axes = canvas.subplots()
-        axes.set_title(figure.title)
+        if title:
+            axes.set_title(figure.title)
         figure.draw_png(axes)
         canvas.savefig(path, dpi=110)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +12,13 @@ import numpy as np
 from ml_pipeline.analysis.settings import flat
 from ml_pipeline.analysis.statistics import Array
 from ml_pipeline.errors import UserError
-from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
-from ml_pipeline.runs.loggers import read_metrics
+from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, PHASE
+from ml_pipeline.runs.loggers import Column, Columns, read_columns
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
 _OF_THE_MACHINE = ("time/", "workers/", "gpu/")  # metrics that differ between equal runs
+_ITERATION_SECONDS = "time/iteration_seconds"
+_ALWAYS_READ = ("env_steps", _ITERATION_SECONDS, EVAL_RETURN, MEAN_RETURN, PHASE)
 
 
 class ComparisonError(UserError):
@@ -29,7 +31,7 @@ class RunData(NamedTuple):
     run: RunFolder
     config: dict[str, object]  # flat: "agent.gamma" -> 0.99
     summary: dict[str, object]
-    rows: list[dict[str, str]]  # metrics.csv
+    metrics: Columns  # of metrics.csv
 
     @property
     def env(self) -> str:
@@ -41,7 +43,7 @@ class RunData(NamedTuple):
 
     @property
     def env_steps(self) -> int:
-        return int(self.rows[-1]["env_steps"]) if self.rows else 0
+        return int(self.metrics.read["env_steps"].values[-1])
 
     def shares_seed(self, other: RunData) -> bool:
         """Whether both runs have the same seed, or began as the same run.
@@ -54,42 +56,57 @@ class RunData(NamedTuple):
         return any(key.startswith("loss/") for key in first) and first == other._first_iteration()
 
     def _first_iteration(self) -> dict[str, str]:
-        row = self.rows[0]
+        row = self.metrics.first_row
         return {k: v for k, v in row.items() if v and not k.startswith(_OF_THE_MACHINE)}
 
     def curve(self, metric: str) -> tuple[Array, Array]:
         """Env steps and values of the rows that have the metric."""
-        rows = [row for row in self.rows if row.get(metric)]
-        return _column(rows, "env_steps"), _column(rows, metric)
+        values, measured = self._column(metric)
+        return self.metrics.read["env_steps"].values[measured], values[measured]
 
     def seconds(self, metric: str) -> Array:
         """Training time so far, of the rows that have the metric; nan if it was not logged."""
-        passed = np.nancumsum(_column(self.rows, "time/iteration_seconds"))
+        passed = np.nancumsum(self._column(_ITERATION_SECONDS).values)
         passed[passed == 0.0] = np.nan
-        return passed[[bool(row.get(metric)) for row in self.rows]]
+        return passed[self._column(metric).measured]
 
     def final(self, metric: str) -> float:
         values = self.curve(metric)[1]
         return float(values[-1]) if len(values) else float("nan")
 
     def steps_per_second(self) -> float:
-        seconds = float(np.nansum(_column(self.rows, "time/iteration_seconds")))
-        first = int(self.rows[0]["env_steps"]) if self.rows else 0
-        n_rows = len(self.rows)
+        seconds = float(np.nansum(self._column(_ITERATION_SECONDS).values))
+        steps = self.metrics.read["env_steps"].values
+        n_rows = len(steps)
         # The first row does not say where it started; assume the mean of the other rows.
-        steps = (self.env_steps - first) * n_rows / (n_rows - 1) if n_rows > 1 else self.env_steps
-        return steps / seconds if seconds else float("nan")
+        gained = (steps[-1] - steps[0]) * n_rows / (n_rows - 1) if n_rows > 1 else steps[-1]
+        return float(gained / seconds) if seconds else float("nan")
+
+    def known_metrics(self) -> set[str]:
+        """The columns, without those that were read and have no value."""
+        read = self.metrics.read
+        return {
+            name for name in self.metrics.names if name not in read or read[name].measured.any()
+        }
+
+    def _column(self, metric: str) -> Column:
+        """A column that was read; without values if no row has it."""
+        n_rows = len(self.metrics.read["env_steps"].values)
+        nothing = Column(np.full(n_rows, np.nan), np.zeros(n_rows, dtype=bool))
+        return self.metrics.read.get(metric, nothing)
 
 
-def read_run(path: Path | str, config: Mapping[str, object]) -> RunData:
-    """``config`` is the run's config as nested plain dicts."""
+def read_run(path: Path | str, config: Mapping[str, object], metric: str | None = None) -> RunData:
+    """``config`` is the run's config as nested plain dicts; ``metric`` is also read."""
     run = RunFolder.open(path)
     if not run.metrics.is_file():
         raise RunFolderError(f"{path} has no metrics.csv: the run ended before its first iteration")
-    rows = read_metrics(run.metrics)
-    if not rows:
+    metrics = read_columns(
+        run.metrics, {*_ALWAYS_READ, str(config.get("best_metric")), metric or ""}
+    )
+    if not metrics.first_row:
         raise RunFolderError(f"{path} has no rows in metrics.csv: no iteration has finished")
-    return RunData(run, flat(config), run.read_summary(), rows)
+    return RunData(run, flat(config), run.read_summary(), metrics)
 
 
 def check_one_env(runs: Sequence[RunData]) -> None:
@@ -104,8 +121,7 @@ def check_one_env(runs: Sequence[RunData]) -> None:
 
 def chosen_metric(runs: Sequence[RunData], wanted: str | None) -> str:
     """``wanted``, or the first ``best_metric`` that all runs have, or the training return."""
-    known = [{name for row in run.rows for name, value in row.items() if value} for run in runs]
-    everywhere = sorted(set.intersection(*known))
+    everywhere = sorted(set.intersection(*(run.known_metrics() for run in runs)))
     if wanted is None:
         return next((r.best_metric for r in runs if r.best_metric in everywhere), MEAN_RETURN)
     if wanted not in everywhere:
@@ -118,7 +134,3 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """The end of an error message about an unknown name."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def _column(rows: Iterable[Mapping[str, str]], name: str) -> Array:
-    return np.array([float(row.get(name) or "nan") for row in rows])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from rich.cells import cell_len
 from rich.table import Table
 
 from ml_pipeline.runs.console import plain_table
@@ -13,8 +14,11 @@ from ml_pipeline.runs.console import plain_table
 _NOT_COMPARED = (
     *("seed", "device", "cpu_threads", "resume", "trust"),
     *("objective", "best_metric", "vec_env.", "logger."),
-    *("name", "notes", "tags", "run_root"),
+    *("name", "notes", "tags", "run_root", "rank_timeout_seconds"),
 )
+# Callbacks that only record, unless a class of the user has this name.
+_RECORDERS = re.compile(r"callbacks\.(checkpoints|gpu|media|workers)\.")
+_OURS = "ml_pipeline.callbacks."
 _TARGET = "._target_"
 ALGORITHM = "agent.algorithm"  # a dotted path, too
 _MOST_CHARACTERS = 30  # of a value
@@ -34,8 +38,12 @@ def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     return values
 
 
-def is_compared(key: str) -> bool:
-    """Whether a key can affect learning; false for the seed, too."""
+def is_compared(key: str, configs: Iterable[Mapping[str, object]]) -> bool:
+    """Whether a key of these configs can affect learning; false for the seed, too."""
+    recorder = _RECORDERS.match(key)
+    if recorder:
+        targets = {str(config.get(f"{recorder[0]}_target_", _OURS)) for config in configs}
+        return not all(target.startswith(_OURS) for target in targets)
     return not key.startswith(_NOT_COMPARED)
 
 
@@ -53,7 +61,7 @@ def differing_keys(configs: Sequence[Mapping[str, object]]) -> list[str]:
         for key in keys
         if not _are_equal(key, configs) and not _follows_algorithm(key, list(algorithms.values()))
     ]
-    return sorted(differing, key=lambda key: (key != "seed", not is_compared(key)))
+    return sorted(differing, key=lambda key: (key != "seed", not is_compared(key, configs)))
 
 
 def _are_equal(key: str, configs: Sequence[Mapping[str, object]]) -> bool:
@@ -108,11 +116,15 @@ def fitted(needed: Columns, extra: Columns, width: int) -> tuple[Table, list[str
     for title, cells in (*needed.items(), *fitting.items()):
         is_number = all(re.fullmatch(r"[\d.,e+-]+", cell) for cell in cells)
         table.add_column(title, overflow="fold", justify="right" if is_number else "left")
-    for row in zip(*needed.values(), *fitting.values(), strict=True):
+    rows = list(zip(*needed.values(), *fitting.values(), strict=True))
+    is_folded = taken > width or any("\n" in cell for cells in rows for cell in cells)
+    if rows and not is_folded:  # Rich prints one high row much faster than many
+        rows = [tuple("\n".join(cells) for cells in zip(*rows, strict=True))]
+    for row in rows:
         table.add_row(*row)
     return table, [title for title in extra if title not in fitting]
 
 
 def _width(column: tuple[str, Sequence[str]]) -> int:
     title, cells = column
-    return _GAP + max(map(len, (title, *cells)))
+    return _GAP + max(map(cell_len, (title, *cells)))

@@ -16,6 +16,7 @@ Array = NDArray[np.float64]
 
 FEW_SEEDS = 5  # with fewer runs in a group, no difference is claimed
 _N_DRAWS = 2_000
+_DRAWS_AT_ONCE = 100  # bounds the memory: 50 curves of 100 points take 4 MB
 _CONFIDENCE = 0.95
 _Z = 1.959964  # the standard normal quantile of a two-sided 95 % interval
 
@@ -42,8 +43,12 @@ def with_interval(runs: Array, statistic: Callable[[Array], Array] = iqm) -> Est
     if len(runs) < 2:
         unknown = np.full_like(value, np.nan)
         return Estimate(value, unknown, unknown)
-    rows = _resampled(len(runs), stream=0)
-    return estimate(value, statistic(runs[rows.T]))  # [n_runs, n_draws, ...] -> [n_draws, ...]
+    rows = _resampled(len(runs), stream=0).T
+    parts = [
+        statistic(runs[rows[:, start : start + _DRAWS_AT_ONCE]])  # [n_runs, n_draws, ...]
+        for start in range(0, _N_DRAWS, _DRAWS_AT_ONCE)
+    ]
+    return estimate(value, np.concatenate(parts))  # of [n_draws, ...]
 
 
 def probability_of_improvement(ours: Array, theirs: Array) -> Estimate:

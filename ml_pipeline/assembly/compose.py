@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,11 @@ CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else REPOSITORY / "conf
 
 
 _PURPOSE = "config"  # of the signature
+_SIGNATURE = "# signature of the user who ran this: "
+_SIGNATURE_LINE = re.compile(rb"^# signature [^\n]*\n\Z", re.MULTILINE)
+_SEED_LINE = re.compile(rb"^seed: (\d{1,9})\n", re.MULTILINE)  # all are valid
+# What plain_config has read and checked: all but the seed, whether it is signed, and ``trust``.
+_configs: dict[tuple[bytes, bool, bool], TrainConfig] = {}
 _OPEN = "++"  # Hydra's prefix of a key that may be new
 
 
@@ -309,8 +315,25 @@ def stored_config(
 
 
 def plain_config(path: Path | str, *, trust: bool = False) -> dict[str, Any]:
-    """A run's config as nested dicts; imports nothing but the algorithm."""
-    config = stored_config(RunFolder.open(path), trust=trust, check=check_algorithm)
+    """A run's config as nested dicts; imports nothing but the algorithm.
+
+    Runs often differ only in their seed: then the rest is read and checked once.
+    """
+    run_folder = RunFolder.open(path)
+    try:
+        content = run_folder.config.read_bytes()
+    except OSError:
+        content = b""  # stored_config reports it
+    seeds = _SEED_LINE.findall(content)
+    shared = _SEED_LINE.sub(b"", _SIGNATURE_LINE.sub(b"", content))
+    key = shared, is_signed(_PURPOSE, content), trust
+    config = _configs.get(key) if len(seeds) == 1 else None
+    if config is None:
+        config = stored_config(run_folder, trust=trust, check=check_algorithm)
+        if len(seeds) == 1 and config.seed == int(seeds[0]):
+            _configs[key] = config
+    else:
+        config = dataclasses.replace(config, seed=int(seeds[0]))
     return dataclasses.asdict(config)
 
 
@@ -352,7 +375,7 @@ def _container(cfg: DictConfig) -> dict[str, object]:
 def stored_text(config: TrainConfig) -> str:
     """The text of config.yaml: everything that decides the run, except what it resumed."""
     values = {**dataclasses.asdict(config), "resume": None, "trust": False}
-    text = OmegaConf.to_yaml(OmegaConf.create(values)) + "# signature of the user who ran this: "
+    text = OmegaConf.to_yaml(OmegaConf.create(values)) + _SIGNATURE
     return text + (signature(_PURPOSE, text.encode()).decode() or "none\n")
 
 

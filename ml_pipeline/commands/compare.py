@@ -6,6 +6,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,17 +43,24 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the report; default: runs/reports/<env>_<date>_<time>",
     )
+    parser.add_argument(
+        "--paper",
+        type=Path,
+        metavar="DIR",
+        help="also write the figures as PDF, SVG and CSV, and the table as CSV and LaTeX",
+    )
     parser.add_argument("--open", action="store_true", help="open the report in a browser")
     add_shared(parser, "--trust")
 
 
 def run(options: Namespace) -> None:
     from ml_pipeline.analysis import compare
+    from ml_pipeline.analysis.paper_files import write_paper_files
     from ml_pipeline.analysis.report import write_report
     from ml_pipeline.analysis.run_data import check_one_env, chosen_metric
     from ml_pipeline.runs.console import wide_console
 
-    runs = _read_runs(options.runs, trust=options.trust)
+    runs = _read_runs(options.runs, options.metric, trust=options.trust)
     check_one_env(runs)
     metric = chosen_metric(runs, options.metric)
     groups = compare.grouped(runs, metric, options.by)
@@ -67,16 +75,18 @@ def run(options: Namespace) -> None:
         is_asked_for=options.report is not None,
         opens=options.open,
     )
+    if options.paper is not None:
+        print(f"for a paper: {write_paper_files(options.paper, groups, metric)}")
 
 
-def _read_runs(arguments: Sequence[str], *, trust: bool) -> list[RunData]:
+def _read_runs(arguments: Sequence[str], metric: str | None, *, trust: bool) -> list[RunData]:
     from ml_pipeline.analysis.run_data import read_run
     from ml_pipeline.assembly.compose import plain_config
 
     runs = []
     for path in (path for given in arguments for path in _run_folders(given)):
         try:
-            runs.append(read_run(path, plain_config(path, trust=trust)))
+            runs.append(read_run(path, plain_config(path, trust=trust), metric))
         except UserError as error:  # runs/<env>/* may contain a run that stopped at its start
             print(f"left out: {error}", file=sys.stderr)
     if not runs:
@@ -91,6 +101,9 @@ def _run_folders(given: str) -> Sequence[Path | str]:
 
     if given.startswith(PREFIX):
         return download(given)
+    if "*" in given and not os.path.lexists(given):  # PowerShell and cmd leave it to the program
+        matches = [path for path in sorted(glob(given)) if os.path.isdir(path)]
+        return [run for path in matches for run in _run_folders(path)] or [given]
     if not os.path.isdir(given):  # unlike Path.is_dir, False for a name that is too long
         return [given]
     if (Path(given) / "study.yaml").is_file():

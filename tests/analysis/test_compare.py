@@ -22,6 +22,7 @@ from ml_pipeline.analysis.wandb_runs import WandbError, download
 from ml_pipeline.assembly.run import train
 from ml_pipeline.assembly.sweeps import JobNote
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
+from ml_pipeline.runs.loggers import as_columns
 from ml_pipeline.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.xdist_group("compare")  # the runs are trained once
@@ -34,14 +35,15 @@ def run_data(
     *,
     name: str = "x",
     loss: float | None = None,
+    seconds: str = "0.5",
 ) -> RunData:
     rows = [
-        {"env_steps": str(100 * (i + 1)), metric: str(each), "time/iteration_seconds": "0.5"}
+        {"env_steps": str(100 * (i + 1)), metric: str(each), "time/iteration_seconds": seconds}
         for i, each in enumerate(returns or [1.0])
     ]
     if loss is not None:
         rows[0]["loss/policy"] = str(loss)
-    return RunData(RunFolder(Path("runs") / name), config, {}, rows)
+    return RunData(RunFolder(Path("runs") / name), config, {}, as_columns(rows, rows[0]))
 
 
 def runs_of(gamma: float, seeds: list[int | None], first_return: float) -> list[RunData]:
@@ -71,6 +73,32 @@ def test_runs_that_differ_only_by_seed_form_a_group_and_the_best_group_is_a() ->
     assert summary(grouped(runs, EVAL_RETURN)) == [("A", "gamma=0.99", 2), ("B", "gamma=0.9", 2)]
     assert [g.label for g in grouped(runs, EVAL_RETURN, ["seed"])] == ["seed=1", "seed=2"]
     assert [g.label for g in grouped(runs[:2], EVAL_RETURN)] == ["all runs"]
+
+
+OURS = {"callbacks.media._target_": "ml_pipeline.callbacks.media.Media"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_groups"),
+    [
+        ([{"callbacks.checkpoints.keep": 0}, {"callbacks.checkpoints.keep": 5}], 1),
+        ([{**OURS, "callbacks.media.video": True}, {**OURS, "callbacks.media.video": False}], 1),
+        ([OURS, {}], 1),
+        ([{"rank_timeout_seconds": 300.0}, {"rank_timeout_seconds": 60.0}], 1),
+        ([OURS, {"callbacks.media._target_": "mine.Media"}], 2),
+        ([{"callbacks.mediator.x": 1}, {"callbacks.mediator.x": 2}], 2),
+        ([{"callbacks.evaluation.n_episodes": 1}, {"callbacks.evaluation.n_episodes": 9}], 2),
+    ],
+)
+def test_settings_that_only_record_do_not_split_a_group(
+    settings: list[dict[str, Any]], n_groups: int
+) -> None:
+    runs = [
+        run_data({**settings[seed % 2], "seed": seed}, [float(seed)], name=str(seed))
+        for seed in range(4)
+    ]
+
+    assert len(grouped(runs, EVAL_RETURN)) == n_groups
 
 
 def test_groups_of_two_algorithms_are_labelled_by_the_keys_that_both_have() -> None:
@@ -217,9 +245,8 @@ def test_speed_and_time_count_all_rows() -> None:
 
 
 def test_speed_of_a_group_is_the_interquartile_mean_as_in_the_chart() -> None:
-    runs = [run_data({"seed": seed}) for seed in range(4)]
-    for run, seconds in zip(runs, ("1.0", "0.5", "0.25", "0.02"), strict=True):
-        run.rows[0]["time/iteration_seconds"] = seconds  # 100, 200, 400 and 5000 steps/s
+    times = ("1.0", "0.5", "0.25", "0.02")  # 100, 200, 400 and 5000 steps/s
+    runs = [run_data({"seed": seed}, seconds=each) for seed, each in enumerate(times)]
     (group,) = grouped(runs, EVAL_RETURN)
 
     assert figures(group, EVAL_RETURN)[-1] == "300"  # the mean of the middle two
@@ -266,6 +293,22 @@ def test_tables_show_runs_groups_and_the_supported_claims(
     assert sorted([first.split()[1], second.split()[1]]) == ["gamma=0.9", "gamma=0.99"]
     assert few.startswith("fewer than 5 seeds, too few to claim a difference: A, B;")
     assert report == "report: report/report.html"
+
+
+def test_star_that_the_shell_left_is_expanded(
+    runs: dict[str, str], here: Path, capsys: Capture
+) -> None:
+    paths = local(runs)
+    Path("runs/CartPole-v1/notes.txt").touch()
+
+    given = ["runs/*/*", "runs/none*"]
+    assert main(["compare", *given, "--report", "report"]) == 0
+
+    printed = capsys.readouterr()
+    shown = [line.split()[0] for line in printed.out.splitlines() if line.startswith("runs/")]
+    assert sorted(shown) == paths
+    (left_out,) = printed.err.splitlines()
+    assert left_out.startswith("left out: runs/none* is not a run folder: it does not exist")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import yaml
 from conftest import Capture, small
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.analysis.listing import find_runs, prune, runs_table
+from ml_pipeline.analysis.listing import find_runs, prune, runs_table, stored_values
 from ml_pipeline.assembly.run import train
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
@@ -61,7 +61,10 @@ def test_keys_that_differ_are_columns_as_far_as_they_fit(runs: list[RunFolder]) 
     found = find_runs(Path("runs"))
 
     table, hidden = runs_table(found, width=250)
-    cells = {str(column.header): list(column.cells) for column in table.columns}
+    cells = {
+        str(column.header): "\n".join(map(str, column.cells)).split("\n")
+        for column in table.columns
+    }
     assert list(cells)[5:] == ["n_envs", "precision", "started"]
     assert cells["seed"] == ["1", "7", "1"]
     assert cells["n_envs"] == ["4", "2", "2"]
@@ -142,6 +145,43 @@ def test_damaged_run_is_listed_too(runs: list[RunFolder], capsys: Capture) -> No
 
     assert main(["runs", "--status", "unknown"]) == 0
     assert str(runs[0].path) in capsys.readouterr().out
+
+
+def test_equal_parts_of_configs_are_parsed_once(
+    runs: list[RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, run in enumerate(runs):
+        change(run, seed=100 + number)
+    n_keys = len(yaml.safe_load(runs[0].config.read_text()))
+    parsed: list[str] = []
+    load = yaml.load
+    monkeypatch.setattr(
+        "ml_pipeline.analysis.listing.yaml.load",
+        lambda text, **options: (parsed.append(text), load(text, **options))[1],
+    )
+
+    table, _ = runs_table(find_runs(Path("runs")), width=250)
+
+    assert list(table.columns[2].cells) == ["100\n101\n102"]
+    assert len(parsed) <= n_keys + 2 + 1  # two more seeds, and the text before the first key
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ('a: "one\ntwo: 2"\nb: 3\n', {"a": "one two: 2", "b": 3}),
+        ("a:\n- 1\n- 2\n# b: 4\nb:\n  c: 3\n", {"a": [1, 2], "b.c": 3}),
+        ("".join(f"k{n}: {n}\n" for n in range(1500)), {f"k{n}": n for n in range(1500)}),
+        ("a: |\n  b: 1\n\n  c: 2\nd: 3\n", {"a": "b: 1\n\nc: 2\n", "d": 3}),
+        ("{a: 1, b: {c: 2}}", {"a": 1, "b.c": 2}),
+    ],
+)
+def test_config_in_any_yaml_is_read(
+    runs: list[RunFolder], text: str, values: dict[str, Any]
+) -> None:
+    runs[0].config.write_text(text)
+
+    assert stored_values(runs[0]) == values
 
 
 def test_prune_removes_only_the_requested_runs_and_only_with_yes(

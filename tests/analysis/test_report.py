@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from test_compare import run_data
 
 from ml_pipeline.analysis.charts import make_charts
 from ml_pipeline.analysis.compare import Group
+from ml_pipeline.analysis.paper_files import latex_table, write_paper_files
 from ml_pipeline.analysis.report import write_report
 from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.metrics import EVAL_RETURN, PHASE
+from ml_pipeline.runs.loggers import Column
 
 CHARTS = ["curves", "curves_by_time", "final", "improvement", "profile", "efficiency", "throughput"]
 
@@ -53,8 +56,16 @@ def test_curves_are_interquartile_means_over_the_range_of_all_runs() -> None:
 
 
 def in_phases(run: RunData, phases: list[int]) -> RunData:
-    rows = [{**row, PHASE: str(n)} for row, n in zip(run.rows, phases, strict=True)]
-    return run._replace(rows=rows)
+    return with_columns(run, {**run.metrics.read, PHASE: at(phases)})
+
+
+def at(values: Sequence[float]) -> Column:
+    """A column that every row has."""
+    return Column(np.array(values, dtype=np.float64), np.ones(len(values), dtype=bool))
+
+
+def with_columns(run: RunData, columns: dict[str, Column]) -> RunData:
+    return run._replace(metrics=run.metrics._replace(read=columns))
 
 
 @pytest.mark.slow
@@ -149,11 +160,10 @@ def test_curve_of_one_evaluation_is_a_point(tmp_path: Path) -> None:
 
 
 def test_empty_chart_says_why_and_has_no_png(tmp_path: Path) -> None:
-    apart = run_of([1.0], 1), run_of([1.0, 2.0], 2)
-    apart[1].rows.pop(0)  # evaluated at 200 steps, the other at 100
-    for run in apart:
-        for row in run.rows:
-            del row["time/iteration_seconds"]
+    apart = [
+        with_columns(run_of([1.0], seed), {"env_steps": at([steps]), EVAL_RETURN: at([1.0])})
+        for seed, steps in ((1, 100.0), (2, 200.0))
+    ]
     group = Group("A", {}, [[run] for run in apart], [])
 
     page = write_report(tmp_path, [group], EVAL_RETURN)
@@ -165,14 +175,41 @@ def test_empty_chart_says_why_and_has_no_png(tmp_path: Path) -> None:
 
 
 def test_group_without_a_line_is_named() -> None:
-    silent = run_of([5.0], 9)
-    del silent.rows[0][EVAL_RETURN]
+    run = run_of([5.0], 9)
+    columns = {name: each for name, each in run.metrics.read.items() if name != EVAL_RETURN}
+    silent = with_columns(run, columns)
     groups = [*GROUPS, Group("C", {"a<b>": "3"}, [[silent]], [])]
 
     assert [each.name for each in make_charts(groups, EVAL_RETURN) if "Not drawn" in each.note] == [
         *("curves", "curves_by_time", "final", "improvement", "profile", "efficiency"),
     ]
     assert "Not drawn: C (no eval/episode_return in its runs)." in chart("final", groups).note
+
+
+def test_files_for_a_paper_hold_the_charts_and_the_table(tmp_path: Path) -> None:
+    folder = write_paper_files(tmp_path / "paper", GROUPS, EVAL_RETURN)
+
+    names = {path.name for path in folder.iterdir()}
+    drawn = {f"{name}.{kind}" for name in CHARTS for kind in ("pdf", "svg", "csv")}
+    assert names == drawn | {"groups.csv", "groups.tex"}
+    assert (folder / "curves.pdf").read_bytes()[:5] == b"%PDF-"
+    assert "</svg>" in (folder / "curves.svg").read_text()
+    final = (folder / "final.csv").read_text().splitlines()
+    assert final[0] == "label,value,low,high,seeds"
+    assert final[1].startswith("A: a<b>=2,80.0,")
+    assert final[1].endswith(",60.0 70.0 80.0 90.0 100.0")
+    table = (folder / "groups.tex").read_text().splitlines()
+    assert table[0] == r"\begin{tabular}{llllll}"
+    assert table[2].startswith(
+        r"group & a\textless{}b\textgreater{} & seeds & IQM & 95 \% interval"
+    )
+    assert table[4].startswith("A & 2 & 5 & 80")
+
+
+def test_latex_escapes_what_a_config_may_contain() -> None:
+    row = latex_table(["a"], [["x_1 & 50% \\ ^{2} $"]]).splitlines()[4]
+
+    assert row == r"x\_1 \& 50\% \textbackslash{} \textasciicircum{}\{2\} \$ \\"
 
 
 def test_report_is_one_page_and_a_png_per_chart(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
+from ml_pipeline.runs.console import wide_console
 
 
 def test_flat_config_has_dotted_keys_and_keeps_empty_groups() -> None:
@@ -78,3 +79,23 @@ def test_extra_columns_fill_the_width_exactly() -> None:
         assert others == hidden
         assert len(table.columns) == 4 - len(hidden)
     assert [column.justify for column in table.columns] == ["left", "right", "right", "left"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "lines"),
+    [
+        ("x", ["a    x", "b    y"]),
+        ("実験", ["a    実験", "b    y"]),
+        ("x\ny", ["a    x", "     y", "b    y"]),
+    ],
+    ids=["one line", "wide characters", "two lines"],
+)
+def test_rows_of_a_table_stay_together(
+    cell: str, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, hidden = fitted({"run": ["a", "b"]}, {"name": [cell, "y"]}, width=9)
+
+    wide_console().print(table)
+
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()[1:]] == lines
+    assert hidden == []

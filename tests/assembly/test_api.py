@@ -15,10 +15,43 @@ from conftest import small
 import ml_pipeline
 from ml_pipeline import load, train
 from ml_pipeline.assembly.arguments import as_overrides
-from ml_pipeline.assembly.compose import ConfigError, plain_config
+from ml_pipeline.assembly.compose import ConfigError, plain_config, stored_config
 from ml_pipeline.assembly.load import load_policy
 from ml_pipeline.assembly.loaded_policy import LoadedPolicy
 from ml_pipeline.policy.observations import ObservationError
+
+
+def test_configs_that_differ_only_in_the_seed_are_checked_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [train([*small(), f"seed={seed}"]).run_dir for seed in (11, 12)]
+    other = train([*small(), "seed=12", "agent.gamma=0.9"]).run_dir
+    expected = [plain_config(run) for run in (*runs, other)]
+    monkeypatch.setattr("ml_pipeline.assembly.compose._configs", {})
+    checked: list[Path] = []
+    monkeypatch.setattr(
+        "ml_pipeline.assembly.compose.stored_config",
+        lambda run, **options: (checked.append(run.path), stored_config(run, **options))[1],
+    )
+
+    configs = [plain_config(run) for run in (*runs, other)]
+
+    assert configs == expected
+    assert [config["seed"] for config in configs] == [11, 12, 12]
+    assert checked == [runs[0], other]
+
+
+@pytest.mark.parametrize("seed", ["-1", "2147483648"])
+def test_seed_of_a_known_config_is_checked_too(here: Path, seed: str) -> None:
+    run = train(small()).run_dir
+    path = run / "config.yaml"
+    text = path.read_text() + "# no signature\n"
+    path.write_text(text)
+    plain_config(run)
+    path.write_text(text.replace("\nseed: 1\n", f"\nseed: {seed}\n"))
+
+    with pytest.raises(ConfigError, match=f"seed={seed}: must be between 0"):
+        plain_config(run)
 
 
 def test_keyword_arguments_equal_override_strings(here: Path) -> None:

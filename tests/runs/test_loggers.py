@@ -21,8 +21,15 @@ import wandb
 from conftest import REPOSITORY, Capture, children_of, read_rows, small, wait_until
 
 from ml_pipeline.assembly.run import train
-from ml_pipeline.runs.loggers import CsvLogger, WandbLogger, has_wandb_key
-from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.loggers import (
+    CsvLogger,
+    WandbLogger,
+    as_columns,
+    has_wandb_key,
+    read_columns,
+    read_metrics,
+)
+from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
 CONFIG = {"env_name": "CartPole-v1", "agent_name": "ppo", "agent": {"gamma": 0.9}}
 
@@ -66,6 +73,40 @@ def test_resume_drops_rows_after_the_checkpoint_and_a_truncated_row(run: RunFold
         ("20", "2.0"),
         ("30", "9.0"),
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "env_steps,a,b\n10,1.0,\n20,,nan\n30,-inf,2e-3\n",
+        "env_steps,a,b\n10,1.0,5\n20,2.0,6\n3",
+        'env_steps,a,"b"\n10,"1.0",\n20,,7\n',
+        "env_steps,a,b\r\n10,1.0,\r\n20,2.0,3\r\n",
+        "env_steps,b\n10,1.0\n",
+        "env_steps,a,b\n",
+        "",
+    ],
+    ids=["missing and nan", "cut", "quoted", "windows", "one column", "no rows", "empty"],
+)
+def test_columns_are_those_of_the_rows(run: RunFolder, text: str) -> None:
+    run.metrics.write_text(text, newline="")
+
+    columns = read_columns(run.metrics, {"env_steps", "a", "b"})
+
+    expected = as_columns(read_metrics(run.metrics), {"env_steps", "a", "b"})
+    assert columns.first_row == expected.first_row
+    assert columns.read.keys() == expected.read.keys() or not expected.first_row
+    for name, column in expected.read.items():
+        np.testing.assert_array_equal(columns.read[name].values, column.values)
+        np.testing.assert_array_equal(columns.read[name].measured, column.measured)
+
+
+@pytest.mark.parametrize("body", ["10,1.0\n20,2.0,3.0,4.0\n", "x,1.0,2.0\n", "10,1.0,y\n"])
+def test_damaged_columns_are_named(run: RunFolder, body: str) -> None:
+    run.metrics.write_text("env_steps,a,b\n" + body)
+
+    with pytest.raises(RunFolderError, match=r"metrics\.csv is damaged: "):
+        read_columns(run.metrics, {"a", "b"})
 
 
 def test_without_a_key_wandb_works_offline_and_says_how_to_upload(
@@ -243,6 +284,27 @@ def test_wandb_run_has_the_fields_that_comparisons_need_also_after_a_resume(run:
         assert described.name == labelled.get("name", run.name)
         assert described.notes == labelled.get("notes")
         assert described.config["agent"] == {"gamma": 0.9}
+
+
+@pytest.mark.parametrize("given", [{}, {"project": "mine", "group": "ours", "tags": ["b"]}])
+def test_wandb_variables_replace_defaults_but_not_what_the_config_names(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, run: RunFolder
+) -> None:
+    variables = {"PROJECT": "thesis", "ENTITY": "lab", "RUN_GROUP": "night", "NAME": "try"}
+    for name, value in {**variables, "TAGS": "x,ppo,y", "NOTES": "slow"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    config = {**CONFIG, "name": "base", "notes": "fast"} if given else CONFIG
+
+    logger = WandbLogger(run, config, "morning", mode="offline", **given)
+    described = logger.wandb_run
+    logger.close()
+
+    assert (described.project, described.entity) == (given.get("project", "thesis"), "lab")
+    assert described.group == given.get("group", "night")
+    assert described.name == config.get("name", "try")
+    assert described.notes == config.get("notes", "slow")
+    assert described.tags == ("CartPole-v1", "ppo", *given.get("tags", ()), "x", "y")
+    assert described.id == run.name
 
 
 def test_wandb_mode_of_the_environment_is_respected(
