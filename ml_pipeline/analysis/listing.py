@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
 from ml_pipeline.errors import UserError, shorten
+from ml_pipeline.foreign import TEXT_BYTES, read_regular
 from ml_pipeline.metrics import shown_return
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml
 
@@ -122,10 +123,10 @@ def _shown_label(value: object) -> str:
 
 def _config(run: RunFolder) -> dict[str, object]:
     try:
-        text = run.config.read_text(encoding="utf-8")
+        text = read_regular(run.config, most_bytes=TEXT_BYTES).decode("utf-8")
         check_yaml(text)
         config = yaml.load(text, Loader=_YAML_LOADER)
-    except (OSError, ValueError, yaml.YAMLError):  # a damaged run is also listed
+    except (UserError, OSError, ValueError, yaml.YAMLError):  # a damaged run is also listed
         config = None
     return flat(config) if isinstance(config, dict) else {}
 

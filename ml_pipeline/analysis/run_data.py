@@ -81,9 +81,9 @@ class RunData(NamedTuple):
         return steps / seconds if seconds else float("nan")
 
 
-def read_run(path: Path | str, config: Mapping[str, object]) -> RunData:
+def read_run(path: Path | str, config: Mapping[str, object], *, trust: bool = False) -> RunData:
     """``config`` is the run's config as nested plain dicts."""
-    run = RunFolder.open(path)
+    run = RunFolder.open(path, trust=trust)
     if not run.metrics.is_file():
         raise RunFolderError(f"{path} has no metrics.csv: the run ended before its first iteration")
     rows = read_metrics(run.metrics)

@@ -27,6 +27,7 @@ from urllib.parse import urlparse
 import numpy as np
 
 from ml_pipeline.errors import first_line
+from ml_pipeline.foreign import TABLE_BYTES, read_regular
 from ml_pipeline.runs.console import python_command
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 
@@ -92,7 +93,7 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
     A last row that a kill has truncated is left out; any other damage is an error.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, most_bytes=TABLE_BYTES).decode("utf-8")
         complete = text[: text.rfind("\n") + 1]
         rows = list(csv.DictReader(io.StringIO(complete)))
         for row in rows:

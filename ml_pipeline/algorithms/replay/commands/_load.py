@@ -29,8 +29,8 @@ def load_replay_buffer(
 
     The buffer has the envs of all ranks.
     """
-    run = RunFolder.open(path)
-    config = stored_config(run, trust=trust)
+    run = RunFolder.open(path, trust=trust)
+    config = stored_config(run)
     settings = config.agent
     if not isinstance(settings, OffPolicyConfig):
         raise ConfigError(
