@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
 from ml_pipeline.errors import UserError, shorten
+from ml_pipeline.foreign import TEXT_BYTES, read_regular
 from ml_pipeline.metrics import shown_return
 from ml_pipeline.runs.run_folder import YAML_LOADER, RunFolder, check_yaml
 
@@ -124,9 +125,9 @@ def _shown_label(value: object) -> str:
 def stored_values(run: RunFolder) -> dict[str, object]:
     """The config of a run with dotted keys; empty if it is damaged."""
     try:
-        text = run.config.read_text(encoding="utf-8")
+        text = read_regular(run.config, most_bytes=TEXT_BYTES).decode("utf-8")
         return _values(text)
-    except (OSError, ValueError, yaml.YAMLError):  # a damaged run is also listed
+    except (UserError, OSError, ValueError, yaml.YAMLError):  # a damaged run is also listed
         return {}
 
 

@@ -96,9 +96,15 @@ class RunData(NamedTuple):
         return self.metrics.read.get(metric, nothing)
 
 
-def read_run(path: Path | str, config: Mapping[str, object], metric: str | None = None) -> RunData:
+def read_run(
+    path: Path | str,
+    config: Mapping[str, object],
+    metric: str | None = None,
+    *,
+    trust: bool = False,
+) -> RunData:
     """``config`` is the run's config as nested plain dicts; ``metric`` is also read."""
-    run = RunFolder.open(path)
+    run = RunFolder.open(path, trust=trust)
     if not run.metrics.is_file():
         raise RunFolderError(f"{path} has no metrics.csv: the run ended before its first iteration")
     metrics = read_columns(

@@ -36,6 +36,8 @@ from ml_pipeline.assembly.trust import check_algorithm, check_names
 from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.errors import UserError, first_line, shorten
+from ml_pipeline.foreign import TEXT_BYTES, read_regular
+from ml_pipeline.runs.console import say
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml
 from ml_pipeline.runs.signatures import is_signed, signature
 from ml_pipeline.shelves import conf_folders
@@ -240,10 +242,10 @@ def _plain(value: Any) -> Any:
     return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
-def resumed_folder(path: str) -> RunFolder:
+def resumed_folder(path: str, *, trust: bool) -> RunFolder:
     """The run folder that resume= names."""
     with errors_of_resume(path):
-        return RunFolder.open(path)
+        return RunFolder.open(path, trust=trust)
 
 
 @contextmanager
@@ -257,7 +259,7 @@ def errors_of_resume(path: str) -> Iterator[None]:
 
 def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """The config of the run to resume, changed only where this command line says so."""
-    run_folder = resumed_folder(str(cfg.resume))
+    run_folder = resumed_folder(str(cfg.resume), trust=cfg.trust)
     with errors_of_resume(str(cfg.resume)):
         base, is_own = _read_config(run_folder)
     named = [
@@ -271,14 +273,32 @@ def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     base.trust = cfg.trust
     if "total_steps" in named and "num_episodes" not in named:
         base.num_episodes = None  # the command line replaces the stored goal
+    typed = [tuple(key.split(".")) for key in named]
     with open_dict(base):
+        if not (is_own or cfg.trust):
+            _drop_loggers(base, run_folder, typed)
         for key in named:
             if not key.startswith("hydra"):
                 _take_over(base, cfg, key)
     if not (is_own or cfg.trust):
-        typed = [tuple(key.split(".")) for key in named]
         check_names(_container(base), run_folder.config, typed=typed)
     return base
+
+
+def _drop_loggers(
+    base: DictConfig, run_folder: RunFolder, typed: Sequence[tuple[str, ...]]
+) -> None:
+    """Remove the loggers that another user chose: they may send what this user trains."""
+    loggers = _container(base).get("logger")
+    if not isinstance(loggers, dict) or not loggers:
+        return
+    check_names({"logger": loggers}, run_folder.config, typed=typed)
+    base.logger = {}
+    if ("logger",) not in typed:
+        say(
+            f"{run_folder.path}: another user chose its loggers, {', '.join(map(str, loggers))}; "
+            "they are off; add logger=NAME to use your own"
+        )
 
 
 def _take_over(base: DictConfig, cfg: DictConfig, key: str) -> None:
@@ -299,15 +319,14 @@ def _take_over(base: DictConfig, cfg: DictConfig, key: str) -> None:
 def stored_config(
     run_folder: RunFolder,
     *,
-    trust: bool = False,
     check: Callable[[Mapping[str, object], object], None] = check_names,
 ) -> TrainConfig:
-    """A run's config.yaml, checked; refuses code of other people unless ``trust``.
+    """A run's config.yaml, checked; refuses code of other people unless the folder is trusted.
 
     ``check`` refuses it, for the parts of the config that the caller will import.
     """
     cfg, is_own = _read_config(run_folder)
-    if is_own or trust:
+    if is_own or run_folder.trust:
         find_modules_in_cwd()
     else:
         check(_container(cfg), run_folder.config)
@@ -319,17 +338,17 @@ def plain_config(path: Path | str, *, trust: bool = False) -> dict[str, Any]:
 
     Runs often differ only in their seed: then the rest is read and checked once.
     """
-    run_folder = RunFolder.open(path)
+    run_folder = RunFolder.open(path, trust=trust)
     try:
-        content = run_folder.config.read_bytes()
-    except OSError:
+        content = read_regular(run_folder.config, most_bytes=TEXT_BYTES)
+    except (UserError, OSError):
         content = b""  # stored_config reports it
     seeds = _SEED_LINE.findall(content)
     shared = _SEED_LINE.sub(b"", _SIGNATURE_LINE.sub(b"", content))
     key = shared, is_signed(_PURPOSE, content), trust
     config = _configs.get(key) if len(seeds) == 1 else None
     if config is None:
-        config = stored_config(run_folder, trust=trust, check=check_algorithm)
+        config = stored_config(run_folder, check=check_algorithm)
         if len(seeds) == 1 and config.seed == int(seeds[0]):
             _configs[key] = config
     else:
@@ -341,7 +360,7 @@ def _read_config(run_folder: RunFolder) -> tuple[DictConfig, bool]:
     """A run's config.yaml under today's schema, and whether this user wrote it."""
     path = run_folder.config
     try:
-        content = path.read_bytes()
+        content = read_regular(path, most_bytes=TEXT_BYTES)
         text = content.decode("utf-8")
         check_yaml(text)
         stored = OmegaConf.create(text)

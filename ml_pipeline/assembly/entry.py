@@ -42,6 +42,7 @@ from ml_pipeline.assembly.explain import ConfigError, explained
 from ml_pipeline.assembly.sweeps import SweepReport, check_launcher
 from ml_pipeline.assembly.words import pasteable, translated
 from ml_pipeline.errors import UserError
+from ml_pipeline.foreign import TEXT_BYTES, read_regular
 from ml_pipeline.moved import moved
 from ml_pipeline.runs.console import numbered_output, say, user_command
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml, stamped_name
@@ -140,7 +141,8 @@ def _agent_of(name: str) -> str | None:
 def _agent_of_run(path: str) -> str | None:
     """The agent of a run folder; None if it is not ours, or for a folder that cannot be read."""
     try:
-        text = RunFolder.open(path).config.read_text(encoding="utf-8")
+        content = read_regular(RunFolder.open(path).config, most_bytes=TEXT_BYTES)
+        text = content.decode("utf-8")
         check_yaml(text)
         config = yaml.safe_load(text)
     except (UserError, OSError, ValueError, yaml.YAMLError):
@@ -267,7 +269,11 @@ def _run_in_sweep(cfg: DictConfig, job: HydraConf) -> float:
                     overrides = [f"resume={earlier}"]  # the stored config has all the rest
                     cfg = compose_config(overrides)
                 run = new_folder(checked_config(cfg))
-                note.started(resumed_folder(cfg.resume).path if cfg.resume else run.path)
+                note.started(
+                    resumed_folder(str(cfg.resume), trust=cfg.trust).path
+                    if cfg.resume
+                    else run.path
+                )
                 objective = run_once(cfg, overrides, sweep=folder.name, folder=run).objective
                 note.finished(objective)
                 return objective

@@ -75,8 +75,8 @@ def load_agent(
     ``trust`` accepts a config of another user that names their own classes, which run code.
     """
     path = chosen(path)
-    run_folder = RunFolder.open(path)
-    config = stored_config(run_folder, trust=trust)
+    run_folder = RunFolder.open(path, trust=trust)
+    config = stored_config(run_folder)
     checkpoint = checkpoint or named_checkpoint(path) or best_or_latest(run_folder)
     played = env or config.evaluated_env
     if env is None and config.needs_two_players:
@@ -193,8 +193,8 @@ def export_run(
 ) -> tuple[TrainedAgent, Path, ExportedPolicy, Agreement]:
     """Write the policy of a run as one file: ``out``, or policy.<format> in its folder."""
     path = chosen(path)
-    run = RunFolder.open(path)
-    config = stored_config(run, trust=trust)
+    run = RunFolder.open(path, trust=trust)
+    config = stored_config(run)
     trained = load_agent(path, checkpoint, trust=trust)
     out = out or run.path / f"policy.{file_format}"
     facts = {

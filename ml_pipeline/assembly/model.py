@@ -165,13 +165,13 @@ class Model:
         for given in (env, network):
             if given is not None:
                 name_of(given)
-        folder = RunFolder.open(chosen(path)).path
-        trained_by = agent_name(stored_config(RunFolder(folder), trust=trust))
+        run = RunFolder.open(chosen(path), trust=trust)
+        trained_by = agent_name(stored_config(run))
         if trained_by != cls.agent:
             raise ModelError(f"{path}: was trained by agent={trained_by}, not {cls.agent}")
         model = cls(env, quiet=quiet)
-        model._run, model._is_saved = folder, True
-        model._trained = _load(folder, trust=trust)
+        model._run, model._is_saved = run.path, True
+        model._trained = _load(run.path, trust=trust)
         return model
 
     def _learnt(self) -> Path:

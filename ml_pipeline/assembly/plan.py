@@ -220,7 +220,7 @@ def _resumed(config: TrainConfig, path: str, context: RunContext) -> tuple[RunFo
     """The run to resume and the state of its last checkpoint, or of the one that ``path`` names."""
     if config.n_envs == "auto":
         raise ConfigError("n_envs=auto cannot be combined with resume=; give a number")
-    run_folder = resumed_folder(path)
+    run_folder = resumed_folder(path, trust=config.trust)
     with errors_of_resume(path):
         state = load_checkpoint(run_folder, named_checkpoint(path) or LATEST)
     with misfit_explained(run_folder):

@@ -72,7 +72,7 @@ def env_of(path: str, *, trust: bool = False) -> EnvConfig:
     """The evaluated env of a run or an exported policy."""
     if os.path.isfile(path) and not is_run(path):
         return exported_env(ExportedPolicy.load(path, trust=trust), path, trust=trust)
-    return stored_config(RunFolder.open(path), trust=trust).evaluated_env
+    return stored_config(RunFolder.open(path, trust=trust)).evaluated_env
 
 
 def chosen_env(given: str, *, trust: bool = False) -> EnvConfig:
@@ -149,8 +149,8 @@ def load_player(
 def _load_run(
     given: str, arena: Arena, noise_seed: int, checkpoint: str | None, *, trust: bool
 ) -> Player:
-    run = RunFolder.open(given)
-    config = stored_config(run, trust=trust)
+    run = RunFolder.open(given, trust=trust)
+    config = stored_config(run)
     own = two_player_version(config.evaluated_env)
     _check_fits(given, own, arena)
     named = checkpoint or named_checkpoint(given)

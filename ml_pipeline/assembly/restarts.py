@@ -86,7 +86,7 @@ def _decide(cfg: DictConfig, store: Store) -> _Decision:
             return _Decision(resume=before["run"], is_complete=is_complete)
         say(f"{title}{run.path} has no new checkpoint yet, so the command starts again")
     if cfg.resume is not None:
-        run, new = resumed_folder(str(cfg.resume)), None
+        run, new = resumed_folder(str(cfg.resume), trust=cfg.trust), None
     else:
         run = new_folder(checked_config(cfg))
         new = str(run.path)

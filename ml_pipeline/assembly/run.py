@@ -106,7 +106,7 @@ def run(
     with ExitStack() as stack:
         if cfg.resume is not None:
             # Lock the folder before reading it: another process may be about to save.
-            stack.enter_context(resumed_folder(str(cfg.resume)).locked())
+            stack.enter_context(resumed_folder(str(cfg.resume), trust=cfg.trust).locked())
             cfg = resumed_config(cfg, overrides)
         plan = make_plan(checked_config(cfg), callbacks=callbacks, folder=folder)
         signals = _prepared(plan, stack, StopSignals(on_wait=say_stopping))

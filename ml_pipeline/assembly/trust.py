@@ -23,6 +23,7 @@ _WRITERS = ("gymnasium.wrappers.rendering.RecordVideo",)  # write files into a f
 Path = tuple[str, ...]  # of a config key: ("network", "encoder", "_target_")
 
 
+_FOLDER = re.compile(r"(.+_)?(dir|folder)")  # keys of an env that name where it writes
 _LOGGER = r"logger/[^/]+/_target_"
 _TERM = r"(eval_)?env/wrappers/[^/]+/terms/[^/]+/_target_"  # of RewardShaping: a function
 # The modules whose functions a config may name; others of the package may write files.
@@ -42,6 +43,26 @@ def check_names(
     for path, name in _names(config, ()):
         if not any(path[: len(key)] == key for key in typed):
             _check_name(path, name, source)
+    for path, folder in _folders(config, ()):
+        if not any(path[: len(key)] == key for key in typed):
+            raise UntrustedError(
+                f"{source}: {'.'.join(path)}={folder}: names a folder to write into, and this user "
+                "did not write the file, or it has changed since; if you trust its author, add "
+                "--trust (with resume=: trust=true)"
+            )
+
+
+def _folders(value: object, path: Path) -> Iterator[tuple[Path, object]]:
+    """The keys of the envs that name folders, and their values."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if path or key in _ENV_KEYS:
+                yield from _folders(part, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            yield from _folders(part, (*path, str(index)))
+    elif value is not None and path and _FOLDER.fullmatch(path[-1]):
+        yield path, value
 
 
 def check_algorithm(config: Mapping[str, object], source: object) -> None:

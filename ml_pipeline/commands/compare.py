@@ -86,7 +86,7 @@ def _read_runs(arguments: Sequence[str], metric: str | None, *, trust: bool) -> 
     runs = []
     for path in (path for given in arguments for path in _run_folders(given)):
         try:
-            runs.append(read_run(path, plain_config(path, trust=trust), metric))
+            runs.append(read_run(path, plain_config(path, trust=trust), metric, trust=trust))
         except UserError as error:  # runs/<env>/* may contain a run that stopped at its start
             print(f"left out: {error}", file=sys.stderr)
     if not runs:
@@ -116,6 +116,7 @@ def _study_runs(path: Path) -> list[Path]:
     from ml_pipeline.study.folder import STUDY_ROOT, StudyFolder
 
     study = StudyFolder(path.resolve().name)
+    study.check()
     if not (study.path.is_dir() and study.path.samefile(path)):
         raise UserError(f"{path}: not in {STUDY_ROOT}/ here; change to the folder that has it")
     return study.run_dirs()

@@ -108,7 +108,7 @@ def _play_episodes(options: Namespace) -> None:
     how = {"n_episodes": n_episodes, "seed": seed, "deterministic": options.deterministic}
     if options.video or options.render:
         name = f"{trained.checkpoint}-{trained.env_steps}"
-        folder = RunFolder.open(run_dir).videos if options.video else None
+        folder = RunFolder.open(run_dir, trust=options.trust).videos if options.video else None
         result = _shown(trained.agent, lambda: trained.env, folder, name, **how)
     else:
         with closing(trained.make_envs(n_envs=min(n_episodes, _MOST_ENVS))) as envs:
@@ -203,7 +203,7 @@ def _played(
         with closing(arena.make_envs(n_envs=min(n_games, MOST_GAMES))) as envs:
             return play_games(*policies, envs, n_games=n_games, seed=seed, **how)
 
-    folder = RunFolder.open(run_dir).videos if options.video else None
+    folder = RunFolder.open(run_dir, trust=options.trust).videos if options.video else None
 
     def play(side: Side) -> Evaluation:
         number = int(side.is_swapped)

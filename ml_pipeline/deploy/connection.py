@@ -48,6 +48,7 @@ class Connection(HttpToolsProtocol):
         self._max_connections = max_connections
         self._deadline = 0.0
         self._n_head_bytes = 0
+        self._n_parsed_bytes = 0  # of names, values and the address, in the parsed part of the head
         self._reads_head = False
         self._reads_request = False
         self._has_ended = False
@@ -96,7 +97,10 @@ class Connection(HttpToolsProtocol):
         if self._reads_head:
             self._n_head_bytes += len(data)
             if self._n_head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
+                self._refuse_head()
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """True: the client sends no more, but still gets its answer."""
@@ -114,13 +118,30 @@ class Connection(HttpToolsProtocol):
         error = sys.exc_info()[1]
         status = 501 if isinstance(error, httptools.HttpParserInvalidMethodError) else 400
         self._reads_head = False
-        self._refuse(status, f"the request is not valid HTTP: {error or msg}")
+        if self._n_parsed_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+        else:
+            self._refuse(status, f"the request is not valid HTTP: {error or msg}")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._reads_head = self._reads_request = True
-        self._n_head_bytes = 0
+        self._n_head_bytes = self._n_parsed_bytes = 0
         self._deadline = time.monotonic() + self._read_seconds
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value))
+
+    def _count(self, n_bytes: int) -> None:
+        """A head that arrives in one piece is parsed before ``data_received`` can count it."""
+        self._n_parsed_bytes += n_bytes
+        if self._n_parsed_bytes > MAX_HEAD_BYTES:
+            raise ValueError("too long")  # ends the parser, which calls send_400_response
 
     def on_headers_complete(self) -> None:
         self._reads_head = False

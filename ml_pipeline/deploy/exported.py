@@ -27,6 +27,7 @@ from torch import Tensor
 from ml_pipeline.deploy.onnx_data import check_self_contained
 from ml_pipeline.errors import UserError, first_line, printable, shorten, type_and_line
 from ml_pipeline.extras import import_extra
+from ml_pipeline.foreign import read_regular
 from ml_pipeline.policy.actor_critic import MASK, MEMORY, NEXT_MEMORY
 from ml_pipeline.policy.distributions import Categorical, Distribution, MultiCategorical
 from ml_pipeline.policy.masks import MaskError, checked_mask, masks_in
@@ -99,7 +100,7 @@ class ExportedPolicy:
                 f"{path} is a folder; export the run first: python -m ml_pipeline export {path}"
             )
         try:
-            content = Path(path).read_bytes()
+            content = read_regular(path)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             if isinstance(error, FileNotFoundError):

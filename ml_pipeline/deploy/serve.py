@@ -9,6 +9,8 @@ Requests and answers are JSON: the server unpickles nothing. Every wait has a de
 from __future__ import annotations
 
 import asyncio
+import hmac
+import ipaddress
 import os
 import signal
 import socket
@@ -18,6 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from pathlib import PurePosixPath, PureWindowsPath
 from types import FrameType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -69,9 +72,13 @@ class PolicyServer(uvicorn.Server):
         max_batch: int = 64,
         allow_hosts: Collection[str] = (),
         limits: Limits = Limits(),  # noqa: B008 - it cannot be changed
+        token: str = "",
     ) -> None:
+        """Clients must send ``token``, unless it is empty, as "Authorization: Bearer TOKEN"."""
         self.policy = policy
         self._limits = limits
+        self._token = token.encode()
+        self._metadata = to_json(_without_paths(policy.metadata))
         self._listener = _listen(host, port)
         self._names = {each.lower() for each in (*_LOOPBACK, host, *allow_hosts)}
         self._reader = RequestReader(policy, max_rows=max_batch)
@@ -104,6 +111,12 @@ class PolicyServer(uvicorn.Server):
     @property
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other machines may reach the server, and need no token."""
+        address = self._listener.getsockname()[0]
+        return not (self._token or ipaddress.ip_address(address.partition("%")[0]).is_loopback)
 
     @property
     def url(self) -> str:
@@ -163,6 +176,8 @@ class PolicyServer(uvicorn.Server):
             status, body = refused.status, to_json({"error": str(refused)})
             if status == 405:
                 headers.append((b"allow", _ROUTES[scope["path"]].encode()))
+            if status == 401:
+                headers.append((b"www-authenticate", b"Bearer"))
         except Exception as error:  # uvicorn would hide it
             print(f"a request failed: {type_and_line(error)}", file=sys.stderr)
             status, body = 500, to_json({"error": "the server failed; its output has the reason"})
@@ -179,8 +194,10 @@ class PolicyServer(uvicorn.Server):
             raise RefusedError(404, f"{path} does not exist; use one of: {known}")
         if allowed != method:
             raise RefusedError(405, f"{path} accepts {allowed}, not {method}")
+        if path != "/health":  # supervisors ask for it without a token
+            self._check_token(scope)
         if path == "/metadata":
-            return to_json(self.policy.metadata)
+            return self._metadata
         if path == "/health":
             self._batcher.check()
             return to_json({"status": "ok"})
@@ -197,6 +214,14 @@ class PolicyServer(uvicorn.Server):
         if name not in self._names and name != scope["server"][0]:
             reason = f"Host {given[0]!r} is not this server; allow a name with serve --allow-host"
             raise RefusedError(421, reason)
+
+    def _check_token(self, scope: Message) -> None:
+        if not self._token:
+            return
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        kind, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        if kind.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
+            raise RefusedError(401, "send the server's token as: Authorization: Bearer TOKEN")
 
     async def _read_body(self, scope: Message, receive: Receive) -> bytes:
         size = next((value for name, value in scope["headers"] if name == b"content-length"), None)
@@ -240,6 +265,13 @@ class PolicyServer(uvicorn.Server):
 def serve(server: PolicyServer) -> None:
     """Answer until a stop signal, which is raised as ``Interrupted``."""
     with StopSignals():  # until uvicorn handles the signals, and after
+        if server.is_open:
+            print(
+                f"WARNING: every machine that reaches {server.url} can use this policy; "
+                "set a token with --token-file FILE",
+                file=sys.stderr,
+                flush=True,
+            )
         print(f"serving {server.policy.env_name} on {server.url} (stop with Ctrl-C)", flush=True)
         try:
             server.run()
@@ -251,6 +283,25 @@ def serve(server: PolicyServer) -> None:
                     print(end, file=sys.stderr, flush=True)
                 os._exit(getattr(end, "exit_code", 1))
             raise
+
+
+def _without_paths(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata for clients, who must not learn which files and folders this machine has.
+
+    ``env`` names modules, data and ROMs; clients need the spaces, the inputs and the outputs.
+    """
+    return {key: value for key, value in metadata.items() if key != "env" and not _has_path(value)}
+
+
+def _has_path(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_path(part) for pair in value.items() for part in pair)
+    if isinstance(value, (list, tuple)):
+        return any(_has_path(part) for part in value)
+    if not isinstance(value, str):
+        return False
+    is_absolute = PurePosixPath(value).is_absolute() or bool(PureWindowsPath(value).anchor)
+    return is_absolute or value.startswith(("~", "./", "../"))
 
 
 def _n_descriptors() -> int:

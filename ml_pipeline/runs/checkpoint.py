@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ml_pipeline.errors import UserError, first_line
+from ml_pipeline.foreign import read_regular
 from ml_pipeline.records import StateDict
 from ml_pipeline.runs.run_folder import (
     RunFolder,
@@ -182,7 +183,7 @@ def load_checkpoint(run: RunFolder, name: str) -> StateDict:
 def read_sealed(path: Path) -> Any:
     """The plain data that ``write_sealed`` wrote, if the checksum matches."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     data, trailer = content[:-_TRAILER_SIZE], content[-_TRAILER_SIZE:]

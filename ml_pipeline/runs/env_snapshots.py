@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ml_pipeline.errors import UserError
+from ml_pipeline.foreign import read_regular
 from ml_pipeline.runs.run_folder import RunFolder, remove, write_atomically
 from ml_pipeline.runs.signatures import NoKeyError, UntrustedError, user_key
 
@@ -50,7 +51,7 @@ def load_snapshots(run: RunFolder, token: str, *, trust: bool) -> list[bytes]:
     path = snapshot_path(run, token)
     if not token.isalnum() or not path.is_file():
         raise SnapshotError(f"{path.name} is missing")
-    content = path.read_bytes()
+    content = read_regular(path)
     start = len(_MAGIC) + _SEAL_SIZE
     seal, body = content[len(_MAGIC) : start], content[start:]
     if not content.startswith(_MAGIC):

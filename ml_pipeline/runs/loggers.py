@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.errors import first_line
+from ml_pipeline.foreign import TABLE_BYTES, read_regular
 from ml_pipeline.runs.console import python_command
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 
@@ -94,7 +95,7 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
     A last row that a kill has truncated is left out; any other damage is an error.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, most_bytes=TABLE_BYTES).decode("utf-8")
         complete = text[: text.rfind("\n") + 1]
         rows = list(csv.DictReader(io.StringIO(complete)))
         for row in rows:
@@ -124,7 +125,7 @@ class Columns(NamedTuple):
 def read_columns(path: Path, wanted: Collection[str]) -> Columns:
     """Some columns of a metrics.csv; much faster than ``read_metrics``."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path, most_bytes=TABLE_BYTES)
         header, _, body = content.decode("utf-8").partition("\n")
         names = header.split(",")
         cells = body[: body.rfind("\n")].replace("\n", ",").split(",")

@@ -20,6 +20,7 @@ from typing import IO, Any
 import yaml
 
 from ml_pipeline.errors import UserError, shorten
+from ml_pipeline.foreign import TEXT_BYTES, check_folder, read_regular
 from ml_pipeline.locks import FileLock
 
 # The pure Python parser takes 10 ms for a config; PyYAML has the fast one if libyaml is there.
@@ -27,6 +28,7 @@ YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _MAX_YAML = 1_000_000  # characters
 _MAX_DEPTH = 50
+_OF_LOGGERS = ("wandb",)  # W&B links to its own logs, and adds a new folder for each process
 _LIST = "python -m ml_pipeline runs lists the runs"  # the fix of a wrong path
 
 
@@ -37,9 +39,13 @@ class RunFolderError(UserError):
 class RunFolder:
     """The files of one run, by name."""
 
-    def __init__(self, path: Path, *, shown: Path | None = None) -> None:
-        """``shown`` is how output names the folder, if not by ``path``."""
+    def __init__(self, path: Path, *, shown: Path | None = None, trust: bool = False) -> None:
+        """``shown`` is how output names the folder, if not by ``path``.
+
+        ``trust`` accepts what its author could use to run code or to leave the folder.
+        """
         self.path = path
+        self.trust = trust
         self.shown = path if shown is None else shown
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.csv"
@@ -61,18 +67,22 @@ class RunFolder:
                 return run
 
     @classmethod
-    def open(cls, path: Path | str) -> RunFolder:
-        """An existing run, by its path or that of one of its checkpoints."""
+    def open(cls, path: Path | str, *, trust: bool = False) -> RunFolder:
+        """An existing run, by its path or that of one of its checkpoints.
+
+        Links out of the folder are refused unless ``trust``, other special files always.
+        """
         if not str(path):
             raise RunFolderError("the path of the run folder is empty")
         if is_checkpoint_file(Path(path)):
             path = Path(path).parents[1]
-        run = cls(Path(path))
+        run = cls(Path(path), trust=trust)
         try:
             if run.name in ("", ".."):  # "." has no name
-                run = cls(Path(path).resolve())
+                run = cls(Path(path).resolve(), trust=trust)
             if not run.path.is_dir():
                 raise RunFolderError(f"{path} is not a run folder: it does not exist; {_LIST}")
+            check_folder(run.path, trust=trust, unread=_OF_LOGGERS)
             if not run.config.is_file():
                 raise RunFolderError(f"{path} is not a run folder: it has no config.yaml; {_LIST}")
         except OSError as error:
@@ -82,7 +92,7 @@ class RunFolder:
 
     def absolute(self) -> RunFolder:
         """The same folder for a process that may change its current folder."""
-        return RunFolder(Path(os.path.abspath(self.path)), shown=self.path)
+        return RunFolder(Path(os.path.abspath(self.path)), shown=self.path, trust=self.trust)
 
     @property
     def name(self) -> str:
@@ -138,7 +148,7 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any]:
         """The content of summary.json; empty before the first write."""
         try:
-            summary = json.loads(self.summary.read_text(encoding="utf-8"))
+            summary = json.loads(read_regular(self.summary, most_bytes=TEXT_BYTES))
             json.dumps(summary, allow_nan=False)  # Python reads NaN, but JSON has none
         except FileNotFoundError:
             return {}

@@ -11,11 +11,14 @@ import hashlib
 import hmac
 import os
 import secrets
+import stat
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from ml_pipeline.errors import UserError
+from ml_pipeline.foreign import absolute_folder
 
 SIGNATURE_SIZE = 65  # 64 hex digits and a newline
 
@@ -58,23 +61,52 @@ def user_key() -> bytes:
     try:
         path = _config_folder() / "snapshot.key"  # the name is older than the other uses
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size != _KEY_SIZE:
+        key = _read_key(path)
+        if key is not None:
+            if len(key) == _KEY_SIZE:
+                return key
             path.unlink()  # truncated; files signed with it are no longer trusted
-        if not path.exists():
-            # Linking is atomic: if two processes create a key, both read the same complete key.
-            temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(_KEY_SIZE))
-            with suppress(FileExistsError):
-                os.link(temporary, path)
-            temporary.unlink()
-        return path.read_bytes()
+        # Linking is atomic: if two processes create a key, both read the same complete key.
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_SIZE))
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+        temporary.unlink()
+        return _read_key(path) or b""
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         raise NoKeyError(str(error)) from error
+
+
+def _read_key(path: Path) -> bytes | None:
+    """The content of the key file, None if it is missing; refuses a key that others may know."""
+    try:
+        facts = path.lstat()
+    except FileNotFoundError:
+        return None
+    reason = ""
+    if not stat.S_ISREG(facts.st_mode):
+        reason = "it is a link or a special file; put the key itself there"
+    elif sys.platform != "win32" and facts.st_uid != os.getuid():
+        reason = "it belongs to another user; remove it"
+    elif sys.platform != "win32" and facts.st_mode & 0o077:
+        reason = f"others can read or change it; if they did not, type: chmod 600 {path}"
+    if reason:
+        _warn(f"the key {path} is not used: {reason}")
+        raise NoKeyError(f"{path}: {reason}")
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(_KEY_SIZE + 1)
+
+
+@cache
+def _warn(line: str) -> None:
+    """Once: without a key, own files look like those of another user."""
+    print(line, file=sys.stderr)
 
 
 def _config_folder() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("APPDATA") or Path.home()) / "ml_pipeline"
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ml_pipeline"
+    return absolute_folder("XDG_CONFIG_HOME", ".config") / "ml_pipeline"

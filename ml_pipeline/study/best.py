@@ -49,24 +49,28 @@ def write_best(
 
     An env that judges its runs, such as trading, may refuse the deployment.
 
-    ``trust`` accepts a deployed policy of another user that can run code.
+    ``trust`` accepts a study, a run and a deployed policy of another user that can run code.
     """
     folder = StudyFolder.open(name)
-    settings = folder.read()
+    settings = folder.read_own(trust=trust)
     trials = folder.read_trials()
     complete = ranked(trials)
     if not complete:
         raise StudyError(f"study {name} has no complete trial yet; see: study status {name}")
     best = complete[0]
+    if not {"run_dir", "seed"} <= set(best.user_attrs):
+        raise StudyError(
+            f"{folder.journal} is damaged: trial {best.number} has no run_dir and seed"
+        )
     path, arguments = _write_experiment(name, settings, best)
     run_dir = best.user_attrs["run_dir"]
     say(f"trial {best.number}: {settings.objective} {figure(best.value)}, {run_dir}")
     say(f"experiment: {path}")
     say(f"train it:   {user_command('train')} {arguments}")
     if deploy is not None:
-        run = RunFolder.open(run_dir)
+        run = RunFolder.open(run_dir, trust=trust)
         looked_at = [each for each in finished(trials) if each.state != TrialState.FAIL]
-        verdict = judged_facts(run, stored_config(run, trust=True), n_trials=len(looked_at))
+        verdict = judged_facts(run, stored_config(run), n_trials=len(looked_at))
         facts = {"study": name, "trial": best.number, "objective": best.value, **verdict}
         deploy_run(run, deploy, facts, n_episodes=n_episodes, seed=seed, trust=trust)
 
@@ -129,9 +133,9 @@ def deploy_run(
         is_first = _is_first(run, target, trust=trust)
         # A new seed each time: the deployed policy won on the episodes of the last seed.
         seed = secrets.randbelow(2**31 - 1 - n_episodes) if seed is None else seed
-        play = partial(evaluate_run, checkpoint=None, n_episodes=n_episodes, seed=seed)
+        play = partial(evaluate_run, checkpoint=None, n_episodes=n_episodes, seed=seed, trust=trust)
         new = play(run.path)
-        old = None if is_first else play(target, trust=trust)
+        old = None if is_first else play(target)
         before = "no policy before" if old is None else f"{figure(old.mean)} before"
         result = f"{figure(new.mean)} over {n_episodes} episodes from seed {seed}, {before}"
         if old is not None and new.mean <= old.mean:
@@ -158,7 +162,7 @@ def _is_first(run: RunFolder, target: Path, *, trust: bool) -> bool:
         if target.is_dir() and any(target.iterdir()):
             raise StudyError(f"--deploy {target}: has other files; name a new or empty folder")
         return True
-    new = plain_config(run.path, trust=True)["env"]
+    new = plain_config(run.path, trust=trust)["env"]
     old = plain_config(target, trust=trust)["env"]
     if new != old:
         raise StudyError(
@@ -173,7 +177,7 @@ def _replace(run: RunFolder, target: Path, facts: Mapping[str, object]) -> None:
     made = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     before = target.resolve()
     try:
-        _write_artefact(run, RunFolder(made))
+        _write_artefact(run, RunFolder(made, trust=run.trust))
         write_text(made / DEPLOYED, json.dumps(facts, indent=2) + "\n")
         link = made.with_name(f"{made.name}.link")
         link.symlink_to(made.name, target_is_directory=True)
@@ -200,6 +204,6 @@ def _write_artefact(run: RunFolder, made: RunFolder) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     try:
-        export_run(made.path, None, file_format="pt2", trust=True)
+        export_run(made.path, None, file_format="pt2", trust=made.trust)
     except UserError as error:  # the user's network may not be exportable
         say(f"deployed without policy.pt2: {error}")

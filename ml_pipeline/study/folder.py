@@ -24,8 +24,10 @@ from optuna.pruners import MedianPruner
 from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from ml_pipeline.errors import UserError, first_line
-from ml_pipeline.runs.run_folder import write_text
+from ml_pipeline.errors import UserError, first_line, shorten
+from ml_pipeline.foreign import TABLE_BYTES, TEXT_BYTES, check_folder, check_size, read_regular
+from ml_pipeline.runs.run_folder import check_yaml, write_text
+from ml_pipeline.runs.signatures import UntrustedError, is_signed, signature
 from ml_pipeline.study.journal import HOST, JournalLock
 
 STUDY_ROOT = Path("studies")
@@ -34,6 +36,15 @@ MOST_DEATHS = 5  # of the worker of one trial; a stop signal does not count
 _BEAT_SECONDS = 10.0
 _SILENT_SECONDS = 60.0  # a trial on another machine is dead after this time without a heartbeat
 _HOPELESS_FAILURES = 3
+_PURPOSE = "study"  # of the signature
+
+# What workers write beside a trial in the journal.
+_NOTES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("run_dir", "host", "error"), (str,)),
+    **dict.fromkeys(("pid", "seed", "deaths"), (int,)),
+    **dict.fromkeys(("stopped", "pruned"), (bool,)),
+    "seconds": (int, float, type(None)),
+}
 
 
 class StudyError(UserError):
@@ -53,6 +64,25 @@ class StudySettings(NamedTuple):
     seed: int
     objective: str
     config_dir: str | None = None  # a folder of the user's own YAML files
+
+    @classmethod
+    def checked(cls, values: object) -> StudySettings:
+        """Settings from a file, which may hold anything; raises ``ValueError``."""
+        if not isinstance(values, dict):
+            raise ValueError("not a mapping")
+        settings = cls(**values)
+        for key, kind in (("overrides", list), ("space", dict), ("objective", str)):
+            if not isinstance(getattr(settings, key), kind):
+                raise ValueError(f"{key} must be a {kind.__name__}")
+        for key in ("n_trials", "seed"):
+            if type(getattr(settings, key)) is not int:
+                raise ValueError(f"{key} must be an integer")
+        words = [*settings.overrides, *settings.space, settings.config_dir or ""]
+        if not all(isinstance(each, str) for each in words):
+            raise ValueError("overrides, keys of the space and config_dir must be texts")
+        if not all(isinstance(rule, dict) for rule in settings.space.values()):
+            raise ValueError("each key of the space needs a mapping, such as {low: 1, high: 9}")
+        return settings
 
 
 class StudyFolder:
@@ -76,7 +106,15 @@ class StudyFolder:
         if not folder.settings.is_file():
             known = ", ".join(each.name for each in all_studies()) or "none"
             raise StudyError(f"study {name} does not exist in {STUDY_ROOT}/; existing: {known}")
+        folder.check()
         return folder
+
+    def check(self, *, trust: bool = False) -> None:
+        """Refuse links out of the folder unless ``trust``, and files that cannot be read."""
+        if self.path.is_dir():
+            check_folder(self.path, trust=trust)
+        if self.journal.exists():
+            check_size(self.journal, most_bytes=TABLE_BYTES)
 
     def make(self) -> None:
         try:
@@ -87,13 +125,26 @@ class StudyFolder:
 
     def read(self) -> StudySettings:
         try:
-            return StudySettings(**yaml.safe_load(self.settings.read_text(encoding="utf-8")))
-        except (OSError, TypeError, yaml.YAMLError) as error:
+            text = read_regular(self.settings, most_bytes=TEXT_BYTES).decode("utf-8")
+            check_yaml(text)
+            return StudySettings.checked(yaml.safe_load(text))
+        except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
             raise StudyError(f"cannot read {self.settings}: {first_line(error)}") from error
+
+    def read_own(self, *, trust: bool) -> StudySettings:
+        """The settings for a command that uses their overrides as if this user had typed them."""
+        if not (trust or is_signed(_PURPOSE, read_regular(self.settings, most_bytes=TEXT_BYTES))):
+            raise UntrustedError(
+                f"{self.settings}: this user did not write it, or it has changed since, and its "
+                "overrides can run any code; if you trust its author, add --trust (with study "
+                "start: trust=true)"
+            )
+        return self.read()
 
     def write(self, settings: StudySettings) -> None:
         text = yaml.safe_dump(settings._asdict(), sort_keys=False, width=1000)
-        write_text(self.settings, text)
+        text += "# signature of the user who started this: "
+        write_text(self.settings, text + (signature(_PURPOSE, text.encode()).decode() or "none\n"))
 
     @cached_property
     def storage(self) -> JournalStorage:
@@ -102,6 +153,21 @@ class StudyFolder:
 
     def study(self) -> optuna.Study:
         """The study as Optuna sees it, including later changes by other processes."""
+        with self._damage_named():
+            return self._study()
+
+    @contextmanager
+    def _damage_named(self) -> Iterator[None]:
+        """Optuna raises many types for a journal with lines that it did not write."""
+        try:
+            yield
+        except (Timeout, OSError):
+            raise
+        except Exception as error:
+            reason = shorten(f"{type(error).__name__}: {first_line(error)}")
+            raise StudyError(f"{self.journal} is damaged: {reason}") from error
+
+    def _study(self) -> optuna.Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         storage = self.storage
         if self.name not in optuna.get_all_study_names(storage):
@@ -115,7 +181,11 @@ class StudyFolder:
 
     def read_trials(self) -> list[FrozenTrial]:
         """All trials, in the order of their numbers; do not change them."""
-        return self.study().get_trials(deepcopy=False)
+        with self._damage_named():
+            trials = self._study().get_trials(deepcopy=False)
+            for trial in trials:
+                _check_notes(trial)
+        return trials
 
     def run_dirs(self) -> list[Path]:
         """The run folders of all trials that have begun, in the order of the trials."""
@@ -173,6 +243,12 @@ class StudyFolder:
         except OSError:
             beat = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
         return time.time() - beat
+
+
+def _check_notes(trial: FrozenTrial) -> None:
+    for key, value in trial.user_attrs.items():
+        if key in _NOTES and not isinstance(value, _NOTES[key]):
+            raise ValueError(f"trial {trial.number} has {key}={value!r}")
 
 
 @contextmanager

@@ -108,9 +108,13 @@ def param_overrides(space: Space, params: Mapping[str, object]) -> list[str]:
     """Drawn values as overrides for Hydra."""
     overrides = []
     for key, drawn in params.items():
+        if key not in space:
+            raise _space_error(f"{key}: a trial in the journal has it, study.yaml does not")
         choices = space[key].get("choices", [])
         lists = {_label(choice): choice for choice in choices if isinstance(choice, list)}
         value = lists.get(drawn, drawn) if isinstance(drawn, str) else drawn
+        if isinstance(value, str) and value not in choices:
+            raise _space_error(f"{key}={value}: a trial in the journal has it, study.yaml does not")
         overrides.append(_override(key, value))
     return overrides
 

@@ -36,7 +36,7 @@ from ml_pipeline.study.journal import HOST
 from ml_pipeline.study.report import headline, trial_line
 
 _LOOK_SECONDS = 0.5
-_OWN_KEYS = ("n_trials", "n_jobs", "space")
+_OWN_KEYS = ("n_trials", "n_jobs", "space", "trust")
 
 
 class Request(NamedTuple):
@@ -47,6 +47,7 @@ class Request(NamedTuple):
     n_trials: int | None
     n_jobs: int
     config_dir: str | None
+    trust: bool = False  # the author of an existing study
 
 
 def read_request(arguments: Sequence[str]) -> Request:
@@ -77,7 +78,14 @@ def read_request(arguments: Sequence[str]) -> Request:
         n_trials=_count("n_trials", own["n_trials"]) if "n_trials" in own else None,
         n_jobs=_count("n_jobs", own.get("n_jobs", "1")),
         config_dir=options.config_dir,
+        trust=_is_true(own.get("trust", "false")),
     )
+
+
+def _is_true(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise StudyError(f"trust={text}: must be true or false")
+    return text.lower() == "true"
 
 
 def _count(key: str, text: str) -> int:
@@ -91,6 +99,7 @@ def start(name: str, arguments: Sequence[str]) -> None:
     """Train trials until the study has all of them."""
     request = read_request(arguments)
     folder = StudyFolder(name)
+    folder.check(trust=request.trust)
     settings = None if folder.settings.is_file() else _new_settings(name, request)
     folder.make()
     with folder.alone():
@@ -136,7 +145,7 @@ def _new_settings(name: str, request: Request) -> StudySettings:
 
 def _joined_settings(folder: StudyFolder, request: Request) -> StudySettings:
     """Settings of an existing study; only ``n_trials`` may change."""
-    settings = folder.read()
+    settings = folder.read_own(trust=request.trust)
     difference = _difference(settings, request)
     if difference is not None:
         raise StudyError(

@@ -179,9 +179,12 @@ def _trained_value(settings: StudySettings, trial: Trial) -> float | None:
     cfg = compose_config(overrides)
     config = checked_config(cfg)
     run = _run_folder(trial, config)
-    if _has_checkpoint(run) and _is_trained(run):
-        value = recorded_value(run, settings.objective)
-    else:
+    try:
+        is_trained = _has_checkpoint(run) and _is_trained(run)
+        value = recorded_value(run, settings.objective) if is_trained else math.nan
+    except UntrustedError:  # trained with the key of another user; ``_train`` reports it
+        is_trained = False
+    if not is_trained:
         callbacks = _callbacks(trial, config)
         value = _train(run, cfg, overrides, trial.study.study_name, callbacks).objective
     trial.set_user_attr("seconds", run.read_summary().get("seconds"))
@@ -236,7 +239,7 @@ def _is_trained(run: RunFolder) -> bool:
     """Whether a run is complete although the journal has no result."""
     if run.read_summary().get("status") == "finished":
         return True
-    config = stored_config(run, trust=True)
+    config = stored_config(run)
     return int(load_checkpoint(run, LATEST)["env_steps"]) >= config.wanted_steps
 
 
@@ -244,7 +247,7 @@ def recorded_value(run: RunFolder, objective: str) -> float:
     """The objective of a complete run; repeats a last evaluation that a kill interrupted."""
     rows = read_metrics(run.metrics)
     values = [row[objective] for row in rows if row.get(objective)]
-    config = stored_config(run, trust=True)
+    config = stored_config(run)
     is_interrupted = objective == EVAL_RETURN and not (rows and rows[-1].get(EVAL_RETURN))
     if not is_interrupted or "evaluation" not in config.callbacks:
         return float(values[-1]) if values else math.nan
@@ -254,12 +257,9 @@ def recorded_value(run: RunFolder, objective: str) -> float:
 
 
 def evaluate_run(
-    path: Path, checkpoint: str | None, *, n_episodes: int, seed: int, trust: bool = True
+    path: Path, checkpoint: str | None, *, n_episodes: int, seed: int, trust: bool = False
 ) -> Evaluation:
-    """Greedy episodes of a run's policy; ``checkpoint`` None: the best, else the latest.
-
-    Trusts the runs of a study: study.yaml itself names what its trials import.
-    """
+    """Greedy episodes of a run's policy; ``checkpoint`` None: the best, else the latest."""
     trained = load_agent(path, checkpoint, trust=trust)
     try:
         with closing(trained.make_envs(n_envs=min(n_episodes, 8))) as envs:

@@ -688,3 +688,78 @@ def test_missing_extra_is_one_line_before_anything_else(tmp_path: Path) -> None:
     assert done.stderr == (
         'serve needs uvicorn, which is not installed: pip install "ml_pipeline[serve]"\n'
     )
+
+
+@pytest.mark.parametrize("part", ["value", "name", "address", "many"])
+@pytest.mark.parametrize("path", ["/health", "/predict"])
+def test_too_large_head_in_one_piece_is_refused(path: str, part: str, server: PolicyServer) -> None:
+    headers = {
+        "value": b"X: " + b"x" * 70_000,
+        "name": b"X" * 70_000 + b": x",
+        "many": b"\r\n".join(b"X%d: %s" % (number, b"x" * 100) for number in range(700)),
+        "address": b"X: x",
+    }
+    address = path.encode() + (b"?" + b"x" * 70_000 if part == "address" else b"")
+    head = b"GET " + address + b" HTTP/1.1\r\nHost: localhost\r\n" + headers[part]
+
+    answer = exchange(server.port, head + b"\r\nContent-Length: 2\r\n\r\n{}")
+
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert ask(server.port, "/health")[0] == 200
+
+
+def test_requests_need_the_token(files: dict[str, Path]) -> None:
+    policy = ExportedPolicy.load(files["cartpole"])
+    with serving(policy, token="s3cret") as server:
+        for given in ("", "s3cret", "Bearer", "Bearer wrong", "Bearer s3cret2", "Basic s3cret"):
+            headers = {"Authorization": given} if given else {}
+            for path, body in (("/metadata", None), ("/predict", {"obs": OBS})):
+                status, answer = ask(server.port, path, body, **headers)
+                assert status == 401
+                assert "Authorization: Bearer TOKEN" in answer["error"]
+        right = {"Authorization": "Bearer s3cret"}
+        assert ask(server.port, "/metadata", **right)[0] == 200
+        assert ask(server.port, "/predict", {"obs": OBS}, **right)[0] == 200
+        assert ask(server.port, "/health")[0] == 200
+        assert not server.is_open
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "is_open"),
+    [("127.0.0.1", "", False), ("0.0.0.0", "", True), ("0.0.0.0", "x", False), ("::", "", True)],
+)
+def test_server_of_other_machines_without_a_token_is_open(
+    host: str, token: str, is_open: bool, files: dict[str, Path]
+) -> None:
+    policy = ExportedPolicy.load(files["cartpole"])
+    server = PolicyServer(policy, host=host, port=0, token=token)
+
+    assert server.is_open == is_open
+
+    server._listener.close()
+    server._batcher.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"two\nlines", "\u00fc".encode(), b"x" * 5_000])
+def test_bad_token_file_is_one_line(
+    content: bytes, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_bytes(content)
+
+    for name in ("token", "missing"):
+        assert main(["serve", str(files["cartpole"]), "--token-file", str(tmp_path / name)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(tmp_path / name) in line
+
+
+def test_metadata_names_no_path_of_this_machine(files: dict[str, Path]) -> None:
+    policy = ExportedPolicy.load(files["cartpole"])
+    policy.metadata["env"]["kwargs"] = {"rom": "/home/me/rom.gb"}
+    policy.metadata["facts"] = {"data": [{"path": "/data/x.csv"}]}
+    policy.metadata["other"] = "C:\\data"
+    with serving(policy) as server:
+        _, answer = ask(server.port, "/metadata")
+
+    assert not {"env", "facts", "other"} & set(answer)
+    assert {"env_name", "observation_space", "action_space", "inputs", "outputs"} <= set(answer)

@@ -104,3 +104,83 @@ def test_diff_that_hangs_is_stopped(
     assert code is not None
     assert code.commit == f"{commit}+"
     assert code.changes.startswith("# unknown: git diff failed")
+
+
+TRAPS = {
+    "fsmonitor": [("core.fsmonitor", "touch sprung; false")],
+    "hooks": [("core.hooksPath", "hooks"), ("core.fsmonitor", "true")],
+    "filter": [("filter.a.b=c.clean", "touch sprung; cat")],
+    "process": [("filter.a.b=c.process", "touch sprung; cat"), ("filter.a.b=c.required", "true")],
+    "external diff": [("diff.external", "touch sprung; true")],
+    "textconv": [("diff.a.b=c.textconv", "touch sprung; cat")],
+    "driver": [("diff.a.b=c.command", "touch sprung; true")],
+    "transport": [
+        ("remote.origin.url", "ext::touch sprung"),
+        ("remote.origin.promisor", "true"),
+        ("extensions.partialClone", "origin"),
+        ("protocol.ext.allow", "always"),
+    ],
+}
+
+
+@pytest.mark.parametrize("included", [False, True])
+@pytest.mark.parametrize("trap", TRAPS)
+def test_config_of_an_unpacked_repository_runs_no_program(
+    trap: str, included: bool, commit: str, here: Path
+) -> None:
+    (here / ".gitattributes").write_text("*.py filter=a.b=c diff=a.b=c\n")
+    (here / "my_env.py").write_text("speed = 2\n")
+    (here / "hooks").mkdir()
+    for name in ("query-watchman", "post-index-change"):
+        (here / "hooks" / name).write_text("#!/bin/sh\ntouch sprung\n")
+        (here / "hooks" / name).chmod(0o755)
+    where = ["--file", "included"] if included else ["--local"]
+    for key, value in TRAPS[trap]:
+        git("config", *where, key, value)
+    if included:
+        git("config", "include.path", "../included")
+    if trap == "transport":  # an object that only the remote has
+        blob = git("rev-parse", "HEAD:my_env.py")
+        (here / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+
+    user_code(here)
+
+    assert not (here / "sprung").exists()
+
+
+def test_changed_submodule_does_not_run_the_programs_of_its_config(commit: str, here: Path) -> None:
+    git("init", "-q", "part")
+    (here / "part" / "a.py").write_text("a = 1\n")
+    git("-C", "part", "add", "a.py")
+    git("-C", "part", "commit", "-qm", "Add a part")
+    git("-c", "advice.addEmbeddedRepo=false", "add", "part")
+    git("commit", "-qm", "Add the part")
+    (here / "part" / "a.py").write_text("a = 2\n")
+    git("-C", "part", "config", "filter.x.clean", f"touch {here}/sprung; cat")
+    (here / "part" / ".git" / "info" / "attributes").write_text("*.py filter=x\n")
+
+    user_code(here)
+
+    assert not (here / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    "name", [".env", "a/.ENV.local", "prod.env", "b/server.pem", "id_rsa", "credentials.json"]
+)
+def test_tracked_file_of_passwords_is_named_and_not_copied(
+    name: str, commit: str, here: Path
+) -> None:
+    (here / name).parent.mkdir(exist_ok=True)
+    (here / name).write_text("TOKEN=old\n")
+    git("add", "-f", name)
+    git("commit", "-qm", "Add a token")
+    (here / name).write_text("TOKEN=hunter2\n")
+    (here / "my_env.py").write_text("speed = 2\n")
+
+    code = user_code(here)
+
+    assert code is not None
+    assert "hunter2" not in code.changes
+    assert "TOKEN" not in code.changes
+    assert "+speed = 2" in code.changes
+    assert f"# left out, it may hold passwords: {name}" in code.changes

@@ -60,10 +60,10 @@ def judge_runs(
     walks: dict[str, Walk] = {}
     is_held_out = True
     for path in run_folders:
-        run = RunFolder.open(path)
+        run = RunFolder.open(path, trust=trust)
         if run.name in walks:
             raise ConfigError(f"{path}: named twice; name each run once")
-        config = stored_config(run, trust=trust)
+        config = stored_config(run)
         trained_on = config.env.kwargs.get("period", "train")
         is_held_out &= trained_on != period and _ALL not in (trained_on, period)
         walks[run.name] = _walked(run, path, config, period, checkpoint)

@@ -31,8 +31,8 @@ def load_replay_buffer(
     The buffer has the envs of all ranks. A run that is training may save while its files are read,
     and remove some of them; then the newer checkpoint is read.
     """
-    run = RunFolder.open(path)
-    config = stored_config(run, trust=trust)
+    run = RunFolder.open(path, trust=trust)
+    config = stored_config(run)
     settings = config.agent
     if not isinstance(settings, OffPolicyConfig):
         raise ConfigError(

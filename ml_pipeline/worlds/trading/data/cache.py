@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ml_pipeline.errors import UserError
+from ml_pipeline.foreign import TEXT_BYTES, absolute_folder, check_folder, read_regular
 from ml_pipeline.locks import FileLock
 from ml_pipeline.worlds.trading.data.market import DataError, Market
 
@@ -38,7 +40,7 @@ class Entry(NamedTuple):
 
 def default_folder() -> Path:
     """The cache of this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ml_pipeline/markets"
+    return absolute_folder("XDG_CACHE_HOME", ".cache") / "ml_pipeline/markets"
 
 
 def cached(folder: Path, key: str, build: Callable[[], Entry]) -> Entry:
@@ -73,10 +75,10 @@ def _file_checksum(path: Path, folder: Path) -> str:
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
     note, stamp = folder / f"{name}.source", _stamp(path)
     try:
-        seen = json.loads(note.read_text())
+        seen = json.loads(read_regular(note, most_bytes=TEXT_BYTES))
         if seen["stamp"] == stamp:
             return str(seen["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, OSError, ValueError, KeyError, TypeError):
         pass  # no note yet, or one that is damaged: read the file
     try:
         checksum = _checksum(path)
@@ -92,12 +94,13 @@ def _file_checksum(path: Path, folder: Path) -> str:
 def _opened(path: Path) -> Entry | None:
     """The entry in a folder; None if it is missing or damaged."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text())
+        check_folder(path)
+        manifest = json.loads(read_regular(path / _MANIFEST))
         files = manifest["files"]
         arrays = {name: _array(path / f"{name}.npy", files[name]) for name in _ARRAYS}
         symbols, features = tuple(manifest["symbols"]), tuple(manifest["features"])
         return Entry(Market(symbols, features, **arrays), manifest["facts"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, OSError, ValueError, KeyError, TypeError):
         return None
 
 
