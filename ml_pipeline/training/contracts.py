@@ -287,10 +287,7 @@ class Callback:
         """Before the first iteration, also of a resumed run."""
 
     def on_iteration_end(self, loop: RunningLoop, metrics: Metrics) -> bool | None:
-        """After each iteration; may add to ``metrics`` before they are logged.
-
-        False ends training after this iteration, as ``loop.request_stop`` does.
-        """
+        """After each iteration; may add to ``metrics``. Returning False ends training."""
         return None
 
     def on_iteration_logged(self, loop: RunningLoop, metrics: Mapping[str, float]) -> None:
