@@ -57,8 +57,8 @@ def check_env(
         bounds = unsuitable_bounds(trial.action_space)
         if bounds is not None:
             remarks.append(
-                f"actions go from {bounds}, but PPO's default policy suits bounds near 1: use "
-                "agent.box_policy=squashed, or rescale the actions (docs/ppo.md#spaces)"
+                f"actions go from {bounds}, but agent.box_policy=gaussian, a default, suits "
+                "bounds near 1: use agent.box_policy=squashed, or rescale the actions"
             )
     if trial.no_snapshot is not None:
         remarks.append(f"a resumed run starts new episodes: {trial.no_snapshot}")

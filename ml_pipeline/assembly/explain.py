@@ -27,6 +27,11 @@ _TYPES = {
     **dict.fromkeys(("String", "str"), "a text"),
 }
 
+_GROUPS = {
+    *("agent", "callbacks", "env", "experiment", "logger"),
+    *("network", "opponent", "sweep", "vec_env"),
+}
+
 
 class ConfigError(UserError):
     """The config contains a mistake."""
@@ -51,7 +56,7 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
     if composing := re.match(r"In '(.+?)': .* raised while composing config:\n(.+)", str(error)):
         return _broken_file(*composing.groups())
     if str(error).startswith("Config group override must be a string or a list"):
-        return _no_list(words)
+        return _no_name(words)
     if isinstance(cause, InterpolationKeyError):
         return f"{cause.full_key}: {first_line(cause)}"
     if str(error).startswith("Only one of --run"):
@@ -122,13 +127,16 @@ def _broken_file(name: str, reason: str) -> str:
     return f"conf/{name}.yaml: {reason}"
 
 
-def _no_list(words: Sequence[str]) -> str:
-    """The error for a group that a word sets to null."""
-    wrong = [key for key, _, value in (word.partition("=") for word in words) if value == "null"]
-    several = [key for key in wrong if key in ("callbacks", "logger")]
-    if several:
-        return f"{several[0]}=null: name the options of this group; for none, {several[0]}=[]"
-    return f"{wrong[0] if wrong else 'group'}=null: name an option of this group; --help lists them"
+def _no_name(words: Sequence[str]) -> str:
+    """The error for a group that a word sets to null, a number or a bool."""
+    given = dict(word.partition("=")[::2] for word in words)
+    for key in sorted(_GROUPS & given.keys()):
+        value = given[key]
+        if value == "null" and key in ("callbacks", "logger"):
+            return f"{key}=null: name the options of this group; for none, {key}=[]"
+        if not isinstance(yaml.safe_load(value), (str, list)):
+            return f"{key}={value}: name an option of this group; --help lists them"
+    return "an option of a group must be a string; --help lists them"
 
 
 def _choice(known: Sequence[str]) -> str:

@@ -244,8 +244,7 @@ class BoxDistribution(Distribution):
             return None
         return (
             f"actions go from {bounds}, but the first ones have mean 0 and a standard deviation of "
-            f"about {deviation:.2g}; use agent.box_policy=squashed, or rescale the actions "
-            "(docs/ppo.md#spaces)"
+            f"about {deviation:.2g}; use agent.box_policy=squashed, or rescale the actions"
         )
 
     def to_torch_env(self, action: Tensor) -> Tensor:

@@ -106,6 +106,7 @@ def test_tensorboard_has_the_rows_of_metrics_csv_without_duplicates_after_a_resu
 
 def test_tensorboard_has_the_hyperparameters_and_the_names_of_their_metrics(here: Path) -> None:
     settings = [*small(logger="tensorboard"), "best_metric=loss/value", "agent.gamma=0.9"]
+    settings.append("network.hidden_sizes=[64,64]")
     run = train(settings).run_dir
     train([f"resume={run}", "total_steps=128"])
 

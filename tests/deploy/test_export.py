@@ -206,8 +206,7 @@ def test_file_does_not_contain_the_critic(exported: Export) -> None:
 
 def with_network(name: str) -> Path:
     """A small run with a network of tests/own_parts.py."""
-    gone = ("~network.hidden_sizes", "~network.activation")
-    return trained(*gone, f"network._target_=own_parts.{name}")
+    return trained("network=own", f"network._target_=own_parts.{name}")
 
 
 @pytest.mark.parametrize(

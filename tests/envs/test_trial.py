@@ -175,6 +175,6 @@ def test_check_env_and_ppo_say_that_bounds_are_far_from_1(here: Path, capsys: Ca
     train([*small(), *env, wide, "agent.box_policy=squashed"])
     squashed = capsys.readouterr().out
 
-    assert "remark: actions go from -200 to 200, but PPO's default policy suits" in checked
+    assert "remark: actions go from -200 to 200, but agent.box_policy=gaussian" in checked
     assert "actions go from -200 to 200, but the first ones have" in trained
     assert not any("actions go from" in text for text in (unit, squashed))

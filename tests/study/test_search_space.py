@@ -42,7 +42,7 @@ NEEDS = r"agent.gamma: needs low and high \(log or step\), or choices; got "
         ("agent.gama: {low: 0.9, high: 1}", ".*agent.gama=0.9: Key 'gama'"),
         ("agent.n_epochs: {low: 1.5, high: 3}", ".*1.5"),
         ("network: {choices: [mlp, nope]}", ".*network=nope: no such option"),
-        ("env: {choices: [3]}", ".*env=3: .*must be a string"),
+        ("env: {choices: [3]}", ".*env=3: name an option of this group"),
         ("agent.n_steps: {choices: [8, 3]}", ".*agent.n_minibatches=2: agent.n_steps=3 x"),
         ("agent.n_steps: {low: 2, high: 8}", ".*agent.n_minibatches=2: agent.n_steps=3 x"),
         (
