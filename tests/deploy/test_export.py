@@ -373,7 +373,7 @@ def test_sigterm_ends_a_command_that_shows_episodes(exported: Export) -> None:
         while "seed 0: " not in process.stdout.readline():
             assert process.poll() is None
         process.terminate()
-        assert process.wait(timeout=30) == -signal.SIGTERM
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
     finally:
         process.kill()
         process.communicate()
