@@ -30,6 +30,8 @@ class CrashScheduling(LoadGroupScheduling):
 
     def _reschedule(self, node: WorkerController) -> None:
         """Assign a second unit if needed: a worker runs a test only once it knows the next one."""
+        if node not in self.registered_collections:
+            return  # it replaces a node that has just died, and has not collected yet
         super()._reschedule(node)
         if not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
             super()._reschedule(node)
