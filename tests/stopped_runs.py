@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from conftest import TESTS, door_command, read_rows
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -83,8 +84,11 @@ def checkpoint_numbers(run_dir: Path) -> dict[str, Any]:
 
 
 def replay_rows(run: Path) -> dict[int, Any]:
-    """Every row of the latest checkpoint's transitions by its number; empty without replay."""
-    state = load_checkpoint(RunFolder.open(run), LATEST).get("replay", {"segments": []})
+    """Every row that the latest checkpoint may draw, by its number; empty without replay."""
+    checkpoint = load_checkpoint(RunFolder.open(run), LATEST)
+    if "replay" not in checkpoint:
+        return {}
+    state = checkpoint["replay"]
     rows: dict[int, Any] = {}
     for segment in state["segments"]:
         read = read_sealed(run / "replay" / segment["name"])
@@ -99,4 +103,7 @@ def replay_rows(run: Path) -> dict[int, Any]:
             }
             ends = range(at, at + n_envs)
             rows[number]["final"] = [finals[i].tolist() if i in finals else None for i in ends]
-    return {number: rows[number] for number in sorted(rows)}
+    # A file that was saved at a stop may begin before the oldest row that the ring still holds.
+    capacity = yaml.safe_load(checkpoint["config"])["agent"]["buffer_size"]
+    oldest = state["n_written"] - capacity // state["n_envs"]
+    return {number: rows[number] for number in sorted(rows) if number >= oldest}
