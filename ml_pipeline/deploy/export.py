@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.deploy.exported import (
+    CHECKSUM_KEY,
     METADATA_FILE,
     METADATA_FORMAT,
     METADATA_KEY,
     PURPOSE,
     ExportedPolicy,
+    with_checksum,
 )
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace
 from ml_pipeline.errors import UserError, type_and_line
@@ -93,6 +95,8 @@ def export_policy(
             f"network {network} cannot be exported as {file_format}: {type_and_line(error)}"
         ) from error
     content = _signed(content, file_format)
+    if file_format == "onnx":  # a .pt2 is a zip file, which has checksums
+        content = with_checksum(content)
     policy = ExportedPolicy.from_bytes(content, str(path), trust=True)
     steps = play_steps(agent, env, N_OBSERVATIONS)
     agreement = compare(agent, module, policy, steps, env.observation_space)
@@ -163,7 +167,8 @@ def _as_onnx(program: torch.export.ExportedProgram, metadata: str) -> bytes:
     for each in (*model.graph.input, *model.graph.output):
         each.type.tensor_type.shape.dim[0].dim_param = "batch"
     del model.graph.value_info[:]  # it names the batch dimension differently
-    onnx.helper.set_model_props(model, {METADATA_KEY: metadata})
+    described[CHECKSUM_KEY] = "sha256"
+    onnx.helper.set_model_props(model, {METADATA_KEY: json.dumps(described, allow_nan=False)})
     return bytes(model.SerializeToString())
 
 

@@ -8,6 +8,7 @@ one from the metadata's ``env`` calls the classes named there; ``door.load`` che
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -38,8 +39,14 @@ from ml_pipeline.runs.signatures import UntrustedError, is_signed
 METADATA_FORMAT = 1  # increased when older readers cannot use the metadata
 METADATA_FILE = "metadata.json"  # inside a .pt2
 METADATA_KEY = "ml_pipeline"  # inside an .onnx
+CHECKSUM_KEY = "checksum"  # of the metadata, if the .onnx ends with its SHA-256
 PURPOSE = "policy"  # of the signature
 
+
+# Protobuf: an unknown field, its number (1001) and its length, 64 hex digits.
+_CHECKSUM_MARK = b"\xca\x3e\x40"
+_CHECKSUM_SIZE = len(_CHECKSUM_MARK) + 64
+_CHANGED = "it is damaged, or was changed after the export: copy or export it again"
 
 Arrays = dict[str, NDArray[np.generic]]  # by name of input or output, [batch, ...] each
 
@@ -111,10 +118,13 @@ class ExportedPolicy:
     @classmethod
     def from_bytes(cls, content: bytes, name: str, *, trust: bool = False) -> ExportedPolicy:
         """``name`` is used in errors."""
-        is_pt2, is_own = zipfile.is_zipfile(io.BytesIO(content)), is_signed(PURPOSE, content)
+        is_pt2, has_checksum = zipfile.is_zipfile(io.BytesIO(content)), False
         try:
             if is_pt2:
                 _check_zip(content)
+            else:
+                content, has_checksum = _without_checksum(content)
+            is_own = is_signed(PURPOSE, content)
             if is_pt2 and not (is_own or trust):
                 raise UntrustedError(
                     f"{name}: this user did not export it, or it has changed since, and a .pt2 "
@@ -134,10 +144,14 @@ class ExportedPolicy:
         try:
             metadata = json.loads(text)
             known = metadata["format"] == METADATA_FORMAT
+            if metadata.get(CHECKSUM_KEY) and not (is_pt2 or has_checksum):
+                raise PolicyFileError(f"{name} does not end with its checksum; {_CHANGED}")
             if known:
                 policy = cls(run, metadata, is_own=is_own)
                 policy._check()
                 return policy
+        except PolicyFileError:
+            raise
         except Exception as error:  # the metadata may be anything
             reason = type_and_line(error)
             raise PolicyFileError(f"{name} has damaged metadata: {reason}") from error
@@ -233,6 +247,21 @@ class ExportedPolicy:
     def mask_of(self, infos: Mapping[str, Any]) -> NDArray[np.bool_] | None:
         """The masks in a vector env's infos, [n_envs, n], or None if the policy uses none."""
         return masks_in(infos) if self.wants_mask else None
+
+
+def with_checksum(content: bytes) -> bytes:
+    """An .onnx file and the SHA-256 of all its bytes, in a field that other readers ignore."""
+    return content + _CHECKSUM_MARK + hashlib.sha256(content).hexdigest().encode()
+
+
+def _without_checksum(content: bytes) -> tuple[bytes, bool]:
+    """What ``with_checksum`` was given, and whether there was a checksum: old files have none."""
+    body, field = content[:-_CHECKSUM_SIZE], content[-_CHECKSUM_SIZE:]
+    if not field.startswith(_CHECKSUM_MARK):
+        return content, False
+    if field[len(_CHECKSUM_MARK) :] != hashlib.sha256(body).hexdigest().encode():
+        raise ValueError(f"its checksum does not match its content; {_CHANGED}")
+    return body, True
 
 
 def _check_zip(content: bytes) -> None:

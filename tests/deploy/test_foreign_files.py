@@ -23,7 +23,7 @@ from ml_pipeline.__main__ import main
 from ml_pipeline.assembly.load import export_run
 from ml_pipeline.assembly.run import train
 from ml_pipeline.deploy import export
-from ml_pipeline.deploy.exported import ExportedPolicy, PolicyFileError
+from ml_pipeline.deploy.exported import ExportedPolicy, PolicyFileError, with_checksum
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.signatures import UntrustedError
 
@@ -80,10 +80,12 @@ def rewrite_zip(path: Path, change: Callable[[str, bytes], bytes]) -> None:
 
 
 def with_metadata(change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the metadata of policy.onnx."""
+    """Change the metadata of policy.onnx, and make it a file without a checksum, as older ones."""
     model = onnx.load("policy.onnx")
     (entry,) = model.metadata_props
     metadata = json.loads(entry.value)
+    del metadata["checksum"]
+    model.DiscardUnknownFields()
     changed = change(metadata)
     entry.value = json.dumps(metadata) if changed is None else changed
     onnx.save(model, "policy.onnx")
@@ -185,11 +187,9 @@ def test_onnx_of_another_user_names_no_own_code(
 
 
 def test_changed_onnx_is_no_longer_own(files: Path, capsys: Capture) -> None:
-    model = onnx.load("own.onnx")
-    onnx.save(model, "own.onnx")  # without the unknown field
-    content = Path("own.onnx").read_bytes()
-    signed = Path("policy.onnx").read_bytes()
-    Path("own.onnx").write_bytes(content + signed[-68:])  # the signature of another file
+    content, signed = (Path(f"{name}.onnx").read_bytes()[:-67] for name in ("own", "policy"))
+    mixed = content[:-68] + signed[-68:]  # the signature of another file
+    Path("own.onnx").write_bytes(with_checksum(mixed))
 
     assert main(["play", "own.onnx"]) == 1
 
@@ -199,6 +199,7 @@ def test_changed_onnx_is_no_longer_own(files: Path, capsys: Capture) -> None:
 def leaking(location: str, how: str) -> bytes:
     """policy.onnx whose output ``policy`` shows two bytes of another file."""
     model = onnx.load("policy.onnx")
+    model.DiscardUnknownFields()
     for node in model.graph.node:
         for names in (node.input, node.output):
             for index, name in enumerate(names):
@@ -244,6 +245,29 @@ def test_flipped_byte_in_a_pt2_is_found(trust: bool, foreign: Path) -> None:
         ExportedPolicy.from_bytes(flipped, "x.pt2", trust=trust)
 
 
+def test_each_flipped_byte_of_an_onnx_is_found(files: Path) -> None:
+    content = Path("policy.onnx").read_bytes()
+    places = [*np.linspace(0, len(content) - 200, 150, dtype=int), *range(-200, 0)]
+
+    for place in places:
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        with pytest.raises(PolicyFileError, match=r"^x\.onnx [^\n]+$"):
+            ExportedPolicy.from_bytes(bytes(flipped), "x.onnx")
+    with pytest.raises(PolicyFileError, match=r"^x\.onnx does not end with its checksum"):
+        ExportedPolicy.from_bytes(content + b"\x08\x00", "x.onnx")
+
+
+def test_onnx_that_another_tool_changed_is_refused(files: Path, capsys: Capture) -> None:
+    model = onnx.load("policy.onnx")
+    model.producer_name = "another"
+    onnx.save(model, "policy.onnx")
+
+    assert main(["play", "policy.onnx"]) == 1
+
+    assert "it is damaged, or was changed after the export" in error_line(capsys)
+
+
 @pytest.mark.parametrize("name", ["policy.pt2", "policy.onnx"])
 def test_damaged_file_is_one_line(name: str, foreign: Path) -> None:
     content = Path(name).read_bytes()
@@ -256,7 +280,7 @@ def test_damaged_file_is_one_line(name: str, foreign: Path) -> None:
         try:
             ExportedPolicy.from_bytes(each, name, trust=True)
         except UserError as error:
-            assert "\n" not in str(error)  # noqa: PT017, a changed weight of .onnx is no error
+            assert "\n" not in str(error)  # noqa: PT017, torch ignores some bytes of a .pt2
 
 
 def put(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
