@@ -16,7 +16,8 @@ from conftest import TESTS, door_command, read_rows
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ml_pipeline.assembly.run import train
-from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint, read_sealed
+from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
+from ml_pipeline.runs.large_files import LargeFiles
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.signals import Interrupted
 from ml_pipeline.training.checks import PartError
@@ -91,7 +92,7 @@ def replay_rows(run: Path) -> dict[int, Any]:
     state = checkpoint["replay"]
     rows: dict[int, Any] = {}
     for segment in state["segments"]:
-        read = read_sealed(run / "replay" / segment["name"])
+        read = LargeFiles(RunFolder(run)).read(segment["name"])
         n_envs = len(read["reward"]) // (segment["last"] - segment["first"])
         finals = dict(zip(read["final_at"].tolist(), read.get("final obs ", ()), strict=False))
         for number in range(segment["first"], segment["last"]):

@@ -271,6 +271,7 @@ def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         raise ConfigError("init_from= cannot be combined with resume=; choose one of them")
     # Never from the folder: otherwise its author decides whether to trust it.
     base.trust = cfg.trust
+    base.salvage = cfg.salvage
     if "total_steps" in named and "num_episodes" not in named:
         base.num_episodes = None  # the command line replaces the stored goal
     typed = [tuple(key.split(".")) for key in named]
@@ -393,7 +394,7 @@ def _container(cfg: DictConfig) -> dict[str, object]:
 
 def stored_text(config: TrainConfig) -> str:
     """The text of config.yaml: everything that decides the run, except what it resumed."""
-    values = {**dataclasses.asdict(config), "resume": None, "trust": False}
+    values = {**dataclasses.asdict(config), "resume": None, "trust": False, "salvage": False}
     text = OmegaConf.to_yaml(OmegaConf.create(values)) + _SIGNATURE
     return text + (signature(_PURPOSE, text.encode()).decode() or "none\n")
 

@@ -363,7 +363,7 @@ def build_loop(
                 own["collector"]["position"] = None  # that of another env has another form
             check_fits(own, plan.state, "state")
             loop.load_state_dict(plan.state)
-            load_files(plan.run, trainer, plan.state)
+            load_files(plan.run, trainer, plan.state, salvage=config.salvage)
     return loop
 
 

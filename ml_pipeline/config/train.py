@@ -126,6 +126,7 @@ class TrainConfig:
     rank_timeout_seconds: float = 300.0
     init_from: Optional[str] = None  # run folder, or latest: start a new run with its weights
     resume: Optional[str] = None  # run folder to continue
+    salvage: bool = False  # with resume: continue without the replay files that are damaged
     trust: bool = False  # with resume: accept a folder of another user that can run any code
     objective: str = MEAN_RETURN  # the metric that a sweep reports
     best_metric: str = EVAL_RETURN  # the metric that selects the best checkpoint

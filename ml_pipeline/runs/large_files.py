@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, shorten
 from ml_pipeline.records import StateDict
 from ml_pipeline.runs.checkpoint import (
     CheckpointError,
@@ -26,26 +26,45 @@ from ml_pipeline.runs.checkpoint import (
 from ml_pipeline.runs.run_folder import RunFolder, remove
 from ml_pipeline.training.contracts import KeepsFiles, Trainer
 
+_NAME = "file"  # of the content: finds files that were exchanged
+
 
 class LargeFiles:
     """The files of one run; a ``FileStore``."""
 
-    def __init__(self, run: RunFolder) -> None:
+    def __init__(self, run: RunFolder, *, salvages: bool = False) -> None:
         self._run = run
+        self.salvages = salvages
 
     def write(self, name: str, content: StateDict) -> None:
         check_plain(content, name)
         self._run.replay.mkdir(exist_ok=True)
         data = io.BytesIO()
-        torch.save(content, data)
+        torch.save({**content, _NAME: name}, data)
         write_sealed(self._run.replay / name, data.getvalue())
 
     def read(self, name: str) -> StateDict:
         """The content of a file; ``name`` comes from a checkpoint and must not leave the folder."""
+        try:
+            return self._read(name)
+        except CheckpointError as error:
+            if self.salvages:
+                raise
+            raise CheckpointError(
+                f"{error}; to continue without these transitions, add salvage=true to "
+                f"resume={self._run.shown}"
+            ) from error
+
+    def _read(self, name: str) -> StateDict:
         path = self._run.replay / name
         if path.parent != self._run.replay or not path.is_file():
             raise CheckpointError(f"{path} is missing; it holds transitions of the checkpoint")
-        content: StateDict = read_sealed(path)
+        content = read_sealed(path)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} does not hold transitions")
+        written = content.pop(_NAME, name)  # older files do not have it
+        if written != name:
+            raise CheckpointError(f"{path} was written as {shorten(str(written))}: files are mixed")
         return content
 
     def sweep(self, state: StateDict, names_in: Callable[[StateDict], set[str]]) -> None:
@@ -81,11 +100,11 @@ def save_files(run: RunFolder, trainer: Trainer) -> None:
         trainer.save_files(LargeFiles(run))
 
 
-def load_files(run: RunFolder, trainer: Trainer, state: StateDict) -> None:
+def load_files(run: RunFolder, trainer: Trainer, state: StateDict, *, salvage: bool) -> None:
     """Read the files of the checkpoint whose state ``trainer`` has just loaded."""
     if isinstance(trainer, KeepsFiles):
         with read_errors_named(run):
-            trainer.load_files(LargeFiles(run), state)
+            trainer.load_files(LargeFiles(run, salvages=salvage), state)
 
 
 def sweep_files(run: RunFolder, trainer: Trainer, state: StateDict) -> None:

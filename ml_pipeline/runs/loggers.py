@@ -39,18 +39,23 @@ _WANDB_MODES = ("auto", "online", "offline", "disabled")
 class CsvLogger:
     """metrics.csv: a row per iteration; a new metric adds a column.
 
-    Rows after ``from_env_steps`` are dropped: the resumed run trains these iterations again.
+    ``begin`` drops the rows after ``from_env_steps``: a resumed run trains these iterations again.
     """
 
     def __init__(self, path: Path, *, from_env_steps: int = 0) -> None:
         self._path = path
-        self._columns: list[str] = []
-        if path.exists():
-            rows = read_metrics(path)
-            self._columns = list(rows[0]) if rows else []
-            kept = [row for row in rows if int(row["env_steps"]) <= from_env_steps]
-            write_text(path, self._text(kept, header=bool(rows)))
+        self._is_resumed = path.exists()
+        rows = read_metrics(path) if self._is_resumed else []
+        self._columns: list[str] = list(rows[0]) if rows else []
+        self.rows = [row for row in rows if int(row["env_steps"]) <= from_env_steps]
         self._file = self._opened()
+
+    def begin(self) -> None:
+        """Call it before ``log`` if the file is that of a resumed run."""
+        if self._is_resumed:
+            self._file.close()
+            write_text(self._path, self._text(self.rows, header=bool(self._columns)))
+            self._file = self._opened()
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
         row = {"env_steps": env_steps, **metrics}

@@ -18,17 +18,16 @@ from typing import Any
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, shown_return
 from ml_pipeline.runs.checkpoint import LATEST, checkpoint_path
 from ml_pipeline.runs.console import ConsoleLogger, is_job, say, typed_training, user_command
-from ml_pipeline.runs.loggers import CsvLogger, read_metrics
+from ml_pipeline.runs.loggers import CsvLogger
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 from ml_pipeline.runs.source_code import Code, package_code, user_code
 from ml_pipeline.training.contracts import Logger
 
 
 class LastValues:
-    """Keeps the last value of each metric; ``path`` is the metrics.csv so far."""
+    """Keeps the last value of each metric; ``rows`` are those of metrics.csv so far."""
 
-    def __init__(self, path: Path) -> None:
-        rows = read_metrics(path)
+    def __init__(self, rows: Sequence[Mapping[str, str]]) -> None:
         self.values = {key: float(value) for row in rows for key, value in row.items() if value}
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
@@ -109,10 +108,12 @@ class Record:
         self._console = ConsoleLogger(total_steps, env_steps=env_steps)
         self._extra_loggers = dict(loggers)
         self._printed_status: set[str] = set()
-        csv_logger = CsvLogger(run.metrics, from_env_steps=env_steps)
-        self._last = LastValues(run.metrics)
+        self._csv = CsvLogger(run.metrics, from_env_steps=env_steps)
+        self._last = LastValues(self._csv.rows)
+        # A resume that fails before its first iteration leaves the record as it is.
+        self._is_kept = bool(before)
         self.loggers: list[Logger] = [
-            csv_logger,
+            self._csv,
             self._last,
             *self._extra_loggers.values(),
             self._console,
@@ -121,6 +122,8 @@ class Record:
 
     def begin(self, line: str) -> None:
         """Print the first lines and write a summary with the status running."""
+        self._is_kept = False
+        self._csv.begin()
         self._what_runs_where = line
         self._say_lines([line, f"run folder: {self.run.shown}", *self._new_logger_lines()])
         self.run.update_summary(
@@ -164,7 +167,8 @@ class Record:
             "metrics": {name: _finite(value) for name, value in self._last.values.items()},
         }
         try:
-            self.run.update_summary(facts)
+            if not self._is_kept:
+                self.run.update_summary(facts)
         except RunFolderError as error:  # a full disk must not hide how the run ended
             say(str(error))
             with suppress(RunFolderError):  # it was just reported

@@ -161,6 +161,8 @@ class ResumesEpisodes(Protocol):
 class FileStore(Protocol):
     """Files beside the checkpoints of a run; see ``runs.large_files``."""
 
+    salvages: bool  # continue without the files that ``read`` refuses
+
     def write(self, name: str, content: StateDict) -> None: ...
 
     def read(self, name: str) -> StateDict: ...

@@ -65,6 +65,7 @@ def test_resume_drops_rows_after_the_checkpoint_and_a_truncated_row(run: RunFold
     run.metrics.write_text("env_steps,a\n10,1.0\n20,2.0\n30,3.0\n4")
 
     logger = CsvLogger(run.metrics, from_env_steps=20)
+    logger.begin()
     logger.log({"a": 9.0}, env_steps=30)
     logger.close()
 

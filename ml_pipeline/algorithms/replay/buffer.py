@@ -138,7 +138,7 @@ class ReplayBuffer:
 
     def __len__(self) -> int:
         """Transitions that can be drawn, of all ranks."""
-        return (self.n_written - self.first_drawn) * self.n_all_envs
+        return max(self.n_written - self.first_drawn, 0) * self.n_all_envs
 
     @property
     def first_drawn(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ from ml_pipeline.algorithms.replay.rank_replay import own_rows
 from ml_pipeline.errors import UserError
 from ml_pipeline.records import StateDict
 from ml_pipeline.training.contracts import FileStore
+
+
+class LostRows(NamedTuple):
+    """What a salvage could not read."""
+
+    errors: list[str]  # one per file
+    last: int  # the row after the newest that is lost, counted from the start of the run; 0: none
+
 
 _FILE_BYTES = 2**28  # about the size of a file at most, since saving copies its content in memory
 
@@ -43,23 +51,33 @@ def read_replay(
     buffer: ReplayBuffer,
     rank_segments: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     rank: int = 0,
-) -> None:
+) -> LostRows:
     """Read the files that the state of ``buffer`` names.
 
     ``rank_segments``: the files of another number of ranks; ``buffer`` takes the envs of ``rank``.
+    A file that cannot be read raises an error, or its rows are lost if ``files.salvages``. Then
+    call ``forget_before`` with the last of all ranks.
     """
     segments = buffer.segments if rank_segments is None else rank_segments[0]
     others = [] if rank_segments is None else rank_segments[1:]
     own = slice(rank * buffer.n_envs, (rank + 1) * buffer.n_envs)
+    lost = LostRows([], 0)
     # In order: a later file replaces rows of an earlier one.
     for segment, *rest in zip(segments, *others, strict=True):
         span = first, last = segment["first"], segment["last"]
         if any((each["first"], each["last"]) != span for each in rest):
             raise UserError("the ranks of the checkpoint saved different rows; train it again")
-        parts = [files.read(str(each["name"])) for each in (segment, *rest)]
+        try:
+            parts = [files.read(str(each["name"])) for each in (segment, *rest)]
+        except UserError as error:
+            if not files.salvages:
+                raise
+            lost = LostRows([*lost.errors, str(error)], last)
+            continue
         rows = parts[0] if rank_segments is None else own_rows(parts, last - first, own)
         load_rows(buffer, first, last, rows)
     _check_complete(buffer, segments)
+    return lost
 
 
 def _check_complete(buffer: ReplayBuffer, segments: Sequence[Mapping[str, Any]]) -> None:

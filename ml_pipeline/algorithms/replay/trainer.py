@@ -19,7 +19,12 @@ from torch import Tensor
 from ml_pipeline.algorithms.replay.agent import RatesT, ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
 from ml_pipeline.algorithms.replay.config import OffPolicyConfig
-from ml_pipeline.algorithms.replay.files import read_replay, replay_names, write_replay
+from ml_pipeline.algorithms.replay.files import (
+    LostRows,
+    read_replay,
+    replay_names,
+    write_replay,
+)
 from ml_pipeline.algorithms.replay.learning import ReplayLearning
 from ml_pipeline.envs.episode_stats import Episode, EpisodeWindow
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
@@ -53,6 +58,7 @@ class OffPolicyTrainer(Generic[RatesT]):
     ) -> None:
         if remark := agent.check_fast():
             context.programs.tell(remark)
+        self._tell = context.programs.tell
         self.agent = agent
         self.config = config
         self.world = context.world
@@ -257,7 +263,22 @@ class OffPolicyTrainer(Generic[RatesT]):
         write_replay(files, self.replay)
 
     def load_files(self, files: FileStore, state: StateDict) -> None:
-        read_replay(files, self.replay, state.get("rank_segments"), self.world.rank)
+        lost = read_replay(files, self.replay, state.get("rank_segments"), self.world.rank)
+        if files.salvages:
+            self._drop(lost)
+
+    def _drop(self, lost: LostRows) -> None:
+        """Drop the rows that a rank has lost, and those before them: the ring has no gaps."""
+        errors, (last,) = self.world.joined(lost.errors), self.world.max([lost.last])
+        if not errors:
+            return
+        n_before = len(self.replay)
+        self.replay.forget_before(last)
+        n_left = len(self.replay)
+        self._tell(
+            f"salvage=true: {n_before - n_left:,} of {n_before:,} transitions are lost, and "
+            f"{n_left:,} are kept: {'; '.join(errors)}"
+        )
 
     def files_in(self, state: StateDict) -> set[str]:
         return replay_names(state)

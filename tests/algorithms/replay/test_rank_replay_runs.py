@@ -18,7 +18,8 @@ from started_ranks import ended, needs_proc, rank_pid, read_until, run_folder
 from stopped_runs import checkpoint_numbers
 
 from ml_pipeline.__main__ import main
-from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint, read_sealed
+from ml_pipeline.runs.checkpoint import LATEST, load_checkpoint
+from ml_pipeline.runs.large_files import LargeFiles
 from ml_pipeline.runs.run_folder import RunFolder
 
 OPTIONS = [
@@ -63,7 +64,7 @@ def numbers(run: Path) -> dict[str, Any]:
     for rank, part in enumerate(parts):
         # The rows of a segment: a stop leaves other segments than an unbroken run.
         for segment in part["replay"]["segments"]:
-            rows = read_sealed(run / "replay" / segment["name"])
+            rows = LargeFiles(RunFolder(run)).read(segment["name"])
             n_rows = segment["last"] - segment["first"]
             for name in ("obs ", "action", "reward", "done"):
                 values = rows[name].view(n_rows, 4, -1).tolist()

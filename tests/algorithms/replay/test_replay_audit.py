@@ -76,7 +76,10 @@ def test_a_flipped_byte_in_a_file_is_found(run: Path, capsys: Capture) -> None:
     path.write_bytes(content)
 
     assert main(["replay", str(run)]) == 1
-    assert error_line(capsys) == f"{path} is damaged: its checksum does not match its content"
+    assert error_line(capsys) == (
+        f"{path} is damaged: its checksum does not match its content; to continue without these "
+        f"transitions, add salvage=true to resume={run}"
+    )
 
 
 def test_a_lost_final_observation_is_found(run: Path, capsys: Capture) -> None:

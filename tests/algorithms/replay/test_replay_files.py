@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import only_run, read_rows
+from conftest import Capture, contents, error_line, only_run, read_rows
 from stopped_runs import replay_rows
 
+from ml_pipeline.__main__ import main
 from ml_pipeline.algorithms.replay import files as replay_files
 from ml_pipeline.assembly.run import train
 from ml_pipeline.runs.checkpoint import (
@@ -96,3 +98,90 @@ def test_a_resume_removes_unfinished_files(run: Path) -> None:
 
     assert not litter.exists()
     assert not orphan.exists()
+
+
+def files_of(run: Path) -> list[Path]:
+    """Those of rows 64 to 80 and 80 to 96; each row has 2 transitions."""
+    older, newer = sorted((run / "replay").glob("*.rows"))
+    return [older, newer]
+
+
+def swap(run: Path) -> None:
+    older, newer = files_of(run)
+    other = run / "other"
+    os.replace(older, other)
+    os.replace(newer, older)
+    os.replace(other, newer)
+
+
+def flip(run: Path, which: int) -> None:
+    path = files_of(run)[which]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "swapped": (swap, "was written as"),
+    "newest flipped": (lambda run: flip(run, 1), "its checksum does not match"),
+    "oldest flipped": (lambda run: flip(run, 0), "its checksum does not match"),
+    "cut": (lambda run: os.truncate(files_of(run)[1], 9), "it is truncated or too old"),
+    "missing": (lambda run: files_of(run)[1].unlink(), "is missing"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_replay_file_is_named_with_the_way_out_and_changes_nothing(
+    name: str, run: Path, capsys: Capture
+) -> None:
+    damage, message = DAMAGE[name]
+    damage(run)
+    before = contents(run)
+
+    with pytest.raises(CheckpointError, match=rf"{message}.*; to .*, add salvage=true to resume="):
+        train([f"resume={run}", "total_steps=224"])
+
+    assert contents(run) == before
+    capsys.readouterr()
+    assert main(["replay", str(run)]) == 1
+    assert message in error_line(capsys)
+
+
+# Of 60 transitions, 28 are in rows 66 to 80 and 32 in rows 80 to 96; the resume adds 32.
+@pytest.mark.parametrize(
+    ("name", "n_left"),
+    [("oldest flipped", 32), ("newest flipped", 0), ("swapped", 0), ("missing", 0)],
+)
+def test_salvage_drops_what_is_lost_and_keeps_the_rest(
+    name: str, n_left: int, run: Path, capsys: Capture
+) -> None:
+    DAMAGE[name][0](run)
+
+    train([f"resume={run}", "total_steps=224", "salvage=true"])
+
+    assert f"salvage=true: {60 - n_left} of 60 transitions are lost, and {n_left} are kept" in (
+        capsys.readouterr().out
+    )
+    sizes = [int(float(row["replay/size"])) for row in read_rows(run)]
+    assert sizes[12:] == [min(n_left + 16, 60), min(n_left + 32, 60)]
+    train([f"resume={run}", "total_steps=256"])  # the damaged files are needed no more
+    assert main(["replay", str(run)]) == 0
+
+
+def test_other_checkpoints_stay_usable_beside_a_damaged_replay_file(here: Path) -> None:
+    run = train([*DQN, "total_steps=192", "callbacks.checkpoints.keep=2"]).run_dir
+    newest = max((run / "replay").glob("80-*"))
+    newest.write_bytes(b"")
+
+    with pytest.raises(CheckpointError, match="80-96-"):
+        train([f"resume={run}", "total_steps=224"])
+    assert train([f"resume={run}/checkpoints/step_160.pt", "total_steps=224"]).env_steps == 224
+
+
+def test_a_run_folder_cannot_ask_for_salvage(run: Path) -> None:
+    flip(run, 0)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("salvage: false", "salvage: true"))
+
+    with pytest.raises(CheckpointError, match="add salvage=true"):
+        train([f"resume={run}", "total_steps=224"])
