@@ -17,7 +17,12 @@ from conftest import Capture, small
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.analysis.compare import Group, figures, grouped, remarks, runs_table, verdicts
-from ml_pipeline.analysis.run_data import ComparisonError, RunData, chosen_metric
+from ml_pipeline.analysis.run_data import (
+    ComparisonError,
+    RunData,
+    chosen_metric,
+    with_chosen_networks,
+)
 from ml_pipeline.analysis.wandb_runs import WandbError, download
 from ml_pipeline.assembly.run import train
 from ml_pipeline.assembly.sweeps import JobNote
@@ -338,6 +343,41 @@ def test_star_that_the_shell_left_is_expanded(
     assert sorted(shown) == paths
     (left_out,) = printed.err.splitlines()
     assert left_out.startswith("left out: runs/none* is not a run folder: it does not exist")
+
+
+@pytest.mark.parametrize("old_path", [False, True])
+def test_auto_and_the_network_that_it_chose_are_one_group(
+    run: str, old_path: bool, capsys: Capture
+) -> None:
+    """``run`` has network=auto; its copy names the same network, as older runs do."""
+    copy = Path("copy")
+    shutil.copytree(run, copy)
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    target = f"ml_pipeline.{'agents' if old_path else 'policy'}.networks.MLP"
+    config["network"] = {"_target_": target, "hidden_sizes": [64, 64], "activation": "tanh"}
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    (copy / "summary.json").unlink()
+
+    assert main(["compare", run, "copy", "--report", "report"]) == 0
+
+    line = "left out: 1 run with the same settings and the same seed or origin as another: copy"
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_auto_without_a_record_follows_a_run_that_has_one() -> None:
+    auto = {
+        "network._target_": "ml_pipeline.policy.auto_network.auto",
+        "network.hidden_sizes": None,
+    }
+    chosen = {"_target_": "ml_pipeline.policy.networks.MLP", "hidden_sizes": [64, 64]}
+    recorded = run_data({"env.id": "a", **auto})._replace(summary={"network": chosen})
+    unrecorded, other_env = run_data({"env.id": "a", **auto}), run_data({"env.id": "b", **auto})
+
+    _, second, third = with_chosen_networks([recorded, unrecorded, other_env])
+
+    assert second.config["network._target_"] == chosen["_target_"]
+    assert second.config["network.hidden_sizes"] == [64, 64]
+    assert third.config == other_env.config
 
 
 @pytest.mark.slow
