@@ -22,7 +22,6 @@ from ml_pipeline.metrics import PHASE, shown_return
 MOST_GROUPS = len(COLOURS)  # in a chart
 
 _N_POINTS = 100  # of a curve
-_LONGEST_LABEL = 30  # characters; with longer settings, a label is only the name of the group
 _BAND = "Interquartile mean over the seeds with its 95 % bootstrap interval"
 
 
@@ -38,16 +37,6 @@ def make_charts(groups: Sequence[Group], metric: str) -> list[Chart]:
         _profile(groups, metric),
         _efficiency(groups, metric),
         _throughput(groups),
-    ]
-
-
-def _labelled(groups: Sequence[Group]) -> list[tuple[int, str, Group]]:
-    """Each group with its rank and label: its name, and its settings unless they are long."""
-    labels = [f"{group.name}: {group.label}" for group in groups]
-    if max(map(len, labels)) > _LONGEST_LABEL:
-        labels = [group.name for group in groups]
-    return [
-        (rank, label, group) for rank, (label, group) in enumerate(zip(labels, groups, strict=True))
     ]
 
 
@@ -99,7 +88,7 @@ def _lines(
 ) -> list[Line]:
     """One line per group, over the range that all of its runs with the metric cover."""
     lines = []
-    for rank, label, group in _labelled(groups):
+    for rank, group in enumerate(groups):
         seeds = [[run for run in runs if len(position(run))] for runs in group.seeds]
         measured = group._replace(seeds=[runs for runs in seeds if runs])
         start = max((position(run)[0] for run in measured.runs), default=np.nan)
@@ -107,7 +96,7 @@ def _lines(
         if start <= end:
             x = np.linspace(start, end, _N_POINTS if start < end else 1)
             held = partial(_held, position=position, metric=metric, at=x)
-            lines.append(Line(label, rank, x, *with_interval(measured.per_seed(held))))
+            lines.append(Line(group.name, rank, x, *with_interval(measured.per_seed(held))))
     return lines
 
 
@@ -124,11 +113,11 @@ def _bar(label: str, rank: int, points: Array) -> Bar:
 def _bars(groups: Sequence[Group], points_of: Callable[[Group], Array]) -> list[Bar]:
     """One bar per group with a finite point."""
     bars = []
-    for rank, label, group in _labelled(groups):
+    for rank, group in enumerate(groups):
         points = points_of(group)
         points = points[np.isfinite(points)]
         if len(points):
-            bars.append(_bar(label, rank, points))
+            bars.append(_bar(group.name, rank, points))
     return bars
 
 
@@ -147,12 +136,14 @@ def _improvement(groups: Sequence[Group], metric: str) -> Chart:
         ours, theirs = best.finals(metric), group.finals(metric)
         if len(ours) and len(theirs):
             value, low, high = (float(each) for each in probability_of_improvement(ours, theirs))
-            label = f"{best.name} over {group.name}"
-            bars.append(Bar(label, rank, value, low, high, np.array([])))
-    note = "Probability that a run of the first group ends above a run of the second. 0.5: equal."
+            bars.append(Bar(group.name, rank, value, low, high, np.array([])))
+    note = (
+        f"Probability that a run of {best.name} ends above a run of each other group. 0.5: equal."
+    )
     title = "Probability of improvement"
+    x_title = f"{best.name} is better with probability"
     all_of_it = (-0.02, 1.02)
-    chart = Chart("improvement", title, "probability", "", note, bars=bars, x_range=all_of_it)
+    chart = Chart("improvement", title, x_title, "", note, bars=bars, x_range=all_of_it)
     return _noted(chart, others, f"no {metric} in its runs", first_rank=1)
 
 
@@ -161,8 +152,8 @@ def _profile(groups: Sequence[Group], metric: str) -> Chart:
     low, high = (finals.min(), finals.max()) if len(finals) else (0.0, 0.0)
     thresholds = np.linspace(low, high, _N_POINTS if low < high else 1)
     lines = [
-        Line(label, rank, thresholds, *performance_profile(group.finals(metric), thresholds))
-        for rank, label, group in _labelled(groups)
+        Line(group.name, rank, thresholds, *performance_profile(group.finals(metric), thresholds))
+        for rank, group in enumerate(groups)
         if len(group.finals(metric))
     ]
     note = f"Share of seeds whose final {metric} is at or above each value. Higher is better."
@@ -182,10 +173,10 @@ def _efficiency(groups: Sequence[Group], metric: str) -> Chart:
         best = max(float(iqm(each)) for each in finals)
         target = start + 0.9 * (best - start)
     bars = []
-    for rank, label, group in _labelled(groups):
+    for rank, group in enumerate(groups):
         needed = group.per_seed(lambda run: _steps_to(run, metric, target))
         reached = needed[np.isfinite(needed)]
-        counted = f"{label} ({len(reached)} of {len(needed)})"
+        counted = f"{group.name} ({len(reached)} of {len(needed)})"
         if len(reached) == len(needed):
             bars.append(_bar(counted, rank, reached))
         elif len(reached):  # a mean over the successful seeds alone would be too optimistic

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from string import ascii_uppercase
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,23 +14,28 @@ from ml_pipeline.analysis.settings import (
     ALGORITHM,
     differing_keys,
     fitted,
+    is_class,
     is_compared,
     short_names,
     shown_value,
 )
 from ml_pipeline.analysis.statistics import FEW_SEEDS, Array, iqm, verdict, with_interval
+from ml_pipeline.errors import printable
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, counted, shown_return
 from ml_pipeline.runs.console import plain_table
 
 FIGURES = ("seeds", "IQM", "95 % interval", "env steps/s")  # of a group
 _MOST_VERDICTS = 5
 _MOST_NAMES = 5  # in one line
+_LONGEST_NAME = 40  # characters of the name of a group
+_NAME_KEYS = ("name", "logger.wandb.group")  # what a user may call a group
+ALL_RUNS = "all runs"
 
 
 class Group(NamedTuple):
     """Runs that differ only by seed."""
 
-    name: str  # A, B, ...: the best group is A
+    name: str  # short and unique: what its runs are called, or the settings that single it out
     settings: dict[str, str]  # the keys that differ between groups; empty for a single group
     seeds: list[list[RunData]]  # per seed its runs: one, or several that --by puts together
     repeats: list[RunData]  # not used: another run has the same seed and settings
@@ -41,7 +46,7 @@ class Group(NamedTuple):
 
     @property
     def label(self) -> str:
-        return ", ".join(f"{key}={value}" for key, value in self.settings.items()) or "all runs"
+        return ", ".join(f"{key}={value}" for key, value in self.settings.items()) or ALL_RUNS
 
     def per_seed(self, value: Callable[[RunData], Any]) -> Array:
         """``value`` of each seed, [n_seeds, ...]; runs of one seed are averaged."""
@@ -69,21 +74,67 @@ def grouped(runs: Sequence[RunData], metric: str, by: Sequence[str] = ()) -> lis
     members: dict[str, list[RunData]] = {}
     for run in runs:
         members.setdefault(str([run.config.get(key) for key in keys]), []).append(run)
+    grouped_names = group_names(list(members.values()), keys)
     groups = []
-    named = {"name": "name"} if _are_named(members.values()) else {}
-    for same in members.values():
-        shown = named | names
-        settings = {title: shown_value(same[0].config, key) for key, title in shown.items()}
-        groups.append(Group("", settings, *_independent(same)))
-    ranked = sorted(groups, key=lambda group: _rank(group, metric))
-    return [group._replace(name=_letters(index)) for index, group in enumerate(ranked)]
+    for name, same in zip(grouped_names, members.values(), strict=True):
+        settings = {title: shown_value(same[0].config, key) for key, title in names.items()}
+        groups.append(Group(name, settings, *_independent(same)))
+    return sorted(groups, key=lambda group: _rank(group, metric))
 
 
-def _are_named(groups: Iterable[Sequence[RunData]]) -> bool:
-    """Whether each group has one name of its own."""
-    names = [{run.config.get("name") for run in group} for group in groups]
-    own = set.union(*names)
-    return all(len(each) == 1 for each in names) and None not in own and len(own) == len(names) > 1
+def group_names(groups: Sequence[Sequence[RunData]], keys: Sequence[str]) -> list[str]:
+    """A short name for each group, unlike all others.
+
+    The name or W&B group of its runs if each group has its own, else the value of the first key
+    that differs between all groups, or of as many keys as are needed.
+    """
+    if len(groups) == 1:
+        return [ALL_RUNS]
+    configs = [group[0].config for group in groups]
+    own = next((each for key in _NAME_KEYS if (each := _own_names(groups, key))), None)
+    names = own or [
+        _joined(config, _telling(keys, configs), short_names(keys)) for config in configs
+    ]
+    names = [printable(name) for name in names]
+    names = [n if len(n) <= _LONGEST_NAME else f"{n[: _LONGEST_NAME - 1]}…" for n in names]
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return unique
+
+
+def _own_names(groups: Sequence[Sequence[RunData]], key: str) -> list[str] | None:
+    """The value of ``key`` in each group, or None unless each has one that no other group has."""
+    values = [{run.config.get(key) for run in group} for group in groups]
+    own = set.union(*values)
+    if any(len(each) > 1 for each in values) or None in own or len(own) < len(values):
+        return None
+    return [str(each.pop()) for each in values]
+
+
+def _telling(keys: Sequence[str], configs: Sequence[Mapping[str, object]]) -> list[str]:
+    """One key whose values tell all groups apart; else several, each of which helps."""
+
+    def n_told_apart(chosen: Sequence[str]) -> int:
+        return len({tuple(shown_value(config, key) for key in chosen) for config in configs})
+
+    for key in keys:
+        if n_told_apart([key]) == len(configs):
+            return [key]
+    chosen: list[str] = []
+    for key in keys:
+        if n_told_apart([*chosen, key]) > n_told_apart(chosen):
+            chosen.append(key)
+    return chosen or list(keys)
+
+
+def _joined(config: Mapping[str, object], keys: Sequence[str], titles: Mapping[str, str]) -> str:
+    return " ".join(
+        shown_value(config, key) if is_class(key) else f"{titles[key]}={shown_value(config, key)}"
+        for key in keys
+    )
 
 
 def _independent(runs: Sequence[RunData]) -> tuple[list[list[RunData]], list[RunData]]:
@@ -110,12 +161,6 @@ def _rank(group: Group, metric: str) -> float:
     return -float(iqm(finals)) if len(finals) else np.inf
 
 
-def _letters(index: int) -> str:
-    """A to Z, then AA to AZ, BA, ..."""
-    more, last = divmod(index, len(ascii_uppercase))
-    return (_letters(more - 1) if more else "") + ascii_uppercase[last]
-
-
 def remarks(groups: Sequence[Group]) -> list[str]:
     """Lines on the settings and runs that are left out, and on runs that count together."""
     lines = []
@@ -130,7 +175,7 @@ def remarks(groups: Sequence[Group]) -> list[str]:
             f"or origin as another: {_listed(repeats)}"
         )
     merged = [
-        f"{group.name} has {len(group.runs)} runs of {counted(len(group.seeds), 'seed')}"
+        f"{group.name} ({len(group.runs)} runs of {counted(len(group.seeds), 'seed')})"
         for group in groups
         if len(group.runs) > len(group.seeds)
     ]
@@ -195,12 +240,28 @@ def runs_table(groups: Sequence[Group], width: int) -> tuple[Table, list[str]]:
 
 def groups_table(groups: Sequence[Group], metric: str) -> Table:
     """A row per group: the interquartile mean (IQM) over its seeds, with its interval."""
-    table = plain_table("group", "settings")
+    table = plain_table("group", *(["settings"] if _have_more(groups) else []))
     for column in FIGURES:
         table.add_column(column, justify="right")
     for group in groups:
-        table.add_row(group.name, group.label, *figures(group, metric))
+        settings = [group.label] if _have_more(groups) else []
+        table.add_row(group.name, *settings, *figures(group, metric))
     return table
+
+
+def groups_cells(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list[str]]]:
+    """The titles and rows of a table with a column for each setting."""
+    settings = list(groups[0].settings) if _have_more(groups) else []
+    rows = [
+        [group.name, *(group.settings[title] for title in settings), *figures(group, metric)]
+        for group in groups
+    ]
+    return ["group", *settings, *FIGURES], rows
+
+
+def _have_more(groups: Sequence[Group]) -> bool:
+    """Whether groups have settings that their names do not show."""
+    return any(group.label != group.name for group in groups)
 
 
 def figures(group: Group, metric: str) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ml_pipeline.analysis.charts import make_charts
-from ml_pipeline.analysis.compare import FIGURES, Group, figures
+from ml_pipeline.analysis.compare import Group, groups_cells
 from ml_pipeline.analysis.figures import Chart
 from ml_pipeline.analysis.page import write_drawing
 from ml_pipeline.extras import import_extra
@@ -28,8 +28,7 @@ _LATEX = str.maketrans(
 def write_paper_files(folder: Path, groups: Sequence[Group], metric: str) -> Path:
     """Write each chart as .pdf, .svg and .csv, and the table of groups as .csv and .tex."""
     import_extra("matplotlib", needed_by="--paper")
-    titles = ["group", *groups[0].settings, *FIGURES]
-    rows = [[each.name, *each.settings.values(), *figures(each, metric)] for each in groups]
+    titles, rows = groups_cells(groups, metric)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for chart in make_charts(groups, metric):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ml_pipeline.analysis import page
 from ml_pipeline.analysis.charts import MOST_GROUPS, make_charts
-from ml_pipeline.analysis.compare import FIGURES, Group, figures, remarks, verdicts
+from ml_pipeline.analysis.compare import Group, groups_cells, remarks, verdicts
 from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.analysis.settings import differing_keys
 from ml_pipeline.metrics import counted, shown_return
@@ -37,10 +37,9 @@ def _overview(groups: Sequence[Group], metric: str) -> list[page.Part]:
     lines = [*remarks(groups), *verdicts(groups, metric)]
     if len(groups) > MOST_GROUPS:
         lines.append(f"the charts show the {MOST_GROUPS} best of {len(groups)} groups")
-    rows = [[each.name, *each.settings.values(), *figures(each, metric)] for each in groups]
     return [
         page.Bullets(lines),
-        page.Table(["group", *groups[0].settings, *FIGURES], rows),
+        page.Table(*groups_cells(groups, metric)),
         page.Figures(make_charts(groups, metric)),
     ]
 

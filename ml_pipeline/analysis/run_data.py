@@ -9,15 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ml_pipeline.analysis.settings import flat
+from ml_pipeline.analysis.settings import flat, is_class
 from ml_pipeline.analysis.statistics import Array
 from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, PHASE
+from ml_pipeline.moved import moved
 from ml_pipeline.runs.loggers import Column, Columns, read_columns
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
 _OF_THE_MACHINE = ("time/", "workers/", "gpu/")  # metrics that differ between equal runs
 _ITERATION_SECONDS = "time/iteration_seconds"
+_AUTO = "ml_pipeline.policy.auto_network.auto"  # chooses a network by the observation
 _ALWAYS_READ = ("env_steps", _ITERATION_SECONDS, EVAL_RETURN, MEAN_RETURN, PHASE)
 
 
@@ -112,7 +114,39 @@ def read_run(
     )
     if not metrics.first_row:
         raise RunFolderError(f"{path} has no rows in metrics.csv: no iteration has finished")
-    return RunData(run, flat(config), run.read_summary(), metrics)
+    values = {
+        key: moved(str(each)) if _is_path(key, each) else each for key, each in flat(config).items()
+    }
+    return RunData(run, values, run.read_summary(), metrics)
+
+
+def _is_path(key: str, value: object) -> bool:
+    return value is not None and (is_class(key) or key in ("env.target", "eval_env.target"))
+
+
+def with_chosen_networks(runs: Sequence[RunData]) -> list[RunData]:
+    """The runs, with the network that was chosen in place of network=auto.
+
+    ``summary.json`` has it; without it, that of a run with the same env and network settings.
+    """
+    chosen = {
+        _env_and_network(run.config): network
+        for run in runs
+        if isinstance(network := run.summary.get("network"), dict) and "_target_" in network
+    }
+    return [_with_network(run, chosen.get(_env_and_network(run.config))) for run in runs]
+
+
+def _env_and_network(config: Mapping[str, object]) -> str:
+    parts = "env.", "network.", "agent.action_mask"
+    return str(sorted((key, each) for key, each in config.items() if key.startswith(parts)))
+
+
+def _with_network(run: RunData, network: Mapping[str, object] | None) -> RunData:
+    if network is None or run.config.get("network._target_") != _AUTO:
+        return run
+    others = {key: each for key, each in run.config.items() if not key.startswith("network.")}
+    return run._replace(config={**others, **flat(network, "network.")})
 
 
 def check_one_env(runs: Sequence[RunData]) -> None:

@@ -82,12 +82,17 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: name if names.count(name) == 1 else key for key, name in last.items()}
 
 
+def is_class(key: str) -> bool:
+    """Whether the value of a key is the dotted path of a class."""
+    return key.endswith(_TARGET) or key == ALGORITHM
+
+
 def shown_value(config: Mapping[str, object], key: str) -> str:
     """A value as the command line writes it; a dash if the config lacks the key."""
     if key not in config:
         return "-"
     value = config[key]
-    if key.endswith(_TARGET) or key == ALGORITHM:
+    if is_class(key):
         return str(value).rpartition(".")[2]
     text = _text(value)
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"

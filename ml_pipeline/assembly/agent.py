@@ -156,6 +156,23 @@ def build_network(config: TrainConfig, observation_space: AnySpace) -> torch.nn.
     return network
 
 
+def chosen_network(config: TrainConfig, observation_space: AnySpace) -> dict[str, object] | None:
+    """The settings of the network that network=auto chose; None for every other network.
+
+    ``observation_space``: of a single env.
+    """
+    from ml_pipeline.policy.auto_network import auto, written_out
+    from ml_pipeline.policy.observations import ObservationReader, Preprocess
+
+    if moved(str(config.network["_target_"])) != f"{auto.__module__}.{auto.__qualname__}":
+        return None
+    source = config.agent.action_mask
+    mask = None if source in ("auto", "none", "info") else source
+    preprocess = Preprocess(ObservationReader(observation_space), ignored=mask, clip=None)
+    settings = {name: each for name, each in config.network.items() if name != "_target_"}
+    return written_out(preprocess.space, settings)
+
+
 def build_trainer(config: TrainConfig, agent: Agent, envs: Envs, context: RunContext) -> Trainer:
     return find_algorithm(config).make_trainer(agent, envs, config.agent, context)
 

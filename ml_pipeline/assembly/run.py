@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from ml_pipeline.assembly.agent import agent_name, build_trainer, find_algorithm
+from ml_pipeline.assembly.agent import agent_name, build_trainer, chosen_network, find_algorithm
 from ml_pipeline.assembly.build import act_greedily, build_loggers, kept_cwd, make_tensor_env
 from ml_pipeline.assembly.compose import (
     checked_config,
@@ -412,6 +412,8 @@ def build_record(plan: RunPlan, overrides: Sequence[str], sweep: str | None) -> 
                 "agent": agent_name(config),
                 "seed": config.seed,
                 "n_envs": config.n_envs,
+                # In place of network=auto, for comparisons with runs that name their network.
+                "network": chosen_network(config, plan.trial.observation_space),
                 "name": config.name,
                 "notes": config.notes,
                 "tags": config.tags,

@@ -80,7 +80,7 @@ def run(options: Namespace) -> None:
 
 
 def _read_runs(arguments: Sequence[str], metric: str | None, *, trust: bool) -> list[RunData]:
-    from ml_pipeline.analysis.run_data import read_run
+    from ml_pipeline.analysis.run_data import read_run, with_chosen_networks
     from ml_pipeline.assembly.compose import plain_config
 
     runs = []
@@ -91,7 +91,7 @@ def _read_runs(arguments: Sequence[str], metric: str | None, *, trust: bool) -> 
             print(f"left out: {error}", file=sys.stderr)
     if not runs:
         raise UserError("no run is left to compare")
-    return runs
+    return with_chosen_networks(runs)
 
 
 def _run_folders(given: str) -> Sequence[Path | str]:

@@ -5,8 +5,9 @@ Stored runs name this function, so what it returns for a space must not change.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -29,7 +30,17 @@ def auto(
     hidden_sizes: Sequence[int] | None = None,
     activation: str | None = None,
 ) -> nn.Module:
-    """The network for a space; images have values from 0 to 1 here.
+    """The network for a space, as ``choice`` describes it."""
+    kind, arguments = choice(observation_space, hidden_sizes, activation)
+    return kind(observation_space, **arguments)
+
+
+def choice(
+    observation_space: gym.Space[Any],
+    hidden_sizes: Sequence[int] | None = None,
+    activation: str | None = None,
+) -> tuple[type[nn.Module], dict[str, Any]]:
+    """The class of the network and its arguments; images have values from 0 to 1 here.
 
     ``hidden_sizes``: of the MLP, which follows a CNN only if they are given; None: [64, 64].
     ``activation``: None means relu in a CNN, and tanh in an MLP.
@@ -45,11 +56,35 @@ def auto(
     # DictNetwork takes every part of rank 3 for an image.
     is_mixed = any(len(leaf.shape or ()) == 3 and _side_of_image(leaf) is None for leaf in leaves)
     if not fitting or is_mixed:
-        return MLP(observation_space, **of_mlp)
+        return MLP, of_mlp
     of_cnn: dict[str, Any] = {**_LAYERS[fitting[0]], "activation": activation or "relu"}
     if isinstance(observation_space, spaces.Dict) or hidden_sizes is not None:
-        return DictNetwork(observation_space, **of_mlp, cnn={**of_cnn, "hidden_size": 256})
-    return CNN(observation_space, **of_cnn)
+        return DictNetwork, {**of_mlp, "cnn": {**of_cnn, "hidden_size": 256}}
+    return CNN, of_cnn
+
+
+def written_out(
+    observation_space: gym.Space[Any], settings: Mapping[str, Any]
+) -> dict[str, object]:
+    """The config of the network that ``auto`` chooses, as the files of conf/network write it."""
+    kind, arguments = choice(observation_space, **settings)
+    if "cnn" in arguments:
+        of_cnn = {**_defaults(CNN), **arguments["cnn"]}
+        if of_cnn["activation"] == _defaults(CNN)["activation"]:
+            del of_cnn["activation"]  # conf/network/dict.yaml leaves it to CNN
+        arguments = {**arguments, "cnn": of_cnn}
+    target = f"{kind.__module__}.{kind.__qualname__}"
+    return {"_target_": target, **_defaults(kind), **arguments}
+
+
+def _defaults(kind: type[nn.Module]) -> dict[str, Any]:
+    """The default arguments of a network, as YAML has them."""
+    found = {
+        name: each.default
+        for name, each in inspect.signature(kind).parameters.items()
+        if each.default is not each.empty
+    }
+    return {name: list(d) if isinstance(d, tuple) else d for name, d in found.items()}
 
 
 def _side_of_image(space: gym.Space[Any]) -> float | None:

@@ -17,7 +17,12 @@ from conftest import Capture, small
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.analysis.compare import Group, figures, grouped, remarks, runs_table, verdicts
-from ml_pipeline.analysis.run_data import ComparisonError, RunData, chosen_metric
+from ml_pipeline.analysis.run_data import (
+    ComparisonError,
+    RunData,
+    chosen_metric,
+    with_chosen_networks,
+)
 from ml_pipeline.analysis.wandb_runs import WandbError, download
 from ml_pipeline.assembly.run import train
 from ml_pipeline.assembly.sweeps import JobNote
@@ -58,11 +63,11 @@ def runs_of(gamma: float, seeds: list[int | None], first_return: float) -> list[
     ]
 
 
-def summary(groups: list[Group]) -> list[tuple[str, str, int]]:
-    return [(group.name, group.label, len(group.seeds)) for group in groups]
+def summary(groups: list[Group]) -> list[tuple[str, int]]:
+    return [(group.name, len(group.seeds)) for group in groups]
 
 
-def test_runs_that_differ_only_by_seed_form_a_group_and_the_best_group_is_a() -> None:
+def test_runs_that_differ_only_by_seed_form_a_group_and_the_best_group_is_first() -> None:
     configs = [
         {"seed": seed, "agent.gamma": gamma, "vec_env.n_workers": seed, "agent.n_steps": 16}
         for gamma in (0.9, 0.99)
@@ -70,7 +75,7 @@ def test_runs_that_differ_only_by_seed_form_a_group_and_the_best_group_is_a() ->
     ]
     runs = [run_data(config, [config["agent.gamma"]]) for config in configs]
 
-    assert summary(grouped(runs, EVAL_RETURN)) == [("A", "gamma=0.99", 2), ("B", "gamma=0.9", 2)]
+    assert summary(grouped(runs, EVAL_RETURN)) == [("gamma=0.99", 2), ("gamma=0.9", 2)]
     assert [g.label for g in grouped(runs, EVAL_RETURN, ["seed"])] == ["seed=1", "seed=2"]
     assert [g.label for g in grouped(runs[:2], EVAL_RETURN)] == ["all runs"]
 
@@ -113,25 +118,51 @@ def test_groups_of_two_algorithms_are_labelled_by_the_keys_that_both_have() -> N
     assert remarks(groups) == ["left out: agent. keys that not all of PPO, SAC have"]
 
 
-def test_groups_with_names_of_their_own_are_labelled_by_them() -> None:
+@pytest.mark.parametrize("key", ["name", "logger.wandb.group"])
+def test_groups_with_names_of_their_own_are_called_by_them(key: str) -> None:
     runs = [
-        run_data({"seed": seed, "agent.gamma": gamma, "name": f"g{gamma}"}, [gamma])
+        run_data({"seed": seed, "agent.gamma": gamma, key: f"g{gamma}"}, [gamma])
         for gamma in (0.9, 0.99)
         for seed in (1, 2)
     ]
     unnamed = run_data({"seed": 3, "agent.gamma": 0.9}, [0.9])
 
-    labels = [group.label for group in grouped(runs, EVAL_RETURN)]
-    assert labels == ["name=g0.99, gamma=0.99", "name=g0.9, gamma=0.9"]
-    labels = [group.label for group in grouped([*runs, unnamed], EVAL_RETURN)]
-    assert labels == ["gamma=0.99", "gamma=0.9"]
-    assert [group.label for group in grouped(runs[:2], EVAL_RETURN)] == ["all runs"]
+    assert names(runs) == ["g0.99", "g0.9"]
+    assert [group.label for group in grouped(runs, EVAL_RETURN)] == ["gamma=0.99", "gamma=0.9"]
+    assert names([*runs, unnamed]) == ["gamma=0.99", "gamma=0.9"]
+    assert names(runs[:2]) == ["all runs"]
 
 
-def test_groups_beyond_z_have_two_letters() -> None:
-    runs = [run_data({"agent.gamma": -rank, "seed": 1}, [-rank]) for rank in range(28)]
+def names(runs: list[RunData]) -> list[str]:
+    return [group.name for group in grouped(runs, EVAL_RETURN)]
 
-    assert [group.name for group in grouped(runs, EVAL_RETURN)][24:] == ["Y", "Z", "AA", "AB"]
+
+@pytest.mark.parametrize(
+    ("configs", "expected"),
+    [
+        # One key that tells all apart is enough.
+        ([{"a.x": 1, "a.y": 1}, {"a.x": 1, "a.y": 2}, {"a.x": 2, "a.y": 3}], ["y=1", "y=2", "y=3"]),
+        # Of several, those that help; x and z always change together.
+        (
+            [{"x": x, "z": x, "y": y} for x in (1, 2) for y in (1, 2)],
+            ["x=1 y=1", "x=1 y=2", "x=2 y=1", "x=2 y=2"],
+        ),
+        ([{"agent.algorithm": "m.PPO"}, {"agent.algorithm": "m.SAC"}], ["PPO", "SAC"]),
+        ([{}, {"network._target_": "m.Net"}], ["-", "Net"]),
+        # Cut and numbered, if their values start alike.
+        ([{"x": "v" * 40 + end} for end in "ab"], [f"x={'v' * 29}…", f"x={'v' * 29}… (2)"]),
+        (
+            [{"name": "n" * 50, "x": 1}, {"name": "\x1b[31m", "x": 2}],
+            [f"{'n' * 39}…", "\ufffd[31m"],
+        ),
+    ],
+)
+def test_names_of_groups_are_short_and_unique(
+    configs: list[dict[str, Any]], expected: list[str]
+) -> None:
+    runs = [run_data(config, [-float(rank)]) for rank, config in enumerate(configs)]
+
+    assert names(runs) == expected
 
 
 def test_copies_of_one_seed_support_no_claim() -> None:
@@ -139,25 +170,26 @@ def test_copies_of_one_seed_support_no_claim() -> None:
 
     groups = grouped(runs, EVAL_RETURN)
 
-    assert summary(groups) == [("A", "gamma=0.99", 1), ("B", "gamma=0.9", 1)]
+    assert summary(groups) == [("gamma=0.99", 1), ("gamma=0.9", 1)]
     assert remarks(groups) == [
         "left out: 8 runs with the same settings and the same seed or origin as another: "
         "runs/0.99-1, runs/0.99-2, runs/0.99-3, runs/0.99-4, runs/0.9-1 and 3 more"
     ]
     assert verdicts(groups, EVAL_RETURN) == [
-        "fewer than 5 seeds, too few to claim a difference: A, B; train 5 or more of each"
+        "fewer than 5 seeds, too few to claim a difference: gamma=0.99, gamma=0.9; "
+        "train 5 or more of each"
     ]
 
 
 @pytest.mark.parametrize(
     ("seeds", "n_seeds", "claim"),
     [
-        ([1, 2, 3, 4, 5], 5, "A is better than B: "),
-        ([1, 2, 3, 4, 5, 5, 1], 5, "A is better than B: "),
-        ([1, 2, 3, 4, 4, 4, 4], 4, "fewer than 5 seeds, too few to claim a difference: B;"),
-        ([1, 2, 3, 4], 4, "fewer than 5 seeds, too few to claim a difference: B;"),
-        ([1, 2, 3, 4, None, None, None], 5, "A is better than B: "),
-        ([None] * 6, 1, "fewer than 5 seeds, too few to claim a difference: B;"),
+        ([1, 2, 3, 4, 5], 5, "gamma=0.99 is better than gamma=0.9: "),
+        ([1, 2, 3, 4, 5, 5, 1], 5, "gamma=0.99 is better than gamma=0.9: "),
+        ([1, 2, 3, 4, 4, 4, 4], 4, "fewer than 5 seeds, too few to claim a difference: gamma=0.9;"),
+        ([1, 2, 3, 4], 4, "fewer than 5 seeds, too few to claim a difference: gamma=0.9;"),
+        ([1, 2, 3, 4, None, None, None], 5, "gamma=0.99 is better than gamma=0.9: "),
+        ([None] * 6, 1, "fewer than 5 seeds, too few to claim a difference: gamma=0.9;"),
     ],
     ids=["distinct", "some repeated", "too few", "missing", "one unknown", "all unknown"],
 )
@@ -205,7 +237,7 @@ def test_runs_of_one_seed_that_by_puts_together_are_averaged() -> None:
 
     assert group.finals(EVAL_RETURN).tolist() == [13.0, 23.0]
     assert remarks([group]) == [
-        "runs of the same seed count as one, their mean: A has 4 runs of 2 seeds"
+        "runs of the same seed count as one, their mean: all runs (4 runs of 2 seeds)"
     ]
 
 
@@ -218,9 +250,11 @@ def test_verdicts_compare_the_best_group_with_the_next_five() -> None:
 
     *lines, hidden, few = verdicts(grouped(runs, EVAL_RETURN), EVAL_RETURN)
 
-    assert [line.partition(":")[0] for line in lines] == [f"B is better than {x}" for x in "CDEFG"]
-    assert hidden == "not listed: B against 2 lower groups"
-    assert few.startswith("fewer than 5 seeds, too few to claim a difference: A;")
+    assert [line.partition(":")[0] for line in lines] == [
+        f"gamma=0.7 is better than gamma=0.{each}" for each in (6, 5, 4, 3, 2)
+    ]
+    assert hidden == "not listed: gamma=0.7 against 2 lower groups"
+    assert few.startswith("fewer than 5 seeds, too few to claim a difference: gamma=0.8;")
 
 
 def test_runs_table_shows_what_differs_within_groups_and_names_what_does_not_fit() -> None:
@@ -233,8 +267,8 @@ def test_runs_table_shows_what_differs_within_groups_and_names_what_does_not_fit
     assert titles[-1] == "device"
     assert "gamma" not in titles  # the table of the groups has it
     assert hidden == []
-    assert runs_table(groups, width=81)[1] == ["device"]
-    assert runs_table(groups, width=79)[1] == ["seconds", "device"]
+    assert runs_table(groups, width=83)[1] == ["device"]
+    assert runs_table(groups, width=81)[1] == ["seconds", "device"]
 
 
 def test_speed_and_time_count_all_rows() -> None:
@@ -287,11 +321,11 @@ def test_tables_show_runs_groups_and_the_supported_claims(
 
     header, *lines, _, title, _, first, second, few, report = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["run", "group", "seed"]
-    assert [line.split()[1:3] for line in lines] == [["A", "1"], ["B", "1"]]
+    both = ["gamma=0.9", "gamma=0.99"]
+    assert sorted(line.split()[1] for line in lines) == both
     assert title == f"final {EVAL_RETURN}, interquartile mean (IQM) over the seeds:"
-    assert [first.split()[0], second.split()[0]] == ["A", "B"]
-    assert sorted([first.split()[1], second.split()[1]]) == ["gamma=0.9", "gamma=0.99"]
-    assert few.startswith("fewer than 5 seeds, too few to claim a difference: A, B;")
+    assert sorted([first.split()[0], second.split()[0]]) == both
+    assert few.startswith("fewer than 5 seeds, too few to claim a difference: gamma=")
     assert report == "report: report/report.html"
 
 
@@ -309,6 +343,41 @@ def test_star_that_the_shell_left_is_expanded(
     assert sorted(shown) == paths
     (left_out,) = printed.err.splitlines()
     assert left_out.startswith("left out: runs/none* is not a run folder: it does not exist")
+
+
+@pytest.mark.parametrize("old_path", [False, True])
+def test_auto_and_the_network_that_it_chose_are_one_group(
+    run: str, old_path: bool, capsys: Capture
+) -> None:
+    """``run`` has network=auto; its copy names the same network, as older runs do."""
+    copy = Path("copy")
+    shutil.copytree(run, copy)
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    target = f"ml_pipeline.{'agents' if old_path else 'policy'}.networks.MLP"
+    config["network"] = {"_target_": target, "hidden_sizes": [64, 64], "activation": "tanh"}
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    (copy / "summary.json").unlink()
+
+    assert main(["compare", run, "copy", "--report", "report"]) == 0
+
+    line = "left out: 1 run with the same settings and the same seed or origin as another: copy"
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_auto_without_a_record_follows_a_run_that_has_one() -> None:
+    auto = {
+        "network._target_": "ml_pipeline.policy.auto_network.auto",
+        "network.hidden_sizes": None,
+    }
+    chosen = {"_target_": "ml_pipeline.policy.networks.MLP", "hidden_sizes": [64, 64]}
+    recorded = run_data({"env.id": "a", **auto})._replace(summary={"network": chosen})
+    unrecorded, other_env = run_data({"env.id": "a", **auto}), run_data({"env.id": "b", **auto})
+
+    _, second, third = with_chosen_networks([recorded, unrecorded, other_env])
+
+    assert second.config["network._target_"] == chosen["_target_"]
+    assert second.config["network.hidden_sizes"] == [64, 64]
+    assert third.config == other_env.config
 
 
 @pytest.mark.slow
@@ -485,6 +554,6 @@ def test_wandb_runs_are_downloaded_into_folders_that_compare_reads(
 
     assert main(["compare", run, "wandb:me/mine", "--report", "report"]) == 0
 
-    assert re.search(r"runs/wandb/mine/abc +A, repeat +1 +finished", capsys.readouterr().out)
+    assert re.search(r"runs/wandb/mine/abc +all runs, repeat +1 +finished", capsys.readouterr().out)
     with pytest.raises(WandbError, match="wandb:me/other has no runs"):
         download("wandb:me/other")

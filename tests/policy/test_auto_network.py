@@ -10,7 +10,7 @@ from torch import nn
 
 from ml_pipeline.assembly.agent import build_network
 from ml_pipeline.assembly.compose import checked_config, compose_config
-from ml_pipeline.policy.auto_network import auto
+from ml_pipeline.policy.auto_network import auto, written_out
 from ml_pipeline.policy.image_networks import CNN, DictNetwork
 from ml_pipeline.policy.networks import MLP
 
@@ -69,3 +69,20 @@ def test_keys_of_auto_have_an_effect() -> None:
     assert (type(network), network.out_features) == (DictNetwork, 32)
     assert not any(isinstance(each, (nn.ReLU, nn.Tanh)) for each in network.modules())
     assert auto(VECTOR, hidden_sizes=[32, 16]).out_features == 16
+
+
+CAMERA_AND_ARM = spaces.Dict({"camera": image(84, 84, 3), "arm": VECTOR})
+
+
+@pytest.mark.parametrize(
+    ("space", "option"),
+    [(VECTOR, "mlp"), (image(84, 84, 4), "cnn"), (CAMERA_AND_ARM, "dict")],
+)
+def test_choice_is_written_as_the_option_with_the_same_network(
+    space: gym.Space, option: str
+) -> None:
+    settings = {"hidden_sizes": None, "activation": None}
+
+    assert written_out(space, settings) == dict(
+        checked_config(compose_config([f"network={option}"])).network
+    )
