@@ -1,5 +1,6 @@
 """ml_pipeline: ``from ml_pipeline import train, load, PPO, DQN, SAC``."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,12 @@ __version__ = "0.2.0"
 __all__ = ["DQN", "PPO", "SAC", "__version__", "load", "train"]
 
 find_old_modules()
+
+# Threads of torch spin while they wait for each other, by default for milliseconds. If other
+# programs use the cores, that makes two threads many times slower than one. OpenMP reads this when
+# torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # tens of microseconds, then sleep
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,7 @@ CORE_PACKAGES = (
 _EXTRAS = {
     "mujoco": ("mujoco",),
     "atari": ("ale", "ale_py", "atari", "cv2", "opencv"),
+    "minigrid": ("minigrid",),
     "pettingzoo": ("pettingzoo",),
     "gameboy": ("pyboy",),
     "sweep": ("hydra_joblib_launcher", "hydra_submitit_launcher"),

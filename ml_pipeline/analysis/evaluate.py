@@ -6,6 +6,7 @@ for the next time. Workers import this module: keep torch out of it.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from contextlib import closing
 from copy import deepcopy
@@ -28,6 +29,7 @@ _FIRST_LIMIT = 1_000  # the same, while no episode has ended anywhere
 
 # Keys of the options of a reset that begins an evaluation, and of the info of an ended episode.
 _STRIDE, _END, _MAX_STEPS, _EVALUATED = "stride", "end", "max_steps", "evaluated"
+_FEW = 2  # episodes to play where all are expected to be equal
 
 
 class Evaluation(NamedTuple):
@@ -36,6 +38,7 @@ class Evaluation(NamedTuple):
     episodes: list[Episode]
     n_cut: int  # episodes that reached max_episode_steps
     max_episode_steps: int
+    are_equal: bool  # several episodes, with the same observations and rewards in every step
 
     @property
     def mean(self) -> float:
@@ -113,6 +116,7 @@ def evaluate_batch(
     obs, infos = envs.reset(seed=seed, options=options)  # env i gets seed + i
     memory, first_memory = policy.new_memory(n_envs), policy.new_memory(n_envs)
     episodes: dict[int, Episode] = {}
+    traces: set[int] = set()
     n_cut = 0
     while len(episodes) < n_episodes:
         mask = policy.mask_of(infos)
@@ -123,16 +127,25 @@ def evaluate_batch(
             continue
         if memory is not None and first_memory is not None:
             memory[done] = first_memory[done]
-        for number, episode, is_cut in _ended(infos.get("final_info", {}), done):
-            if number < seed + n_episodes:  # else the number of envs exceeds that of episodes
-                episodes[number] = episode
-                n_cut += is_cut
+        for ended in _ended(infos.get("final_info", {}), done):
+            if ended.seed < seed + n_episodes:  # else the number of envs exceeds that of episodes
+                episodes[ended.seed] = ended.episode
+                traces.add(ended.trace)
+                n_cut += ended.is_cut
     in_order = [episodes[number] for number in sorted(episodes)]
-    return Evaluation(in_order, n_cut, max_episode_steps)
+    are_equal = n_episodes > 1 and len(traces) == 1
+    return Evaluation(in_order, n_cut, max_episode_steps, are_equal)
 
 
-def _ended(final_info: Mapping[str, Any], done: list[int]) -> list[tuple[int, Episode, bool]]:
-    """Seed, episode, and whether it was cut, for each episode that ended in this step."""
+class _Ended(NamedTuple):
+    seed: int
+    episode: Episode
+    is_cut: bool
+    trace: int  # the same number for the same observations and rewards
+
+
+def _ended(final_info: Mapping[str, Any], done: list[int]) -> list[_Ended]:
+    """The episodes that ended in this step."""
     if _EVALUATED not in final_info:
         return []
     result, has_result = final_info[_EVALUATED], final_info[f"_{_EVALUATED}"]
@@ -141,7 +154,8 @@ def _ended(final_info: Mapping[str, Any], done: list[int]) -> list[tuple[int, Ep
         if has_result[i]:
             gained, length = float(result["return"][i]), int(result["length"][i])
             episode = Episode(gained, length, 1, row_numbers(final_info, i))
-            ended.append((int(result["seed"][i]), episode, bool(result["is_cut"][i])))
+            seed, trace = int(result["seed"][i]), int(result["trace"][i])
+            ended.append(_Ended(seed, episode, bool(result["is_cut"][i]), trace))
     return ended
 
 
@@ -149,6 +163,9 @@ class Evaluator:
     """Plays the same episodes again and again, so that two results differ by the policy.
 
     It keeps its envs in between, because workers start slowly.
+
+    If a greedy policy played equal episodes from all seeds, the env is deterministic. Then it plays
+    two of them the next time, and all others only if these two differ.
     """
 
     def __init__(
@@ -166,12 +183,37 @@ class Evaluator:
         self._seed = seed
         self._deterministic = deterministic
         self._envs: SerialEnv | ParallelEnv | None = None
+        self.expects_equal = False  # because the last episodes were
 
     def evaluate(
         self, policy: Policy, *, most_envs: int, in_workers: bool, episodes_end: bool
     ) -> Evaluation:
         """``episodes_end``: an episode of training has ended, so that these may take longer."""
-        n_envs = min(self.n_episodes, most_envs)
+        play = partial(
+            self._play,
+            policy,
+            most_envs=most_envs,
+            in_workers=in_workers,
+            episodes_end=episodes_end,
+        )
+        if self.expects_equal and self.n_episodes > _FEW:
+            result = play(_FEW)
+            if result.are_equal:
+                return result
+        result = play(self.n_episodes)
+        self.expects_equal = self._deterministic and result.are_equal
+        return result
+
+    def _play(
+        self,
+        policy: Policy,
+        n_episodes: int,
+        *,
+        most_envs: int,
+        in_workers: bool,
+        episodes_end: bool,
+    ) -> Evaluation:
+        n_envs = min(n_episodes, most_envs)
         if self._envs is not None and self._envs.num_envs != n_envs:
             self.close()
         if self._envs is None:
@@ -183,7 +225,7 @@ class Evaluator:
         return evaluate_batch(
             policy,
             self._envs,
-            n_episodes=self.n_episodes,
+            n_episodes=n_episodes,
             seed=self._seed,
             deterministic=self._deterministic,
             max_episode_steps=max(limit, own_limit),
@@ -216,6 +258,7 @@ class _EvaluationEnv(AnyWrapper):
         self._return = 0.0
         self._length = 0
         self._lost_life = False
+        self._trace = 0  # of the episode so far
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         if options is not None:
@@ -240,7 +283,9 @@ class _EvaluationEnv(AnyWrapper):
     def _start_episode(self) -> tuple[Any, Info]:
         self._return = 0.0
         self._length = 0
-        return self.env.reset(seed=self._seeds[0])
+        obs, info = self.env.reset(seed=self._seeds[0])
+        self._trace = _crc(obs, 0)
+        return obs, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, Info]:
         if not self._seeds:
@@ -250,6 +295,7 @@ class _EvaluationEnv(AnyWrapper):
         raise_swallowed()
         self._return += float(reward)
         self._length += 1
+        self._trace = _crc(float(reward), _crc(obs, self._trace))
         is_over = self._length >= self._max_steps
         if not (terminated or truncated or is_over):
             return obs, reward, False, False, info
@@ -264,9 +310,24 @@ class _EvaluationEnv(AnyWrapper):
             "return": self._return if own is None else float(own["r"]),
             "length": self._length if own is None else int(own["l"]),
             "is_cut": is_cut,
+            "trace": self._trace,
         }
         return obs, reward, terminated, truncated or is_cut, {**info, _EVALUATED: result}
 
     def close(self) -> None:
         if not self._is_borrowed:
             self.env.close()
+
+
+def _crc(value: Any, start: int) -> int:
+    """A checksum of an observation or number that continues from ``start``."""
+    if isinstance(value, Mapping):
+        for key in value:
+            start = _crc(value[key], start)
+        return start
+    if isinstance(value, tuple):
+        for part in value:
+            start = _crc(part, start)
+        return start
+    content = value.encode() if isinstance(value, str) else np.ascontiguousarray(value).data
+    return zlib.crc32(content, start)

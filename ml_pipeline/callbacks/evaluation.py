@@ -26,7 +26,8 @@ class PeriodicEvaluation(EverySteps):
     Every evaluation uses the same seeds and new envs, so that no wrapper keeps its state. Two
     evaluations differ only by the policy. The envs are at most as many as those of the run, and
     they run in workers if those do. If the env's class sets ``is_deterministic = True`` and the
-    policy is greedy, all episodes would be equal, so one is played.
+    policy is greedy, all episodes would be equal, so one is played. If it does not, and all
+    episodes were equal, see ``Evaluator``.
     """
 
     def __init__(
@@ -106,12 +107,22 @@ class PeriodicEvaluation(EverySteps):
     def _in_envs(
         self, evaluator: Evaluator, policy: Policy, loop: RunningLoop, *, episodes_end: bool
     ) -> Evaluation:
-        return evaluator.evaluate(
+        expected_equal = evaluator.expects_equal
+        result = evaluator.evaluate(
             policy,
             most_envs=sum(env.num_envs for env in loop.envs),
             in_workers=isinstance(loop.envs[0].unwrapped, HasWorkers),
             episodes_end=episodes_end,
         )
+        n_episodes = evaluator.n_episodes
+        if evaluator.expects_equal and not expected_equal:
+            say(
+                f"evaluation: its {n_episodes} episodes are equal step by step; from now on it "
+                "plays two, and the others only if these differ"
+            )
+        elif expected_equal and not evaluator.expects_equal:
+            say(f"evaluation: episodes differ now; plays all {n_episodes} again")
+        return result
 
     def play_final(
         self, policy: Policy, loop: RunningLoop, *, n_episodes: int, episodes_end: bool
@@ -121,6 +132,7 @@ class PeriodicEvaluation(EverySteps):
             self.close()  # its workers, before others start
             n_episodes = 1 if self._is_one_enough else n_episodes
             self._final = self._make_evaluator(n_episodes, "final evaluation")
+            self._final.expects_equal = self._evaluator.expects_equal
         return _metrics(self._in_envs(self._final, policy, loop, episodes_end=episodes_end))
 
     def _warn_once(self, result: Evaluation) -> None:
@@ -140,10 +152,12 @@ class PeriodicEvaluation(EverySteps):
             self._final.close()
 
     def state_dict(self) -> StateDict:
-        return {"is_due": self._is_pending}  # a resumed run repeats an interrupted evaluation
+        # A resumed run repeats an interrupted evaluation.
+        return {"is_due": self._is_pending, "expects_equal": self._evaluator.expects_equal}
 
     def load_state_dict(self, state: StateDict) -> None:
         self._is_pending = state["is_due"]
+        self._evaluator.expects_equal = state.get("expects_equal", False)  # older runs lack it
 
 
 def _metrics(result: Evaluation) -> Metrics:

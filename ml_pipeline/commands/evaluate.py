@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ml_pipeline.analysis.evaluate import Evaluation
     from ml_pipeline.assembly.players import Arena, Player
-    from ml_pipeline.envs.kinds import MakeEnv
+    from ml_pipeline.envs.kinds import AnyVectorEnv, MakeEnv
     from ml_pipeline.games.matches import Games
     from ml_pipeline.policy.contracts import Policy
 
@@ -82,7 +82,6 @@ def _render_mode(options: Namespace) -> str | None:
 
 
 def _play_episodes(options: Namespace) -> None:
-    from ml_pipeline.analysis.evaluate import evaluate_batch
     from ml_pipeline.assembly.load import load_agent
     from ml_pipeline.assembly.players import chosen_env
     from ml_pipeline.envs.judged import JudgedEnv
@@ -112,11 +111,17 @@ def _play_episodes(options: Namespace) -> None:
         result = _shown(trained.agent, lambda: trained.env, folder, name, **how)
     else:
         with closing(trained.make_envs(n_envs=min(n_episodes, _MOST_ENVS))) as envs:
-            result = evaluate_batch(trained.agent, envs, **how)
+            result = _played_until_equal(trained.agent, envs, **how)
+    n_played = len(result.episodes)
     print(
         f"{trained.env_name}, checkpoint {trained.checkpoint} of env step {trained.env_steps:,}, "
-        f"{n_episodes} episodes from seed {seed}, {_actions(options)} actions"
+        f"{n_played} episodes from seed {seed}, {_actions(options)} actions"
     )
+    if n_played < n_episodes:
+        print(
+            f"{n_episodes - n_played} more episodes left out: the first {n_played} are equal step "
+            "by step, whatever their seed"
+        )
     names = ("mean", "std", "min", "max")
     figures = "  ".join(f"{name} {shown_return(getattr(result, name))}" for name in names)
     print(f"return: {figures}   mean length {result.mean_length:.1f}")
@@ -127,6 +132,28 @@ def _play_episodes(options: Namespace) -> None:
     if isinstance(kind, JudgedEnv):
         command = user_command(kind.judge_command)
         print(f"returns are not a judgement; see: {command} {shlex.quote(run_dir)}")
+
+
+def _played_until_equal(
+    policy: Policy, envs: AnyVectorEnv, *, n_episodes: int, seed: int, deterministic: bool
+) -> Evaluation:
+    """All episodes; only the first ones, one per env, if the env is deterministic like the policy.
+
+    Few episodes could be equal by chance, so all first ones must be.
+    """
+    from ml_pipeline.analysis.evaluate import evaluate_batch
+
+    n_first = min(n_episodes, _MOST_ENVS) if deterministic else n_episodes
+    first = evaluate_batch(policy, envs, n_episodes=n_first, seed=seed, deterministic=deterministic)
+    n_left = n_episodes - n_first
+    if first.are_equal or not n_left:
+        return first
+    rest = evaluate_batch(
+        policy, envs, n_episodes=n_left, seed=seed + n_first, deterministic=deterministic
+    )
+    return rest._replace(
+        episodes=first.episodes + rest.episodes, n_cut=first.n_cut + rest.n_cut, are_equal=False
+    )
 
 
 def _shown(

@@ -1,6 +1,7 @@
 """EnvFactory: makes one env; it is small enough to send to a worker.
 
 Calling it makes the env from an id or a dotted path and applies the wrappers, the first innermost.
+Texts in a Dict observation are left out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace
+from ml_pipeline.envs.wrappers.without_text import WithoutText, text_keys
 from ml_pipeline.errors import UserError, type_and_line
 from ml_pipeline.extras import missing_extra
 from ml_pipeline.given import keep
@@ -30,8 +32,8 @@ from ml_pipeline.targets import (
     import_module,
 )
 
-# The package that registers the envs of a namespace when it is imported.
-_NAMESPACES = {"ALE": "ale_py"}
+# How ids begin, and the package that registers them when it is imported.
+_PACKAGES = {"ALE/": "ale_py", "MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
 
 
 class EnvError(UserError):
@@ -57,6 +59,10 @@ class EnvFactory:
             check_arguments(wrapper, arguments, key=key, given=1)
             with _named(f"{key} cannot be made"):
                 env = wrapper(env, **arguments)
+        space = env.observation_space
+        # An observation of texts alone is refused later.
+        if isinstance(space, spaces.Dict) and 0 < len(text_keys(space)) < len(space):
+            return WithoutText(env)
         return env
 
     def rendering(self, render_mode: str) -> EnvFactory:
@@ -162,8 +168,9 @@ def check_env_id(env_id: str) -> None:
     module, _, registered = env_id.rpartition(":")
     if module:
         import_module(module, key="env.id", path=env_id)
-    owner = _NAMESPACES.get(registered.partition("/")[0])
-    if owner is not None and importlib.util.find_spec(owner) is not None:
+    owner = next((_PACKAGES[each] for each in _PACKAGES if registered.startswith(each)), None)
+    is_missing = owner is not None and importlib.util.find_spec(owner) is None
+    if owner is not None and not is_missing:
         import_module(owner, key="env.id", path=env_id)
     try:
         gym.spec(registered)
@@ -171,6 +178,10 @@ def check_env_id(env_id: str) -> None:
         # A separate package registers each namespace: ale_py registers ALE/Pong-v5.
         raise missing_extra(f"env.id={env_id}", error) from error
     except (gym.error.Error, ImportError) as error:
+        if is_missing:
+            raise missing_extra(
+                f"env.id={env_id}", ImportError(f"No module named {owner!r}")
+            ) from error
         near = difflib.get_close_matches(env_id, list(gym.registry), n=3, cutoff=0.6)
         hint = _how_to_register(module, registered)
         if near:

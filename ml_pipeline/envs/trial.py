@@ -26,6 +26,7 @@ from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.envs.workers.pool import call_in_worker
 from ml_pipeline.envs.workers.shared_arrays import Layout
 from ml_pipeline.envs.workers.trees import view_of_row, write_value
+from ml_pipeline.envs.wrappers.without_text import WithoutText
 from ml_pipeline.errors import UserError, first_line, place_of
 
 Result = TypeVar("Result")
@@ -45,7 +46,7 @@ class EnvTrial(NamedTuple):
     step_seconds: float  # mean time of a step, resets included
     has_ended: bool  # at least one episode ended
     has_time_limit: bool  # the env declares one to Gymnasium
-    remarks: list[str]  # observations that do not fit their space
+    remarks: list[str]  # observations that do not fit their space, and what is left out of them
 
 
 def try_env(
@@ -91,7 +92,7 @@ def try_env(
             float(np.mean(durations[2:] or durations)),  # the first steps are slow
             has_ended,
             spec is not None and spec.max_episode_steps is not None,
-            check.remarks(),
+            [*_left_out(env), *check.remarks()],
         )
     finally:
         close_env(env)
@@ -221,6 +222,16 @@ def _play(
             has_ended = True
             obs, info = env.reset()
         durations.append(stepped + time.perf_counter() - start)
+
+
+def _left_out(env: AnyEnv) -> list[str]:
+    if not isinstance(env, WithoutText):
+        return []
+    keys = ", ".join(map(repr, env.left_out))
+    return [
+        f"leaves {keys} out of the observation, because networks take no text; a wrapper in "
+        "env.wrappers can turn it into numbers"
+    ]
 
 
 @contextmanager

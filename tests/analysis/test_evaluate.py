@@ -12,7 +12,13 @@ import pytest
 from conftest import Capture, read_rows, small, summary_of
 from tiny_envs import CountingEnv, LivesEnv, NoisyEnv
 
-from ml_pipeline.analysis.evaluate import evaluate, evaluate_batch, make_evaluation_envs
+from ml_pipeline.__main__ import main
+from ml_pipeline.analysis.evaluate import (
+    Evaluator,
+    evaluate,
+    evaluate_batch,
+    make_evaluation_envs,
+)
 from ml_pipeline.assembly.compose import ConfigError
 from ml_pipeline.assembly.run import load_agent, train
 from ml_pipeline.config.train import VecEnvConfig
@@ -48,6 +54,67 @@ def test_a_batch_of_envs_plays_the_same_episodes_as_one_env() -> None:
             assert evaluate_batch(policy, envs, **how) == alone
             assert evaluate_batch(policy, envs, **how) == alone  # with new envs, same seeds
     assert len({episode.episode_return for episode in alone.episodes}) == 7
+
+
+def test_episodes_are_equal_only_if_observations_and_rewards_are() -> None:
+    class Slippery(CountingEnv):
+        """One seed of eight has another observation, and the same return."""
+
+        def _observe(self) -> Any:
+            return super()._observe() + float(self.np_random_seed == 7 and self._step == 2)
+
+    policy: Any = Still(0)
+    found = {}
+    for make_env in (CountingEnv, Slippery):
+        for n_episodes in (1, 7, 8):
+            result = evaluate(policy, make_env(), n_episodes=n_episodes, seed=0, deterministic=True)
+            found[make_env.__name__, n_episodes] = result.are_equal
+
+    assert {name for name, is_equal in found.items() if is_equal} == {
+        ("CountingEnv", 7),
+        ("CountingEnv", 8),
+        ("Slippery", 7),
+    }
+
+
+def test_evaluations_of_equal_episodes_play_two_until_these_differ() -> None:
+    """Its reward depends on the seed after the action 1 only."""
+    played: list[int] = []
+
+    class Calm(CountingEnv):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            played.append(0)
+            return super().reset(seed=seed)
+
+        def step(self, action: Any) -> Any:
+            obs, reward, *ends = super().step(action)
+            return obs, reward + float(action * self.np_random.random()), *ends
+
+    evaluator = Evaluator(Calm, VecEnvConfig(), n_episodes=5, seed=0)
+    counts = []
+    for action in (0, 0, 1, 1, 0):
+        played.clear()
+        policy: Any = Still(action)
+        result = evaluator.evaluate(policy, most_envs=1, in_workers=False, episodes_end=True)
+        counts.append((len(played), len(result.episodes)))
+    evaluator.close()
+
+    assert counts == [(5, 5), (2, 2), (7, 5), (5, 5), (5, 5)]
+
+
+@pytest.mark.parametrize(("more", "n_played"), [([], 20), (["--deterministic"], 8)])
+def test_evaluate_leaves_out_episodes_that_equal_the_first_eight(
+    more: list[str], n_played: int, here: Path, capsys: Capture
+) -> None:
+    run = train([*small(), "env.target=tiny_envs.CountingEnv"]).run_dir
+    capsys.readouterr()
+
+    assert main(["evaluate", str(run), *more]) == 0
+
+    printed = capsys.readouterr().out
+    assert f" {n_played} episodes from seed " in printed
+    line = "12 more episodes left out: the first 8 are equal step by step, whatever their seed"
+    assert (line in printed) == (n_played == 8)
 
 
 def test_workers_play_the_same_episodes_as_this_process() -> None:

@@ -206,6 +206,21 @@ def test_deterministic_env_plays_one_greedy_episode(
     assert (n_episodes == 1) == ("plays one episode, because" in capsys.readouterr().out)
 
 
+def test_evaluations_of_equal_episodes_are_reported_once_and_remembered_by_a_resume(
+    here: Path, capsys: Capture
+) -> None:
+    settings = small(callbacks__evaluation__n_episodes=4, agent__n_steps=8)
+    run = train(
+        [*settings, "env.target=tiny_envs.CountingEnv", "callbacks.evaluation.eval_every_steps=16"]
+    ).run_dir
+
+    line = "evaluation: its 4 episodes are equal step by step; from now on it plays two"
+    assert capsys.readouterr().out.count(line) == 1
+    train([f"resume={run}", "total_steps=96", "logger=none"])
+    assert line not in capsys.readouterr().out
+    assert {row["eval/episode_return"] for row in read_rows(run)} == {"60.0"}
+
+
 class Game(gym.Env[Any, Any]):
     """One step: its return is the action, from 0 to 1000."""
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
+import gymnasium as gym
 import numpy as np
 import pytest
+from conftest import small
 from gymnasium import spaces
 
+from ml_pipeline import load
+from ml_pipeline.assembly.run import train
 from ml_pipeline.envs.factory import EnvError, EnvFactory, allowed_action
+from ml_pipeline.envs.trial import try_env
 from ml_pipeline.extras import MissingExtraError, import_extra, missing_extra
 from ml_pipeline.targets import TargetError
 
@@ -132,6 +138,7 @@ def test_a_wrong_wrapper_is_named_by_its_key(wrapper: dict[str, Any], words: str
         ("Namespace ALE not found.", r'make atari, or pip install "ml_pipeline\[atari\]"'),
         ("No module named 'ale_py'", r'make atari, or pip install "ml_pipeline\[atari\]"'),
         ("No module named 'pyboy'", r'pip install "ml_pipeline\[gameboy\]"'),
+        ("No module named 'minigrid'", r'pip install "ml_pipeline\[minigrid\]"'),
         ("No module named 'pettingzoo'", r'pip install "ml_pipeline\[pettingzoo\]"'),
         ("No module named 'matplotlib'", r'pip install "ml_pipeline\[plots\]"'),
         ("pygame is not installed", r'pip install "gymnasium\[classic-control\]"'),
@@ -161,3 +168,26 @@ def test_a_missing_hockey_env_comes_with_its_install_command(
         f"env.target={target}: the package hockey-env is not installed: "
         "pip install PATH_OR_GIT_URL (docs/hockey.md)"
     )
+
+
+def test_texts_of_a_dict_observation_are_left_out_and_named() -> None:
+    both = {"words": spaces.Text(4), "x": spaces.Box(-1.0, 1.0, (2,))}
+    arguments = {"observation_space": spaces.Dict(both), "action_space": spaces.Discrete(2)}
+    factory = EnvFactory(None, "tiny_envs.SpaceEnv", arguments)
+
+    env = factory()
+
+    assert env.observation_space == spaces.Dict({"x": both["x"]})
+    assert list(env.reset(seed=1)[0]) == ["x"]
+    assert list(env.step(0)[0]) == ["x"]
+    assert try_env(factory, "mine").remarks[0].startswith("leaves 'words' out of the observation")
+
+
+def test_minigrid_trains_by_its_id(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("minigrid", reason="needs the extra: pip install -e '.[minigrid]'")
+
+    run = train([*small(), "env.id=MiniGrid-Empty-5x5-v0", "vec_env=serial"]).run_dir
+
+    assert "MiniGrid-Empty-5x5-v0: leaves 'mission' out" in capsys.readouterr().out
+    obs, _ = gym.make("MiniGrid-Empty-5x5-v0").reset(seed=1)
+    assert load(run).predict(obs) in range(7)
