@@ -48,6 +48,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection, which some tests trigger often."""
+    if "ml_pipeline.assembly.compose" in sys.modules:  # these tests compose configs
+        from remembered_configs import remember_configs
+
+        remember_configs()
     gc.collect()
     gc.freeze()
 
