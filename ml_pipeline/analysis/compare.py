@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
+from ml_pipeline.analysis import statistics
 from ml_pipeline.analysis.run_data import ComparisonError, RunData, did_you_mean
 from ml_pipeline.analysis.settings import (
     ALGORITHM,
@@ -18,7 +20,6 @@ from ml_pipeline.analysis.settings import (
     short_names,
     shown_value,
 )
-from ml_pipeline.analysis import statistics
 from ml_pipeline.analysis.statistics import FEW_SEEDS, Array, iqm, iqm_with_interval
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, counted, shown_return
 from ml_pipeline.runs.console import plain_table
@@ -155,7 +156,7 @@ def _share_envs(group: Group) -> bool:
         if config.get("env_seeds", "adjacent") == "adjacent" and isinstance(seed, int):
             firsts.append((seed, n_envs if isinstance(n_envs, int) else 1))
     firsts.sort()
-    return any(seed + n > later for (seed, n), (later, _) in zip(firsts, firsts[1:], strict=False))
+    return any(seed + n > later for (seed, n), (later, _) in pairwise(firsts))
 
 
 def verdicts(groups: Sequence[Group], metric: str) -> list[str]:
