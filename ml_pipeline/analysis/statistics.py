@@ -73,7 +73,7 @@ def student_quantile(freedom: int) -> float:
 
 
 def _share_within(t: float, freedom: int) -> float:
-    """P(-t < T < t) for Student's t, by the finite sums of Abramowitz and Stegun (26.7.3, 26.7.4)."""
+    """P(-t < T < t) for Student's t, by the finite sums of Abramowitz and Stegun (26.7.3-4)."""
     angle = math.atan(t / math.sqrt(freedom))
     cosine2 = math.cos(angle) ** 2
     is_odd = freedom % 2
