@@ -25,7 +25,7 @@ FOLDER = TESTS / "fixtures" / "reference"
 
 _SMALL = ["agent.n_steps=32", "agent.n_minibatches=4", "agent.n_epochs=3", "n_envs=4"]
 _EVERY = ["callbacks.evaluation.eval_every_steps=512", "callbacks.evaluation.n_episodes=2"]
-_COMMON = ["seed=3", "device=cpu", "logger=none", "total_steps=1024", *_EVERY]
+_COMMON = ["seed=3", "env_seeds=adjacent", "device=cpu", "logger=none", "total_steps=1024", *_EVERY]
 _TWO_WORKERS = ["vec_env.n_workers=2", "vec_env.start_method=spawn"]
 
 RUNS: dict[str, list[str]] = {

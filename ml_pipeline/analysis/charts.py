@@ -13,16 +13,16 @@ from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.analysis.statistics import (
     Array,
     iqm,
+    iqm_with_interval,
     performance_profile,
     probability_of_improvement,
-    with_interval,
 )
 from ml_pipeline.metrics import PHASE, shown_return
 
 MOST_GROUPS = len(COLOURS)  # in a chart
 
 _N_POINTS = 100  # of a curve
-_BAND = "Interquartile mean over the seeds with its 95 % bootstrap interval"
+_BAND = "Interquartile mean over the seeds with its 95 % interval"
 
 
 def make_charts(groups: Sequence[Group], metric: str) -> list[Chart]:
@@ -96,7 +96,7 @@ def _lines(
         if start <= end:
             x = np.linspace(start, end, _N_POINTS if start < end else 1)
             held = partial(_held, position=position, metric=metric, at=x)
-            lines.append(Line(group.name, rank, x, *with_interval(measured.per_seed(held))))
+            lines.append(Line(group.name, rank, x, *iqm_with_interval(measured.per_seed(held))))
     return lines
 
 
@@ -106,7 +106,7 @@ def _held(run: RunData, *, position: Callable[[RunData], Array], metric: str, at
 
 
 def _bar(label: str, rank: int, points: Array) -> Bar:
-    value, low, high = (float(each) for each in with_interval(points))
+    value, low, high = (float(each) for each in iqm_with_interval(points))
     return Bar(label, rank, value, low, high, points)
 
 

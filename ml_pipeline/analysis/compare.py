@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
+from ml_pipeline.analysis import statistics
 from ml_pipeline.analysis.run_data import ComparisonError, RunData, did_you_mean
 from ml_pipeline.analysis.settings import (
     ALGORITHM,
@@ -19,7 +21,7 @@ from ml_pipeline.analysis.settings import (
     short_names,
     shown_value,
 )
-from ml_pipeline.analysis.statistics import FEW_SEEDS, Array, iqm, verdict, with_interval
+from ml_pipeline.analysis.statistics import FEW_SEEDS, Array, iqm, iqm_with_interval
 from ml_pipeline.errors import printable
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, counted, shown_return
 from ml_pipeline.runs.console import plain_table
@@ -181,7 +183,25 @@ def remarks(groups: Sequence[Group]) -> list[str]:
     ]
     if merged:
         lines.append(f"runs of the same seed count as one, their mean: {_listed(merged)}")
+    dependent = [group.name for group in groups if _share_envs(group)]
+    if dependent:
+        lines.append(
+            f"runs that share env seeds: {_listed(dependent)} (env_seeds=adjacent). Their "
+            "intervals are too narrow; train them again, or with seeds that are n_envs apart"
+        )
     return lines
+
+
+def _share_envs(group: Group) -> bool:
+    """Whether runs of other seeds have an env in common, as in versions without ``env_seeds``."""
+    firsts = []
+    for runs in group.seeds:
+        config = runs[0].config
+        seed, n_envs = config.get("seed"), config.get("n_envs")
+        if config.get("env_seeds", "adjacent") == "adjacent" and isinstance(seed, int):
+            firsts.append((seed, n_envs if isinstance(n_envs, int) else 1))
+    firsts.sort()
+    return any(seed + n > later for (seed, n), (later, _) in pairwise(firsts))
 
 
 def verdicts(groups: Sequence[Group], metric: str) -> list[str]:
@@ -190,11 +210,18 @@ def verdicts(groups: Sequence[Group], metric: str) -> list[str]:
         n_seeds = len(groups[0].finals(metric))
         return ["one seed: an interval needs at least two"] if n_seeds == 1 else []
     finals = {group.name: group.finals(metric) for group in groups}
-    best, *others = [name for name in finals if len(finals[name]) >= FEW_SEEDS] or [""]
-    lines = [verdict(best, finals[best], other, finals[other]) for other in others[:_MOST_VERDICTS]]
-    if len(others) > _MOST_VERDICTS:
-        n_more = len(others) - _MOST_VERDICTS
-        lines.append(f"not listed: {best} against {counted(n_more, 'lower group')}")
+    tested = {name: each for name, each in finals.items() if len(each) >= FEW_SEEDS}
+    lines = statistics.verdicts(tested)
+    n_hidden = len(lines) - _MOST_VERDICTS
+    del lines[_MOST_VERDICTS:]
+    if n_hidden > 0:
+        lines.append(f"not listed: {next(iter(tested))} against {counted(n_hidden, 'lower group')}")
+    needed = statistics.needed_seeds(len(tested))
+    if any(len(each) < needed for each in tested.values()):
+        lines.append(
+            f"{len(tested)} groups are {len(tested) * (len(tested) - 1) // 2} comparisons: a claim "
+            f"needs {needed} or more seeds of each group; train more, or compare fewer groups"
+        )
     few = [name for name in finals if len(finals[name]) < FEW_SEEDS]
     if few:
         lines.append(
@@ -267,7 +294,7 @@ def _have_more(groups: Sequence[Group]) -> bool:
 def figures(group: Group, metric: str) -> list[str]:
     """The texts of ``FIGURES``."""
     finals = group.finals(metric)
-    value, low, high = with_interval(finals) if len(finals) else [np.array(np.nan)] * 3
+    value, low, high = iqm_with_interval(finals) if len(finals) else [np.array(np.nan)] * 3
     interval = (
         f"{shown_return(float(low))} to {shown_return(float(high))}" if np.isfinite(low) else "-"
     )

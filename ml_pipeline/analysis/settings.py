@@ -12,7 +12,7 @@ from ml_pipeline.runs.console import plain_table
 
 # The seed, over which a group averages, and keys that have no effect on learning.
 _NOT_COMPARED = (
-    *("seed", "device", "cpu_threads", "resume", "trust"),
+    *("seed", "env_seeds", "device", "cpu_threads", "resume", "trust"),
     *("objective", "best_metric", "vec_env.", "logger."),
     *("name", "notes", "tags", "run_root", "rank_timeout_seconds"),
 )

@@ -366,7 +366,8 @@ def _read_config(run_folder: RunFolder) -> tuple[DictConfig, bool]:
         check_yaml(text)
         stored = OmegaConf.create(text)
         _refuse_interpolations(OmegaConf.to_container(stored, resolve=False), "")
-        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), stored)
+        older = {"env_seeds": "adjacent"}  # before the key existed
+        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), older, stored)
     except Exception as error:  # the file may hold anything
         is_schema = isinstance(error, OmegaConfBaseException)
         reason = explained(error) if is_schema else first_line(error, n_lines=2)

@@ -112,7 +112,9 @@ class RunPlan(NamedTuple):
     def env_seed(self) -> int:
         """Seed of env 0 of this rank; its env i has this + i."""
         first = self.context.world.envs(self.config.n_envs).start
-        return first_env_seed(self.config.seed, env_steps=self.first_step) + int(first)
+        is_adjacent = self.config.env_seeds == "adjacent"
+        start = first_env_seed(self.config.seed, env_steps=self.first_step, is_adjacent=is_adjacent)
+        return start + int(first)
 
 
 def new_folder(config: TrainConfig) -> RunFolder:

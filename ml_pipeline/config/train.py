@@ -25,6 +25,7 @@ else:  # OmegaConf reads types; checked_config checks these two against classes 
 VEC_ENV_MODES = ("auto", "serial", "parallel", "shared")
 START_METHODS = ("spawn", "fork", "forkserver")
 COLLECTORS = ("sync", "double")
+ENV_SEEDS = ("spread", "adjacent")
 COMPILE_MODES = ("auto", "off", "graph")
 PRECISIONS = ("float32", "tf32", "bf16")
 RUN_ROOT = "runs"
@@ -113,6 +114,8 @@ class TrainConfig:
 
     n_envs: Any = 8  # or auto: measure and pick a number
     seed: int = 1
+    # spread: runs with different seeds share no env | adjacent: env i is reset with seed + i
+    env_seeds: str = "spread"
     total_steps: float = 100_000  # env steps over all envs, rounded down to whole rollouts
     # Number of iterations (calls of train_episode_vectorized), instead of total_steps
     num_episodes: Optional[int] = None
@@ -151,6 +154,8 @@ class TrainConfig:
         _check_count("n_envs", self.n_envs)
         _check_count("cpu_threads", self.cpu_threads)
         check(0 <= self.seed < 2**31, "seed", "between 0 and 2147483647", self.seed)
+        known = self.env_seeds in ENV_SEEDS
+        check(known, "env_seeds", " | ".join(ENV_SEEDS), self.env_seeds)
         self.total_steps = integer_steps("total_steps", self.total_steps)
         if self.num_episodes is not None:
             check(self.num_episodes >= 1, "num_episodes", "at least 1", self.num_episodes)

@@ -228,9 +228,9 @@ def test_copies_that_were_resumed_with_other_seeds_are_one_run() -> None:
 
 def test_runs_of_one_seed_that_by_puts_together_are_averaged() -> None:
     runs = [
-        run_data({"agent.gamma": 0.9, "n_envs": n_envs, "seed": seed}, [float(10 * seed + n_envs)])
+        run_data({"agent.gamma": 0.9, "n_envs": n_envs, "seed": seed}, [float(seed + n_envs)])
         for n_envs in (2, 4)
-        for seed in (1, 2)
+        for seed in (10, 20)
     ]
 
     (group,) = grouped(runs, EVAL_RETURN, ["agent.gamma"])
@@ -242,10 +242,11 @@ def test_runs_of_one_seed_that_by_puts_together_are_averaged() -> None:
 
 
 def test_verdicts_compare_the_best_group_with_the_next_five() -> None:
+    seeds = [1, 2, 3, 4, 5, 6, 7]
     runs = [
         run
         for rank in range(9)
-        for run in runs_of(rank / 10, [1, 2, 3, 4] if rank == 8 else [1, 2, 3, 4, 5], 10.0 * rank)
+        for run in runs_of(rank / 10, seeds[:4] if rank == 8 else seeds, 10.0 * rank)
     ]
 
     *lines, hidden, few = verdicts(grouped(runs, EVAL_RETURN), EVAL_RETURN)
@@ -255,6 +256,45 @@ def test_verdicts_compare_the_best_group_with_the_next_five() -> None:
     ]
     assert hidden == "not listed: gamma=0.7 against 2 lower groups"
     assert few.startswith("fewer than 5 seeds, too few to claim a difference: gamma=0.8;")
+
+
+def test_many_groups_of_few_seeds_support_no_claim_and_a_line_says_how_many_would() -> None:
+    runs = [run for rank in range(5) for run in runs_of(rank / 10, [1, 2, 3, 4, 5], 10.0 * rank)]
+
+    *lines, needed = verdicts(grouped(runs, EVAL_RETURN), EVAL_RETURN)
+
+    assert all(
+        line.startswith("no difference can be claimed between gamma=0.4 and") for line in lines
+    )
+    assert needed == (
+        "5 groups are 10 comparisons: a claim needs 6 or more seeds of each group; "
+        "train more, or compare fewer groups"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({"n_envs": 8}, True),  # of a version without env_seeds
+        ({"n_envs": 8, "env_seeds": "adjacent"}, True),
+        ({"n_envs": 1, "env_seeds": "adjacent"}, False),
+        ({"n_envs": 8, "env_seeds": "spread"}, False),
+    ],
+)
+def test_runs_that_share_env_seeds_are_named(settings: dict[str, Any], share: bool) -> None:
+    runs = [run_data({**settings, "seed": seed}, [float(seed)]) for seed in (1, 2, 3)]
+
+    lines = remarks(grouped(runs, EVAL_RETURN))
+
+    assert [line.partition(" (")[0] for line in lines] == (
+        ["runs that share env seeds: all runs"] if share else []
+    )
+
+
+def test_runs_with_other_env_seeds_belong_to_one_group() -> None:
+    runs = [run_data({"seed": n, "env_seeds": kind}, [1.0 * n]) for n, kind in enumerate("ab")]
+
+    assert len(grouped(runs, EVAL_RETURN)) == 1
 
 
 def test_runs_table_shows_what_differs_within_groups_and_names_what_does_not_fit() -> None:

@@ -247,7 +247,7 @@ def test_crashing_env_ends_the_run_with_its_traceback_and_marks_it_failed(
     crash = ["env.target=tiny_envs.FaultyEnv", f"+env.kwargs={{fault: {fault}, culprit: 2}}"]
 
     with pytest.raises(UserError, match=rf"env 1 \(seed 2\) raised:[\s\S]*{words}"):
-        train([*small(), *crash, f"vec_env={mode}"])
+        train([*small(), *crash, f"vec_env={mode}", "env_seeds=adjacent"])
 
     assert summary_of(only_run(here))["status"] == "failed"
 

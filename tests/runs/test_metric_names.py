@@ -38,7 +38,7 @@ def test_run_reports_misspelt_metrics_before_its_end(here: Path, capsys: Capture
     wrong = ["objective=rollout/episode_retrun_mean_100", "best_metric=policy/approxkl"]
     settings = small(total_steps=192, callbacks__evaluation__eval_every_steps=64)
 
-    train([*settings, "vec_env=serial", *wrong, f"+callbacks.stop={stop}"])
+    train([*settings, "vec_env=serial", "env_seeds=adjacent", *wrong, f"+callbacks.stop={stop}"])
 
     out = capsys.readouterr().out
     for line in (

@@ -69,7 +69,7 @@ def trained(name: str) -> Trained:
     train(
         [
             *small(),
-            *("env=trading", "data=files", "env.kwargs.episode_bars=20"),
+            *("env=trading", "data=files", "env.kwargs.episode_bars=20", "env_seeds=adjacent"),
             *(f"env.kwargs.data.{key}={value}" for key, value in data.items()),
             *(f"env.kwargs.data.features={features}", "~callbacks.evaluation"),
             *CASES[name],
