@@ -19,7 +19,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace
-from ml_pipeline.errors import UserError, type_and_line
+from ml_pipeline.errors import UserError, place_of, type_and_line
 from ml_pipeline.extras import missing_extra
 from ml_pipeline.given import keep
 from ml_pipeline.targets import (
@@ -57,6 +57,10 @@ class EnvFactory:
             check_arguments(wrapper, arguments, key=key, given=1)
             with _named(f"{key} cannot be made"):
                 env = wrapper(env, **arguments)
+            if not isinstance(env, gym.Env):
+                raise TargetError(
+                    f"{key}: {entry['_target_']} returned {type(env).__name__}, not a gymnasium.Env"
+                )
         return env
 
     def rendering(self, render_mode: str) -> EnvFactory:
@@ -107,6 +111,18 @@ def _named(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # envs may raise anything
         text = f"{type(error).__name__}: {error}" if str(error).strip() else type_and_line(error)
         raise EnvError(f"{what}: {text}") from error
+
+
+@contextmanager
+def step_errors_named() -> Iterator[None]:
+    """Raise what an env raises in a step or a reset as one line with its file and line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # envs may raise anything
+        what, place = type_and_line(error), place_of(error)
+        raise EnvError(f"the env raised {what.removesuffix(place)}{place}") from error
 
 
 def allowed_action(
