@@ -93,6 +93,19 @@ def check_arguments(target: Any, arguments: Mapping[str, Any], *, key: str, give
         signature.bind(*[None] * given, **arguments)
     except TypeError as error:
         raise TargetError(f"{key}: {target.__name__} cannot be called: {error}") from error
+    for parameter in parameters:
+        value = arguments.get(parameter.name)
+        if _takes_a_function(parameter) and isinstance(value, (str, int, float, list, Mapping)):
+            raise TargetError(
+                f"{key}.{parameter.name}={value}: {target.__name__} takes a function here, which a "
+                f"config cannot hold; write a function that passes it, and name that in {key}"
+            )
+
+
+def _takes_a_function(parameter: inspect.Parameter) -> bool:
+    """As far as its annotation says so; one that also takes a text is open."""
+    annotation = str(parameter.annotation)
+    return "Callable[" in annotation and not re.search(r"\bstr\b", annotation)
 
 
 def _signature(target: Any, key: str) -> inspect.Signature:

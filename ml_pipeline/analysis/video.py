@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 
 from ml_pipeline.analysis.evaluate import Evaluation, evaluate
-from ml_pipeline.envs.factory import close_env
+from ml_pipeline.envs.factory import EnvError, close_env, step_errors_named
 from ml_pipeline.envs.kinds import AnyEnv, MakeEnv
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import import_extra, missing_extra
@@ -23,10 +23,13 @@ def check_video(make_env: MakeEnv) -> None:
     env = make_env()
     try:
         _check_render_mode(env)
-        env.reset(seed=0)
-        frame = env.render()
-    except gym.error.DependencyNotInstalled as error:
-        raise missing_extra("a video", error) from error
+        with step_errors_named():
+            env.reset(seed=0)
+            frame = env.render()
+    except EnvError as error:
+        if isinstance(error.__cause__, gym.error.DependencyNotInstalled):
+            raise missing_extra("a video", error.__cause__) from error
+        raise
     finally:
         close_env(env)
     if np.ndim(frame) != 3:  # type: ignore[arg-type]

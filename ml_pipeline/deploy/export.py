@@ -29,6 +29,7 @@ from ml_pipeline.deploy.exported import (
     ExportedPolicy,
     with_checksum,
 )
+from ml_pipeline.envs.factory import step_errors_named
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace
 from ml_pipeline.errors import UserError, type_and_line
 from ml_pipeline.extras import import_extra
@@ -199,16 +200,20 @@ def _quiet_torch() -> Iterator[None]:
 def play_steps(agent: Agent, env: AnyEnv, n_steps: int) -> list[Step]:
     """Steps of episodes with sampled actions; greedy actions would reach fewer states."""
     steps: list[Step] = []
-    obs, info = env.reset(seed=0)
+    with step_errors_named():
+        obs, info = env.reset(seed=0)
     memory = agent.new_memory(1)
     for _ in range(n_steps):
         mask = agent.mask_of({name: [value] for name, value in info.items()})
         steps.append(Step(obs, mask, None if memory is None else memory.clone()))
         batch = batched(env.observation_space, [obs])
         action = agent.act_batch(batch, action_mask=mask, memory=memory)[0]
-        obs, _, terminated, truncated, info = env.step(action)
-        if terminated or truncated:
-            obs, info = env.reset()
+        with step_errors_named():
+            obs, _, terminated, truncated, info = env.step(action)
+            is_over = terminated or truncated
+            if is_over:
+                obs, info = env.reset()
+        if is_over:
             memory = agent.new_memory(1)
     return steps
 

@@ -177,7 +177,7 @@ class EpisodeWindow:
         return {**state, "info_names": self._info_names} if self._info_names else state
 
     def load_state_dict(self, state: StateDict) -> None:
-        self.n_episodes = state["n_episodes"]
+        self.n_episodes = int(state["n_episodes"])
         recent = [Episode(*episode) for episode in state["recent_episodes"]]
         numbers = [value for each in recent for value in (*each[:3], *each.infos.values())]
         if not all(isinstance(value, (int, float)) for value in numbers):

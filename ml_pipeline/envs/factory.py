@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace
 from ml_pipeline.envs.wrappers.without_text import WithoutText, text_keys
-from ml_pipeline.errors import UserError, type_and_line
+from ml_pipeline.errors import UserError, place_of, type_and_line
 from ml_pipeline.extras import missing_extra
 from ml_pipeline.given import keep
 from ml_pipeline.targets import (
@@ -59,6 +59,10 @@ class EnvFactory:
             check_arguments(wrapper, arguments, key=key, given=1)
             with _named(f"{key} cannot be made"):
                 env = wrapper(env, **arguments)
+            if not isinstance(env, gym.Env):
+                raise TargetError(
+                    f"{key}: {entry['_target_']} returned {type(env).__name__}, not a gymnasium.Env"
+                )
         space = env.observation_space
         # An observation of texts alone is refused later.
         if isinstance(space, spaces.Dict) and 0 < len(text_keys(space)) < len(space):
@@ -113,6 +117,18 @@ def _named(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # envs may raise anything
         text = f"{type(error).__name__}: {error}" if str(error).strip() else type_and_line(error)
         raise EnvError(f"{what}: {text}") from error
+
+
+@contextmanager
+def step_errors_named() -> Iterator[None]:
+    """Raise what an env raises in a step or a reset as one line with its file and line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # envs may raise anything
+        what, place = type_and_line(error), place_of(error)
+        raise EnvError(f"the env raised {what.removesuffix(place)}{place}") from error
 
 
 def allowed_action(

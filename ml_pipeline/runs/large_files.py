@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ml_pipeline.errors import UserError, shorten
+from ml_pipeline.errors import UserError
 from ml_pipeline.records import StateDict
 from ml_pipeline.runs.checkpoint import (
     CheckpointError,
@@ -63,8 +63,8 @@ class LargeFiles:
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} does not hold transitions")
         written = content.pop(_NAME, name)  # older files do not have it
-        if written != name:
-            raise CheckpointError(f"{path} was written as {shorten(str(written))}: files are mixed")
+        if not isinstance(written, str) or written != name:
+            raise CheckpointError(f"{path} was written under another name: files were exchanged")
         return content
 
     def sweep(self, state: StateDict, names_in: Callable[[StateDict], set[str]]) -> None:

@@ -23,7 +23,9 @@ class _QuietHandler(WSGIRequestHandler):
 def show(name: str, *, port: int) -> None:
     """Serve until Ctrl-C."""
     dashboard = import_extra("optuna_dashboard", needed_by="study dashboard")
-    app = dashboard.wsgi(StudyFolder.open(name).storage)
+    folder = StudyFolder.open(name)
+    folder.read_trials()  # says in one line if the journal is damaged
+    app = dashboard.wsgi(folder.storage)
     try:
         # Not for other machines: the page can change the study.
         server = make_server(

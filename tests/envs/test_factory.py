@@ -117,6 +117,11 @@ def test_an_allowed_action_respects_the_mask(space: Any, mask: Any, wanted: Any)
         ({"_target_": "tiny_envs.scale_reward", "by": 2.0}, r"env.wrappers.mine.by is unknown"),
         ({"_target_": "gymnasium.wrappers.TimeLimit"}, r"env.wrappers.mine: .*'max_episode_steps'"),
         ({"factor": 2.0}, r"env.wrappers.mine needs a _target_"),
+        (
+            {"_target_": "gymnasium.wrappers.TransformReward", "func": "numpy.sign"},
+            r"env.wrappers.mine.func=numpy.sign: TransformReward takes a function here, which a",
+        ),
+        ({"_target_": "builtins.id"}, r"env.wrappers.mine: builtins.id returned int, not a gymn"),
     ],
 )
 def test_a_wrong_wrapper_is_named_by_its_key(wrapper: dict[str, Any], words: str) -> None:

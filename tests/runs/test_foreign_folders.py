@@ -530,3 +530,47 @@ def test_comparison_shows_values_of_a_config_as_they_are(
     assert "&lt;img src=x" in page
     assert "<script>alert(1)" not in page
     assert "<img src=x" not in page
+
+
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "text for a function": {"_target_": "gymnasium.wrappers.TransformReward", "func": "numpy.sign"},
+    "entry for a function": {
+        "_target_": "gymnasium.wrappers.TransformObservation",
+        "func": {"_target_": "numpy.sign"},
+        "observation_space": None,
+    },
+    "number for a trigger": {
+        "_target_": "gymnasium.wrappers.RecordVideo",
+        "video_folder": "videos",
+        "step_trigger": 5,
+    },
+    "no env": {"_target_": "gymnasium.spaces.Discrete"},
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrong_wrapper_in_a_config_is_one_line_in_every_command(
+    name: str, run: RunFolder, capsys: Capture
+) -> None:
+    change(run, "env.wrappers", {"x": WRAPPERS[name]})
+    path = str(run.path)
+
+    for command in (*COMMANDS, "tournament"):
+        code = COMMANDS.get(command, lambda path: main(["tournament", path, "random"]))(path)
+
+        assert code == 1
+        error = capsys.readouterr().err
+        assert "env.wrappers.x" in error
+        assert "Traceback" not in error
+
+
+def test_export_shows_where_an_env_raises_in_one_line(here: Path, capsys: Capture) -> None:
+    scaled = "+env.wrappers.scale={_target_:tiny_envs.scale_reward,factor:2}"
+    run = RunFolder(train([*SETTINGS, scaled]).run_dir)
+    change(run, "env.wrappers.scale.factor", "twice")
+
+    assert main(["export", str(run.path), "--trust"]) == 1
+
+    error = error_line(capsys)
+    assert error.startswith("the env raised TypeError: ")
+    assert "(tiny_envs.py:" in error

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,9 @@ def test_damaged_settings_are_one_line(
         assert error_line(capsys).startswith("cannot read studies/mine/study.yaml: ")
 
 
+JOURNAL_COMMANDS = [["study", "status", "mine"], ["compare", "studies/mine"]]
+if find_spec("optuna_dashboard") is not None:
+    JOURNAL_COMMANDS.append(["study", "dashboard", "mine"])
 LINES: dict[str, str] = {
     "word": "hello",
     "list": "[]",
@@ -238,7 +242,7 @@ def test_damaged_journal_is_one_line(
         lines[-1] = json.dumps(trial)
     journal.write_text("\n".join(lines) + "\n")
 
-    for command in (["study", "status", "mine"], BEST, DEPLOY, START, ["compare", "studies/mine"]):
+    for command in [*JOURNAL_COMMANDS, BEST, DEPLOY, START]:
         assert main(command) == 1
         error = error_line(capsys)
         assert "studies/mine/journal.log is damaged: " in error

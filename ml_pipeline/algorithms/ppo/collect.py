@@ -222,4 +222,4 @@ class Collector:
 
     def load_state_dict(self, state: StateDict) -> None:
         self._generator.set_state(state["generator"])
-        self._check.n_steps = state["n_steps"]
+        self._check.n_steps = int(state["n_steps"])

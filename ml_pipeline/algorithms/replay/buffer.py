@@ -366,6 +366,8 @@ class ReplayBuffer:
         self.first = state.get("first", 0)
         self.segments = [dict(segment) for segment in state["segments"]]
         self.n_saved = state["n_saved"]
+        if min(self.n_written, self.first, self.n_saved) < 0:
+            raise ValueError("a counter of the replay is negative")
         self._top.copy_(state["top_priority"])
         self._tell_device()
         self._is_reset = False  # the saved episodes continue, unless ``end_episodes`` is called

@@ -161,7 +161,7 @@ class ReplayLearning:
         return {"n_updates": self.n_updates, "draw_generator": self._generator.get_state()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        self.n_updates = state["n_updates"]
+        self.n_updates = int(state["n_updates"])
         set_generator_state(self._generator, state["draw_generator"])
 
 

@@ -318,7 +318,7 @@ class OffPolicyTrainer(Generic[RatesT]):
         self._learning.load_state_dict(state)
         self._generator.set_state(state["noise_generator"])
         self.episodes.load_state_dict(state)
-        self._check.n_steps = state["n_steps"]
+        self._check.n_steps = int(state["n_steps"])
 
 
 def load_position(replay: ReplayBuffer, state: StateDict) -> None:

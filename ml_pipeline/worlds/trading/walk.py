@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.analysis.statistics import Array
+from ml_pipeline.envs.factory import step_errors_named
 from ml_pipeline.envs.kinds import AnyEnv
 from ml_pipeline.errors import UserError
 from ml_pipeline.policy.contracts import Policy
@@ -59,7 +60,8 @@ def walk(policy: Policy, envs: Sequence[AnyEnv]) -> Walk:
     equity, exposure, gross = np.full(shape, first.rules.cash), np.zeros(shape), np.zeros(shape)
     trades: list[Trade] = []
     closed: dict[str, int] = {}
-    obs = np.stack([env.reset(seed=number)[0] for number, env in enumerate(envs)])
+    with step_errors_named():
+        obs = np.stack([env.reset(seed=number)[0] for number, env in enumerate(envs)])
     rows = market.time[cores[0].row :]
     memory = policy.new_memory(len(envs))
     for step in range(1, n_steps + 1):
@@ -68,7 +70,8 @@ def walk(policy: Policy, envs: Sequence[AnyEnv]) -> Walk:
         for number, (env, core) in enumerate(zip(envs, cores, strict=True)):
             if names[number] in closed:
                 continue
-            obs[number], _, terminated, truncated, _ = env.step(action[number])
+            with step_errors_named():
+                obs[number], _, terminated, truncated, _ = env.step(action[number])
             account = core.account
             equity[step, number] = account.equity
             if account.equity > 0.0:

@@ -6,6 +6,7 @@ import io
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from stopped_runs import replay_rows
 from ml_pipeline.__main__ import main
 from ml_pipeline.algorithms.replay import files as replay_files
 from ml_pipeline.assembly.run import train
+from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import (
     LATEST,
     CheckpointError,
     load_checkpoint,
+    read_sealed,
     write_sealed,
 )
 from ml_pipeline.runs.run_folder import RunFolder
@@ -122,7 +125,7 @@ def flip(run: Path, which: int) -> None:
 
 
 DAMAGE = {
-    "swapped": (swap, "was written as"),
+    "swapped": (swap, "was written under another name"),
     "newest flipped": (lambda run: flip(run, 1), "its checksum does not match"),
     "oldest flipped": (lambda run: flip(run, 0), "its checksum does not match"),
     "cut": (lambda run: os.truncate(files_of(run)[1], 9), "it is truncated or too old"),
@@ -185,3 +188,56 @@ def test_a_run_folder_cannot_ask_for_salvage(run: Path) -> None:
 
     with pytest.raises(CheckpointError, match="add salvage=true"):
         train([f"resume={run}", "total_steps=224"])
+
+
+STATES: dict[str, tuple[str, Any]] = {
+    "no counter": ("n_steps", None),
+    "no updates": ("n_updates", None),
+    "no replay": ("replay", 5),
+    "no segments": ("replay.segments", None),
+    "segment of a number": ("replay.segments", [5, 5]),
+    "name of a number": ("replay.segments.0.name", 5),
+    "name outside": ("replay.segments.0.name", "../config.yaml"),
+    "range of words": ("replay.segments.0.first", "x"),
+    "huge range": ("replay.segments.0.last", 10**18),
+    "negative counter": ("replay.n_written", -1),
+    "no generator": ("noise_generator", torch.zeros(3)),
+}
+ROWS: dict[str, tuple[str, Any]] = {
+    "other name": ("file", torch.zeros(2, 2)),
+    "no reward": ("reward", None),
+    "other reward": ("reward", torch.zeros(3)),
+    "other observation": ("obs ", torch.zeros(32, 3)),
+    "words": ("action", "x"),
+    "huge final": ("final_at", torch.full((1,), 10**9)),
+}
+
+
+def put(content: Any, path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for parent in parents:
+        content = content[int(parent) if isinstance(content, list) else parent]
+    content[last] = value
+
+
+def seal(path: Path, content: Any) -> None:
+    data = io.BytesIO()
+    torch.save(content, data)
+    write_sealed(path, data.getvalue())
+
+
+@pytest.mark.parametrize("name", [*STATES, *ROWS])
+def test_wrong_value_with_a_right_checksum_is_one_line_in_every_command(
+    name: str, run: Path, capsys: Capture
+) -> None:
+    path = run / "checkpoints" / "latest.pt" if name in STATES else files_of(run)[1]
+    content = read_sealed(path)
+    put(content, *{**STATES, **ROWS}[name])
+    seal(path, content)
+
+    with pytest.raises(UserError) as error:
+        train([f"resume={run}", "total_steps=224"])
+    assert "\n" not in str(error.value)
+    capsys.readouterr()
+    code = main(["replay", str(run)])
+    assert code == 0 or error_line(capsys)  # it does not look at every counter
