@@ -155,11 +155,11 @@ def _cells(body: bytes, *, n_columns: int) -> tuple[NDArray[np.int64], NDArray[n
     100 runs of 5,000 rows have millions of cells: only those that are wanted become objects.
     """
     kinds = np.frombuffer(body.translate(_KINDS), dtype=np.uint8)
-    ends = np.flatnonzero(kinds)
-    if len(ends) % n_columns:
+    places = np.flatnonzero(kinds)
+    if len(places) % n_columns:
         raise ValueError("a row has another number of cells than the header")
-    starts = np.concatenate([[0], ends[:-1] + 1])[: len(ends)].reshape(-1, n_columns)
-    ends = ends.reshape(-1, n_columns)
+    starts = np.concatenate([[0], places[:-1] + 1])[: len(places)].reshape(-1, n_columns)
+    ends = places.reshape(-1, n_columns)
     expected = [_COMMA] * (n_columns - 1) + [_NEWLINE]
     if (kinds[ends] != expected).any():
         raise ValueError("not as CsvLogger writes it")
