@@ -133,6 +133,11 @@ METRICS = (
     ("time/updates_per_second", "gradient steps per second", "DQN and SAC"),
     ("workers/busy", "share of the collection that workers spend in their envs", "with workers"),
     ("workers/rss_mb", "resident memory of the largest worker", "with workers"),
+    (
+        "workers/restarts",
+        "workers that were lost and replaced since the start or the last resume",
+        "with workers",
+    ),
     ("gpu/memory_mb", "GPU memory that torch has reserved", "on a GPU, once a second"),
     (
         "gpu/utilization",

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from errno import EACCES, ENOENT, EPERM, EROFS
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import filelock
+if TYPE_CHECKING:
+    import filelock
 
 fcntl: ModuleType | None
 try:
@@ -57,6 +59,8 @@ class FileLock:
         return True
 
     def _take_file(self, wait: bool) -> bool:
+        import filelock  # only for Windows; it takes as long as listing 100 runs
+
         path = self.path
         if path.is_dir():
             path = path.resolve()

@@ -38,8 +38,17 @@ ConfigT = TypeVar("ConfigT", AgentConfig, CurriculumConfig)
 
 def find_algorithm(cfg: DictConfig | TrainConfig) -> Algorithm:
     """The algorithm that agent.algorithm names; runs without the key have the oldest one."""
-    name = getattr(cfg.agent, "algorithm", None) or ALGORITHM_OF_OLD_RUNS
-    return checked_algorithm(name, import_dotted(str(name), key="agent.algorithm"))
+    name = _algorithm_name(cfg)
+    return checked_algorithm(name, import_dotted(name, key="agent.algorithm"))
+
+
+def settings_class(cfg: DictConfig) -> type[AgentConfig]:
+    """The class of ``agent``; torch is not imported if the algorithm has a config.py."""
+    return config_class(_algorithm_name(cfg), "agent.algorithm")
+
+
+def _algorithm_name(cfg: DictConfig | TrainConfig) -> str:
+    return str(getattr(cfg.agent, "algorithm", None) or ALGORITHM_OF_OLD_RUNS)
 
 
 def checked_algorithm(name: str, found: object) -> Algorithm:

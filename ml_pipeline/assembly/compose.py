@@ -29,7 +29,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ml_pipeline.assembly.agent import config_class, find_algorithm, typed
+from ml_pipeline.assembly.agent import config_class, find_algorithm, settings_class, typed
 from ml_pipeline.assembly.explain import ConfigError as ConfigError
 from ml_pipeline.assembly.explain import explained, unknown_key
 from ml_pipeline.assembly.trust import check_algorithm, check_names
@@ -54,6 +54,7 @@ _SIGNATURE_LINE = re.compile(rb"^# signature [^\n]*\n\Z", re.MULTILINE)
 _SEED_LINE = re.compile(rb"^seed: (\d{1,9})\n", re.MULTILINE)  # all are valid
 # What plain_config has read and checked: all but the seed, whether it is signed, and ``trust``.
 _configs: dict[tuple[bytes, bool, bool], TrainConfig] = {}
+_MOST_CONFIGS = 100  # a longer sweep over one key checks each config anyway
 _OPEN = "++"  # Hydra's prefix of a key that may be new
 
 
@@ -213,16 +214,19 @@ def _searching(folders: Sequence[Path]) -> list[str]:
     return [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
 
 
-def checked_config(cfg: DictConfig) -> TrainConfig:
-    """The config as checked dataclasses; agent.algorithm chooses the class of ``agent``."""
+def checked_config(cfg: DictConfig, *, imports_algorithm: bool = True) -> TrainConfig:
+    """The config as checked dataclasses; agent.algorithm chooses the class of ``agent``.
+
+    Without ``imports_algorithm``, a class in config.py beside the algorithm is enough.
+    """
     known = [field.name for field in dataclasses.fields(TrainConfig)]
     for key in cfg:
         if key not in known:
             raise ConfigError(unknown_key(str(key), cfg[key], known, _container(cfg)))
-    algorithm = find_algorithm(cfg)
+    agent_class = find_algorithm(cfg).config if imports_algorithm else settings_class(cfg)
     curriculum = None
     try:
-        agent = typed("agent", algorithm.config, cfg)
+        agent = typed("agent", agent_class, cfg)
         if cfg.curriculum is not None:
             if OmegaConf.is_list(OmegaConf.select(cfg, "curriculum.phases")):
                 raise ConfigError("curriculum.phases is a list; write phases: {NAME: {...}, ...}")
@@ -321,6 +325,7 @@ def stored_config(
     run_folder: RunFolder,
     *,
     check: Callable[[Mapping[str, object], object], None] = check_names,
+    imports_algorithm: bool = True,
 ) -> TrainConfig:
     """A run's config.yaml, checked; refuses code of other people unless the folder is trusted.
 
@@ -331,11 +336,11 @@ def stored_config(
         find_modules_in_cwd()
     else:
         check(_container(cfg), run_folder.config)
-    return checked_config(cfg)
+    return checked_config(cfg, imports_algorithm=imports_algorithm)
 
 
 def plain_config(path: Path | str, *, trust: bool = False) -> dict[str, Any]:
-    """A run's config as nested dicts; imports nothing but the algorithm.
+    """A run's config as nested dicts; imports nothing but the class of ``agent``.
 
     Runs often differ only in their seed: then the rest is read and checked once.
     """
@@ -349,8 +354,10 @@ def plain_config(path: Path | str, *, trust: bool = False) -> dict[str, Any]:
     key = shared, is_signed(_PURPOSE, content), trust
     config = _configs.get(key) if len(seeds) == 1 else None
     if config is None:
-        config = stored_config(run_folder, check=check_algorithm)
+        config = stored_config(run_folder, check=check_algorithm, imports_algorithm=False)
         if len(seeds) == 1 and config.seed == int(seeds[0]):
+            if len(_configs) >= _MOST_CONFIGS:
+                del _configs[next(iter(_configs))]  # the oldest
             _configs[key] = config
     else:
         config = dataclasses.replace(config, seed=int(seeds[0]))

@@ -40,7 +40,7 @@ from ml_pipeline.games.self_play import ArrayOpponents, SelfPlayEnv
 from ml_pipeline.ranks.world import launched_rank
 from ml_pipeline.runs.checkpoint import LATEST, check_fits, checkpoint_path, misfit_explained
 from ml_pipeline.runs.console import quiet_console, say, say_stopping
-from ml_pipeline.runs.large_files import load_files, save_files
+from ml_pipeline.runs.large_files import disk_remark, load_files, save_files
 from ml_pipeline.runs.record import Record
 from ml_pipeline.runs.resuming import (
     SavedEpisodes,
@@ -125,6 +125,8 @@ def run(
                 record.begin(f"{plan.config.env.name}: {how}, {plan.where}")
                 if resumed:
                     say(resumed)
+                if remark := disk_remark(plan.run, loop.trainer, plan.wanted_steps):
+                    say(remark)
                 _train(loop, plan, record, signals)
         except Interrupted as stop:
             signals.arrived()

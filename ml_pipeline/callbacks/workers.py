@@ -14,10 +14,11 @@ _PATIENCE = 3  # iterations; a single slow episode does not make a straggler
 
 
 class WorkerReport(Callback):
-    """Adds ``workers/busy`` and ``workers/rss_mb`` if the envs run in workers.
+    """Adds the load, memory and restarts of workers to the metrics if the envs run in workers.
 
     ``workers/busy`` is the share of the collection time that workers spend in their envs, on
-    average. ``workers/rss_mb`` is the resident memory of the largest worker.
+    average. ``workers/rss_mb`` is the resident memory of the largest worker. ``workers/restarts``
+    counts the workers that were lost and replaced so far.
     All workers wait for the slowest one. A straggler is busy ``straggler`` times as long as the
     median of the others, for several iterations in a row. It is reported once.
     """
@@ -41,6 +42,9 @@ class WorkerReport(Callback):
         resident = [load.rss_mb for load in loads if load.rss_mb is not None]
         if resident:
             metrics["workers/rss_mb"] = max(resident)
+        metrics["workers/restarts"] = sum(
+            env.unwrapped.n_restarts for env in loop.envs if isinstance(env.unwrapped, HasWorkers)
+        )
         self._name_straggler(loads, busy)
 
     def _name_straggler(self, loads: list[WorkerLoad], busy: list[float]) -> None:

@@ -101,6 +101,8 @@ class Restorable(Protocol):
 class HasWorkers(Protocol):
     """A vector env with worker processes."""
 
+    n_restarts: int  # workers that were replaced so far
+
     @property
     def n_workers(self) -> int: ...
 

@@ -35,7 +35,8 @@ _FOLDER = "/dev/shm"
 _YIELD_SECONDS, _SLEEP_SECONDS, _ASK_SECONDS = 2e-3, 1e-4, 0.1
 
 # A rank that sees the number of a part must see the part too. x86 keeps writes in order. Elsewhere
-# Linux's sched_yield is a memory barrier, because it locks the run queue.
+# Linux's sched_yield is a full barrier: it always enters the scheduler, which begins with one. A
+# lock is not enough there: a write before it may become visible after a write behind it.
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 
 

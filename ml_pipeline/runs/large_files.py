@@ -7,6 +7,7 @@ buffer. A file is removed once no checkpoint names it.
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,7 +25,8 @@ from ml_pipeline.runs.checkpoint import (
     write_sealed,
 )
 from ml_pipeline.runs.run_folder import RunFolder, remove
-from ml_pipeline.training.contracts import KeepsFiles, Trainer
+from ml_pipeline.training.contracts import KeepsFiles, NeedsDisk, Trainer
+from ml_pipeline.training.out_of_memory import shown_bytes
 
 _NAME = "file"  # of the content: finds files that were exchanged
 
@@ -98,6 +100,22 @@ def save_files(run: RunFolder, trainer: Trainer) -> None:
     """Write what is in no file yet; call this before the checkpoint is saved."""
     if isinstance(trainer, KeepsFiles):
         trainer.save_files(LargeFiles(run))
+
+
+def disk_remark(run: RunFolder, trainer: Trainer, env_steps: int) -> str:
+    """A line if the files of a run of this length will not fit the disk, or an empty text."""
+    if not isinstance(trainer, NeedsDisk):
+        return ""
+    needed, fix = trainer.disk_need(env_steps)
+    written = sum(path.stat().st_size for path in run.replay.glob("*.rows"))
+    free = shutil.disk_usage(run.path).free
+    if needed <= free + written:
+        return ""
+    return (
+        f"{run.shown / run.replay.name}: needs {shown_bytes(needed)} for the transitions of this "
+        f"run, and its disk has {shown_bytes(free)} free, so saving will fail; {fix}, free some "
+        "space, or set run_root to a folder on a larger disk"
+    )
 
 
 def load_files(run: RunFolder, trainer: Trainer, state: StateDict, *, salvage: bool) -> None:

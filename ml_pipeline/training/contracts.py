@@ -183,6 +183,14 @@ class KeepsFiles(Protocol):
 
 
 @runtime_checkable
+class NeedsDisk(Protocol):
+    """A trainer that knows how large its files become, so that a run can say it at the start."""
+
+    def disk_need(self, env_steps: int) -> tuple[int, str]:
+        """Bytes of the files of all ranks after ``env_steps``, and how to need fewer."""
+
+
+@runtime_checkable
 class DiffersOnRanks(Protocol):
     """A trainer with state that differs between ranks, such as the positions of their envs."""
 

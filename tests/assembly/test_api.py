@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import small
+from conftest import call, small
 
 import ml_pipeline
 from ml_pipeline import load, train
@@ -39,6 +39,31 @@ def test_configs_that_differ_only_in_the_seed_are_checked_once(
     assert configs == expected
     assert [config["seed"] for config in configs] == [11, 12, 12]
     assert checked == [runs[0], other]
+
+
+def test_at_most_some_configs_are_remembered(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ml_pipeline.assembly.compose._configs", remembered := {})
+    monkeypatch.setattr("ml_pipeline.assembly.compose._MOST_CONFIGS", 2)
+    run = train(small()).run_dir
+    text = (run / "config.yaml").read_text()
+
+    for gamma in (0.1, 0.2, 0.3, 0.4):
+        (run / "config.yaml").write_text(text.replace("gamma: 0.99", f"gamma: {gamma}"))
+        plain_config(run)
+
+    assert [config.agent.gamma for config in remembered.values()] == [0.3, 0.4]
+
+
+def test_reading_the_config_of_a_run_imports_no_torch(here: Path) -> None:
+    run = train(small()).run_dir
+    code = (
+        "import sys; from ml_pipeline.assembly.compose import plain_config; "
+        f"print(plain_config({str(run)!r})['agent']['algorithm'], 'torch' in sys.modules)"
+    )
+
+    result = call(sys.executable, "-c", code)
+
+    assert result.stdout == "ml_pipeline.algorithms.ppo.algorithm.PPO False\n", result.stderr
 
 
 @pytest.mark.parametrize("seed", ["-1", "2147483648"])

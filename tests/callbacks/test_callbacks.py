@@ -397,6 +397,18 @@ def test_run_logs_the_load_and_memory_of_its_workers(here: Path) -> None:
         assert all(5.0 < float(row["workers/rss_mb"]) < 2000.0 for row in rows)
 
 
+def test_run_logs_how_often_workers_were_replaced(here: Path) -> None:
+    parallel = "vec_env=parallel", "vec_env.start_method=fork", "vec_env.on_worker_death=restart"
+    kill = "+callbacks.kill._target_=own_parts.KillAWorkerAt"
+
+    with pytest.warns(RuntimeWarning, match="restart 1 of 10"):
+        run = train([*small(total_steps=160), *parallel, kill]).run_dir
+
+    with (run / "metrics.csv").open(newline="") as file:
+        restarts = [float(row["workers/restarts"]) for row in csv.DictReader(file)]
+    assert restarts == [0.0, 0.0, 0.0, 1.0, 1.0]
+
+
 @pytest.mark.slow
 def test_straggler_is_named_once(capsys: Capture) -> None:
     env_fns = [partial(SlowEnv, seconds) for seconds in (0.001, 0.001, 0.01, 0.01)]

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 from conftest import (
@@ -24,7 +25,9 @@ from conftest import (
 from ml_pipeline.assembly.run import train
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.checkpoint import load_checkpoint
+from ml_pipeline.runs.large_files import disk_remark
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
+from ml_pipeline.training.contracts import Trainer
 
 
 @pytest.mark.slow
@@ -99,6 +102,51 @@ def test_a_run_on_a_full_disk_does_not_stay_running(here: Path) -> None:
 
     assert "No space left on device" in result.stderr
     assert '"status": "failed"' in result.stdout
+
+
+class Hoarder:
+    """A trainer whose files hold a byte per env step."""
+
+    def disk_need(self, env_steps: int) -> tuple[int, str]:
+        return env_steps, "lower hoard=2"
+
+
+def test_files_that_will_not_fit_the_disk_are_named_with_both_sizes(finished_run: Path) -> None:
+    run, trainer = RunFolder(finished_run), cast("Trainer", Hoarder())
+
+    remark = disk_remark(run, trainer, 10**18)
+
+    assert disk_remark(run, trainer, 1) == ""
+    assert re.fullmatch(
+        r".*/replay: needs 1,000,000\.0 TB for the transitions of this run, and its disk has "
+        r"[\d.e+]+ \wB free, so saving will fail; lower hoard=2, free some space, or set run_root "
+        r"to a folder on a larger disk",
+        remark,
+    )
+
+
+def test_files_that_are_written_already_need_no_free_disk(finished_run: Path) -> None:
+    run, trainer = RunFolder(finished_run), cast("Trainer", Hoarder())
+    run.replay.mkdir()
+    with (run.replay / "0-1-a.rows").open("wb") as file:
+        file.truncate(2**42)  # a hole, which takes no space
+
+    assert disk_remark(run, trainer, 2**42) == ""
+
+
+@pytest.mark.slow
+def test_a_replay_that_will_not_fit_the_disk_is_named_before_training(here: Path) -> None:
+    sizes = ["total_steps=100_000", "agent.buffer_size=100_000", "agent.learning_starts=90_000"]
+    settings = ["agent=dqn", "n_envs=2", "vec_env=serial", "device=cpu", "logger=none"]
+    train_there = subprocess.list2cmdline(door_command(*settings, *sizes))
+    disk = f"mount -t tmpfs -o size=1m tmpfs {here} && cd {here}"
+    if subprocess.run(["unshare", "-rm", "true"], check=False).returncode != 0:
+        pytest.skip("this machine does not allow a mount in a user namespace")
+
+    result = call("unshare", "-rm", "bash", "-c", f"{disk} && {train_there}")
+
+    named = r"/replay: needs 3 MB for .* has \d.* free, so saving will fail; .*\nenv steps 64/"
+    assert re.search(named, result.stdout)  # 100,000 transitions of 30 bytes
 
 
 def test_a_run_finishes_even_if_an_env_raises_in_close(here: Path) -> None:

@@ -283,6 +283,13 @@ class OffPolicyTrainer(Generic[RatesT]):
     def files_in(self, state: StateDict) -> set[str]:
         return replay_names(state)
 
+    def disk_need(self, env_steps: int) -> tuple[int, str]:
+        """Without final observations, whose number nobody knows yet."""
+        replay = self.replay
+        n_rows = min(replay.n_rows, env_steps // replay.n_all_envs)
+        n_bytes = n_rows * replay.row_bytes * replay.n_all_envs // replay.n_envs
+        return n_bytes, f"lower agent.buffer_size={int(self.config.buffer_size)}"
+
     def env_snapshots(self) -> list[bytes] | None:
         """All envs as bytes; None during an iteration, empty for tensor envs."""
         return None if self._is_under_way else self._batch.snapshots()
