@@ -206,3 +206,29 @@ def test_notebook_has_no_outputs_starts_with_text_and_plots(path: Path) -> None:
     assert cells[0]["cell_type"] == "markdown"
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     assert any("plt." in "".join(cell["source"]) for cell in code)
+
+
+def test_every_section_of_the_benchmarks_links_its_raw_file_or_says_that_none_was_kept() -> None:
+    page = (DOCS / "benchmarks.md").read_text()
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+
+    words = "](../benchmarks/results/", "raw file not kept"
+    assert [each.splitlines()[0] for each in sections if not any(w in each for w in words)] == []
+
+
+@pytest.mark.slow
+def test_vec_env_benchmark_draws_its_chart_again_from_its_raw_file(tmp_path: Path) -> None:
+    script = str(REPOSITORY / "benchmarks" / "vec_env.py")
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    raw, chart = tmp_path / "raw.json", tmp_path / "chart.png"
+    short = ["--n-envs", "2", "--repeats", "1", "--seconds", "0.01", "--json", str(raw)]
+
+    measured = call(sys.executable, script, "speed", "--envs", "synth:1us", *short, **environment)
+    redraw = ["redraw", "--json", str(raw), "--plot", str(chart)]
+    drawn = call(sys.executable, script, *redraw, **environment)
+
+    assert (measured.returncode, drawn.returncode) == (0, 0), measured.stderr + drawn.stderr
+    content = json.loads(raw.read_text())
+    assert content["command"].startswith("python benchmarks/vec_env.py speed --envs synth:1us ")
+    assert content["figures"]["synth:1us, 2 envs"]["shared"] > 0
+    assert chart.stat().st_size > 10_000
