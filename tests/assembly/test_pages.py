@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, call, read_rows, small
 
-from ml_pipeline.assembly.compose import compose_config
+from ml_pipeline.assembly.compose import checked_config, compose_config
+from ml_pipeline.assembly.entry import with_agent
 from ml_pipeline.assembly.run import train
 
 README = REPOSITORY / "README.md"
@@ -46,6 +48,32 @@ def test_files_named_in_a_page_exist(page: Path) -> None:
     files = [file for file in FILE.findall(page.read_text()) if "NAME" not in file]
 
     assert [file for file in files if not (REPOSITORY / file).exists()] == []
+
+
+TRAINING = re.compile(r"(?:^|[`&] ?)python (train_\w+)\.py((?: [^\n`#]*)?)", flags=re.MULTILINE)
+PLACEHOLDERS = ("--", "job", "resume=", "init_from=", "hydra.", "sweep=")
+OWN = ("my_", "own_", "NAME", "RUN", "...", "reinforce", "env=shaped", "env=mine")
+
+
+def training_commands(page: Path) -> list[tuple[str, list[str]]]:
+    """Agent and overrides of each command; of a sweep, its first run."""
+    text = page.read_text().replace("\\\n", " ")
+    commands = []
+    for script, rest in TRAINING.findall(text):
+        words = [word for word in shlex.split(re.split(r"  | && ", rest)[0]) if word != "-m"]
+        words = [word for word in words if not word.startswith(PLACEHOLDERS)]
+        words = [re.sub(r"range\((\d+),\d+\)", r"\1", word) for word in words]
+        words = [word if set(word) & set("[{") else word.partition(",")[0] for word in words]
+        if not any(own in word for own in OWN for word in words):
+            commands.append((script.removeprefix("train_"), words))
+    return commands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_key_of_a_training_command_exists(page: Path) -> None:
+    for agent, words in training_commands(page):
+        checked_config(compose_config(with_agent(words, agent)))
 
 
 def test_readme_links_every_page_of_the_docs() -> None:
