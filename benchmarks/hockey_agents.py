@@ -118,7 +118,7 @@ def draw(results: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
     for label, result in results.items():
         seconds = f"{result['train_seconds']} s"
         curves = result["curves"]
@@ -127,6 +127,8 @@ def draw(results: dict[str, Any]) -> None:
             steps, values = zip(*curves[key], strict=True)
             opponent = f", {key.split('/')[1].split('_')[0]}" if rates else ""
             panels[0 if rates else 1].plot(steps, values, label=f"{label}{opponent} ({seconds})")
+    panels[0].set_title("Self-play, against the scripted players", fontsize=10)
+    panels[1].set_title("Curriculum, evaluations", fontsize=10)
     panels[0].set_ylabel("win rate in training")
     panels[1].set_ylabel("mean result of 50 greedy games\n(1 win, 0 draw, -1 loss)")
     for panel in panels:
@@ -134,7 +136,7 @@ def draw(results: dict[str, Any]) -> None:
         panel.set_xlabel("env steps")
         panel.grid(alpha=0.3)
         if panel.lines:
-            panel.legend(loc="lower right", fontsize=7)
+            panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), fontsize=8, frameon=False)
     figure.savefig(CHART, dpi=120)
 
 

@@ -22,6 +22,8 @@ from io import StringIO
 from typing import Any
 from unittest.mock import patch
 
+from raw_file import add_json_option, write_raw
+
 from ml_pipeline.assembly import run as build
 from ml_pipeline.assembly.build import build_loggers
 
@@ -61,6 +63,7 @@ def main() -> None:
     )
     parser.add_argument("--loggers", nargs="+", default=["wandb", "tensorboard", "trackio"])
     parser.add_argument("--rounds", type=int, default=3)
+    add_json_option(parser)
     args = parser.parse_args()
     os.chdir(tempfile.mkdtemp())
     os.environ["WANDB_MODE"] = "offline"
@@ -75,6 +78,7 @@ def main() -> None:
     for name, found in shares.items():
         low, high = min(found), max(found)
         print(f"| {name} | {statistics.median(found):.2%} | {low:.2%} - {high:.2%} |")
+    write_raw(args.json, shares)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from raw_file import add_json_option, write_raw
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -96,7 +98,8 @@ def train_on_gpu(task: str) -> tuple[float, float]:
     )
 
 
-def print_gpu_table() -> None:
+def print_gpu_table(json_file: Path | None) -> None:
+    raw = {}
     print("| SAC | env steps/s | updates/s |")
     print("|---|---|---|")
     for task in GPU_TASKS:
@@ -105,6 +108,8 @@ def print_gpu_table() -> None:
             env_steps, updates = train_on_gpu(task)
             os.chdir(REPOSITORY)
         print(f"| {task} | {env_steps:,.0f} | {updates:,.0f} |", flush=True)
+        raw[task] = {"env_steps_per_second": env_steps, "updates_per_second": updates}
+    write_raw(json_file, raw)
 
 
 def train_sb3(name: str, task: Task, seed: int) -> float:
@@ -177,9 +182,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="env steps per training")
     parser.add_argument("--gpu", action="store_true", help="SAC on a GPU, without a peer")
+    add_json_option(parser)
     args = parser.parse_args()
     if args.gpu:
-        print_gpu_table()
+        print_gpu_table(args.json)
         return
     if args.worker:
         name, fields, library, seed = json.loads(args.worker)
@@ -190,6 +196,7 @@ def main() -> None:
         return
     print("| task | ours, steps/s | SB3, steps/s | ratio | matrix products, share of ours |")
     print("|---|---|---|---|---|")
+    raw = {}
     for name in args.tasks:
         task = TASKS[name]
         task = task._replace(steps=args.steps or task.steps)
@@ -207,6 +214,8 @@ def main() -> None:
             f"| {statistics.median(shares):.2f} |",
             flush=True,
         )
+        raw[name] = {**task._asdict(), "ours": ours, "sb3": sb3}
+    write_raw(args.json, raw)
 
 
 if __name__ == "__main__":

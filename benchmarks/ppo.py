@@ -29,6 +29,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from raw_file import add_json_option, write_raw
+
 # Settings published by rl-baselines3-zoo and, for HalfCheetah, by CleanRL.
 SETTINGS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
@@ -204,6 +206,7 @@ def run_once(peer: str, env_id: str, setting: dict[str, Any], seed: int, cleanrl
 
 def compare(args: argparse.Namespace) -> None:
     print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, seeds {args.seeds}")
+    raw = {}
     for env_id in args.envs:
         setting = dict(SETTINGS[env_id])
         setting["steps"] = args.steps or setting["steps"]
@@ -230,6 +233,8 @@ def compare(args: argparse.Namespace) -> None:
                 )
             reached = statistics.median(run["final_return"] for run in runs)
             print(f"| {peer} | {' | '.join(cells)} | {reached:.1f} |", flush=True)
+        raw[env_id] = {"steps": setting["steps"], "seeds": args.seeds, "trainings": results}
+    write_raw(args.json, raw)
 
 
 def micros(work: Callable[[], object]) -> float:
@@ -320,6 +325,7 @@ def main() -> None:
     parser.add_argument("--cleanrl", default="", help="CleanRL's ppo.py, for Discrete actions")
     parser.add_argument("--peers", nargs="+", metavar="PEER", choices=PEERS)
     parser.add_argument("--parts", action="store_true")
+    add_json_option(parser)
     args = parser.parse_args()
     if args.worker:
         name, *task = json.loads(args.worker)

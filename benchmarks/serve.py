@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from raw_file import add_json_option, write_raw
 
 WARM_UP_SECONDS = 0.5
 OBS = [0.01, -0.02, 0.03, 0.04]
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--format", choices=["pt2", "onnx"], default="pt2")
     parser.add_argument("--policy", help="a file of serve for CartPole; default: trains one")
     parser.add_argument("--peer", help=argparse.SUPPRESS)  # this process is the FastAPI app
+    add_json_option(parser)
     args = parser.parse_args()
     if args.peer:
         serve_peer(args.peer)
@@ -189,6 +191,7 @@ def main() -> None:
 def report(ports: dict[str, int], args: argparse.Namespace) -> None:
     print("| connections | server | requests/s | p50 ms | p99 ms | ratio (range) | ratio of p99 |")
     print("|---|---|---|---|---|---|---|")
+    raw = {}
     for n in args.connections:
         loads: dict[str, list[Load]] = {name: [] for name in ports}
         for turn in range(args.rounds):
@@ -207,6 +210,8 @@ def report(ports: dict[str, int], args: argparse.Namespace) -> None:
             else:
                 row += " | |"
             print(row, flush=True)
+        raw[n] = {name: [each._asdict() for each in rounds] for name, rounds in loads.items()}
+    write_raw(args.json, raw)
 
 
 if __name__ == "__main__":

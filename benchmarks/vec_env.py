@@ -4,6 +4,7 @@
     python benchmarks/vec_env.py start        # seconds and memory of four workers
     python benchmarks/vec_env.py faults       # time until an error reaches the caller
     python benchmarks/vec_env.py pair         # two half-size envs in turn, compared with one
+    python benchmarks/vec_env.py redraw --json speed.json --plot speed.png   # of an earlier run
 
 ``limit`` is one free-running process per core; these processes share nothing. For each cell the
 benchmark builds all backends, then times them in short windows, in shuffled order, several times.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import json
 import multiprocessing
 import os
 import platform
@@ -35,6 +37,7 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from raw_file import add_json_option, write_raw
 
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv, WorkerError
 from ml_pipeline.envs.workers.cores import available_cores
@@ -241,8 +244,17 @@ def speed(options: argparse.Namespace) -> None:
         for n_envs in options.n_envs:
             cells[f"{name}, {n_envs} envs"] = measure(name, n_envs, options)
             show(f"{name}, {n_envs} envs", cells[f"{name}, {n_envs} envs"])
+    write_raw(options.json, cells)
     if options.plot:
-        draw(cells, options.plot)
+        draw(cells, options.plot, f"{platform.machine()}, {CORES} cores, {date.today()}")
+
+
+def redraw(options: argparse.Namespace) -> None:
+    """Draw the chart of a file that --json has written."""
+    raw = json.loads(options.json.read_text())
+    machine = raw["machine"]
+    where = f"{machine['processor']}, {machine['cores']} cores, {raw['date']}"
+    draw(raw["figures"], options.plot, where)
 
 
 def measure(name: str, n_envs: int, options: argparse.Namespace) -> dict[str, float]:
@@ -283,8 +295,11 @@ def show(title: str, cell: dict[str, float]) -> None:
         print(f"{label:<22}{rate:>12,.0f}{share:>10.2f}{gain:>15.2f}x", flush=True)
 
 
-def draw(cells: dict[str, dict[str, float]], path: str) -> None:
-    """Draw the share of the limit, a group of bars per cell: ours, then the best peer."""
+def draw(cells: dict[str, dict[str, float]], path: str, where: str) -> None:
+    """Draw the share of the limit, a group of bars per cell: ours, then the best peer.
+
+    ``where``: the machine and the date, for the title.
+    """
     import matplotlib.pyplot as plt
 
     labels = ["parallel", "shared", "shared, final infos", "best peer"]
@@ -297,6 +312,7 @@ def draw(cells: dict[str, dict[str, float]], path: str) -> None:
         places = np.arange(len(cells)) + 0.2 * i
         axes.bar(places, heights, 0.18, label=label)
     axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_title(f"Speed of vector envs, as a share of the limit ({where})", fontsize=9)
     axes.set_ylabel("share of the limit")
     axes.set_xticks(np.arange(len(cells)) + 0.3, [title.replace(", ", "\n") for title in cells])
     axes.tick_params(axis="x", labelsize=7)
@@ -428,7 +444,7 @@ def pair_window(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parts = {"speed": speed, "start": start, "faults": faults, "pair": pair}
+    parts = {"speed": speed, "start": start, "faults": faults, "pair": pair, "redraw": redraw}
     parser.add_argument("what", nargs="?", default="speed", choices=list(parts))
     parser.add_argument("--envs", nargs="+", default=["CartPole-v1", "synth:100us"])
     parser.add_argument("--n-envs", nargs="+", type=int, default=[8])
@@ -436,7 +452,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.15, help="length of one timed window")
     parser.add_argument("--start-method", default="fork", choices=["spawn", "fork", "forkserver"])
     parser.add_argument("--plot", help="save a chart of the shares of the limit to this file")
+    add_json_option(parser)
     options = parser.parse_args()
+    if options.what == "redraw" and not (options.json and options.plot):
+        parser.error("redraw needs --json FILE, which it reads, and --plot FILE")
     warnings.filterwarnings("ignore", category=UserWarning)
     python = platform.python_version()
     print(f"{date.today()}, {platform.machine()}, {CORES} cores, Python {python}")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, call, read_rows, small
 
-from ml_pipeline.assembly.compose import compose_config
+from ml_pipeline.assembly.compose import checked_config, compose_config
+from ml_pipeline.assembly.entry import with_agent
 from ml_pipeline.assembly.run import train
 
 README = REPOSITORY / "README.md"
@@ -46,6 +48,32 @@ def test_files_named_in_a_page_exist(page: Path) -> None:
     files = [file for file in FILE.findall(page.read_text()) if "NAME" not in file]
 
     assert [file for file in files if not (REPOSITORY / file).exists()] == []
+
+
+TRAINING = re.compile(r"(?:^|[`&] ?)python (train_\w+)\.py((?: [^\n`#]*)?)", flags=re.MULTILINE)
+PLACEHOLDERS = ("--", "job", "resume=", "init_from=", "hydra.", "sweep=")
+OWN = ("my_", "own_", "NAME", "RUN", "...", "reinforce", "env=shaped", "env=mine")
+
+
+def training_commands(page: Path) -> list[tuple[str, list[str]]]:
+    """Agent and overrides of each command; of a sweep, its first run."""
+    text = page.read_text().replace("\\\n", " ")
+    commands = []
+    for script, rest in TRAINING.findall(text):
+        words = [word for word in shlex.split(re.split(r"  | && ", rest)[0]) if word != "-m"]
+        words = [word for word in words if not word.startswith(PLACEHOLDERS)]
+        words = [re.sub(r"range\((\d+),\d+\)", r"\1", word) for word in words]
+        words = [word if set(word) & set("[{") else word.partition(",")[0] for word in words]
+        if not any(own in word for own in OWN for word in words):
+            commands.append((script.removeprefix("train_"), words))
+    return commands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_key_of_a_training_command_exists(page: Path) -> None:
+    for agent, words in training_commands(page):
+        checked_config(compose_config(with_agent(words, agent)))
 
 
 def test_readme_links_every_page_of_the_docs() -> None:
@@ -206,3 +234,29 @@ def test_notebook_has_no_outputs_starts_with_text_and_plots(path: Path) -> None:
     assert cells[0]["cell_type"] == "markdown"
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     assert any("plt." in "".join(cell["source"]) for cell in code)
+
+
+def test_every_section_of_the_benchmarks_links_its_raw_file_or_says_that_none_was_kept() -> None:
+    page = (DOCS / "benchmarks.md").read_text()
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+
+    words = "](../benchmarks/results/", "raw file not kept"
+    assert [each.splitlines()[0] for each in sections if not any(w in each for w in words)] == []
+
+
+@pytest.mark.slow
+def test_vec_env_benchmark_draws_its_chart_again_from_its_raw_file(tmp_path: Path) -> None:
+    script = str(REPOSITORY / "benchmarks" / "vec_env.py")
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    raw, chart = tmp_path / "raw.json", tmp_path / "chart.png"
+    short = ["--n-envs", "2", "--repeats", "1", "--seconds", "0.01", "--json", str(raw)]
+
+    measured = call(sys.executable, script, "speed", "--envs", "synth:1us", *short, **environment)
+    redraw = ["redraw", "--json", str(raw), "--plot", str(chart)]
+    drawn = call(sys.executable, script, *redraw, **environment)
+
+    assert (measured.returncode, drawn.returncode) == (0, 0), measured.stderr + drawn.stderr
+    content = json.loads(raw.read_text())
+    assert content["command"].startswith("python benchmarks/vec_env.py speed --envs synth:1us ")
+    assert content["figures"]["synth:1us, 2 envs"]["shared"] > 0
+    assert chart.stat().st_size > 10_000
