@@ -32,7 +32,10 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def pytest_configure() -> None:
-    """Undo the ignored signals of ``&`` (SIGINT) and nohup (SIGHUP): tests send both."""
+    """Prepare this process and, by its environment, those that tests start."""
+    # Tests run beside each other: several threads of each would mostly wait for a core.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Undo the ignored signals of ``&`` (SIGINT) and nohup (SIGHUP): tests send both.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, Capture, call, contents
+from conftest import REPOSITORY, Capture, contents, error_line
 from gymnasium import spaces
 from tiny_envs import ForbiddingEnv
 
@@ -226,18 +227,31 @@ def test_train_sac_has_a_preset_for_command_lines_without_an_env(words: str, add
     assert new == {added}
 
 
-def test_train_sac_without_arguments_trains_its_preset_for_pendulum(here: Path) -> None:
-    shown = call(sys.executable, REPOSITORY / "train_sac.py", "--cfg", "job", cwd=here)
+def run_script(name: str, *words: str) -> object:
+    """Run a script in this process; returns its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *words])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(REPOSITORY / name), run_name="__main__")
+    return end.value.code or 0
 
+
+def test_train_sac_without_arguments_trains_its_preset_for_pendulum(
+    here: Path, capsys: Capture
+) -> None:
+    assert run_script("train_sac.py", "--cfg", "job") == 0
+
+    shown = capsys.readouterr().out
     for line in ("id: Pendulum-v1", "algorithm: ml_pipeline.algorithms.sac.algorithm.SAC"):
-        assert line in shown.stdout, shown.stderr
-    assert "total_steps: 20000" in shown.stdout
+        assert line in shown
+    assert "total_steps: 20000" in shown
 
 
-def test_train_dqn_never_trains_another_agent(here: Path) -> None:
-    shown = call(sys.executable, REPOSITORY / "train_dqn.py", *OPTIONS, cwd=here)
+def test_train_dqn_never_trains_another_agent(here: Path, capsys: Capture) -> None:
+    assert run_script("train_dqn.py", *OPTIONS) == 0
 
-    assert "algorithm: ml_pipeline.algorithms.dqn.algorithm.DQN" in shown.stdout, shown.stderr
+    shown = capsys.readouterr().out
+    assert "algorithm: ml_pipeline.algorithms.dqn.algorithm.DQN" in shown
 
 
 @pytest.mark.parametrize(
@@ -259,15 +273,15 @@ def test_preset_of_another_agent_is_refused_with_its_door(
 
 
 def test_run_of_another_agent_is_resumed_only_by_its_own_script_and_the_command(
-    here: Path,
+    here: Path, capsys: Capture
 ) -> None:
-    run = train([*SAC, "total_steps=32", "~callbacks.evaluation"]).run_dir
+    run = train([*SAC, "vec_env=serial", "total_steps=32", "~callbacks.evaluation"]).run_dir
     words = [f"resume={run}", "total_steps=48"]
 
-    refused = call(sys.executable, REPOSITORY / "train_dqn.py", *words, cwd=here)
-    assert refused.stderr == f"resume={run}: trains agent=sac; use train_sac.py\n"
-    resumed = call(sys.executable, REPOSITORY / "train_sac.py", *words, cwd=here)
-    assert "resumed at env step 32" in resumed.stdout, resumed.stderr
+    assert run_script("train_dqn.py", *words) == 1
+    assert error_line(capsys) == f"resume={run}: trains agent=sac; use train_sac.py"
+    assert run_script("train_sac.py", *words) == 0
+    assert "resumed at env step 32" in capsys.readouterr().out
     assert main(["train", f"resume={run}", "total_steps=64"]) == 0
 
 
