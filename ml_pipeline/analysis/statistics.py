@@ -6,7 +6,7 @@ bootstrapped over runs, with a fixed seed: the same runs give the same report.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,15 +51,44 @@ def with_interval(runs: Array, statistic: Callable[[Array], Array] = iqm) -> Est
     return estimate(value, np.concatenate(parts))  # of [n_draws, ...]
 
 
+def stratified(parts: Sequence[Array], statistic: Callable[[Array], Array] = iqm) -> Estimate:
+    """``statistic`` over the runs of all parts, such as envs; each part is resampled on its own."""
+    value = np.asarray(statistic(np.concatenate(parts)))
+    if min(map(len, parts)) < 2:
+        unknown = np.full_like(value, np.nan)
+        return Estimate(value, unknown, unknown)
+    rows = [_resampled(len(part), stream).T for stream, part in enumerate(parts)]
+    draws = [
+        statistic(
+            np.concatenate(
+                [
+                    part[row[:, start : start + _DRAWS_AT_ONCE]]
+                    for part, row in zip(parts, rows, strict=True)
+                ]
+            )
+        )
+        for start in range(0, _N_DRAWS, _DRAWS_AT_ONCE)
+    ]
+    return estimate(value, np.concatenate(draws))
+
+
 def probability_of_improvement(ours: Array, theirs: Array) -> Estimate:
     """P(a run of ours ends above a run of theirs); ties count half. Each side is resampled."""
-    better = np.sign(np.asarray(ours)[:, None] - np.asarray(theirs)[None, :]) * 0.5 + 0.5
-    value = np.asarray(better.mean())
-    if min(better.shape) < 2:
+    return mean_improvement([(ours, theirs)])
+
+
+def mean_improvement(pairs: Sequence[tuple[Array, Array]]) -> Estimate:
+    """The mean probability of improvement over pairs of groups, such as one pair per env."""
+    values, draws = [], []
+    for number, (ours, theirs) in enumerate(pairs):
+        better = np.sign(np.asarray(ours)[:, None] - np.asarray(theirs)[None, :]) * 0.5 + 0.5
+        values.append(better.mean())
+        rows, columns = (_resampled(n, 2 * number + side) for side, n in enumerate(better.shape))
+        draws.append([better[np.ix_(r, c)].mean() for r, c in zip(rows, columns, strict=True)])
+    value = np.asarray(np.mean(values))
+    if min(len(side) for pair in pairs for side in pair) < 2:
         return Estimate(value, np.asarray(np.nan), np.asarray(np.nan))
-    rows, columns = (_resampled(n, stream) for stream, n in enumerate(better.shape))
-    draws = [better[np.ix_(r, c)].mean() for r, c in zip(rows, columns, strict=True)]
-    return estimate(value, np.asarray(draws))
+    return estimate(value, np.mean(draws, axis=0))
 
 
 def performance_profile(finals: Array, thresholds: Array) -> Estimate:
@@ -78,15 +107,15 @@ def wilson(successes: Array | float, n: Array | float) -> Estimate:
     return Estimate(share, np.clip(middle - half, 0.0, 1.0), np.clip(middle + half, 0.0, 1.0))
 
 
-def verdict(label: str, ours: Array, other: str, theirs: Array) -> str:
-    """The claim that the runs of two groups support, in one line."""
-    few = min(len(ours), len(theirs))
+def verdict(label: str, other: str, pairs: Sequence[tuple[Array, Array]]) -> str:
+    """The claim that the runs of two groups support, one pair per env, in one line."""
+    few = min(len(side) for pair in pairs for side in pair)
     if few < FEW_SEEDS:
         return (
             f"{few} seed{'s are' if few > 1 else ' is'} too few to claim a difference between "
             f"{label} and {other}; train {FEW_SEEDS} or more of each"
         )
-    value, low, high = probability_of_improvement(ours, theirs)
+    value, low, high = mean_improvement(pairs)
     shown = f"probability of improvement {value:.2f}, 95 % interval {low:.2f} to {high:.2f}"
     if low > 0.5:
         return f"{label} is better than {other}: {shown}"

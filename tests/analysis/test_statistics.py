@@ -7,8 +7,10 @@ import pytest
 
 from ml_pipeline.analysis.statistics import (
     iqm,
+    mean_improvement,
     performance_profile,
     probability_of_improvement,
+    stratified,
     verdict,
     with_interval,
 )
@@ -71,4 +73,23 @@ def test_performance_profile_is_the_share_of_runs_at_or_above_a_threshold() -> N
 def test_a_difference_is_claimed_only_if_the_runs_support_it(
     ours: list[float], theirs: list[float], words: str
 ) -> None:
-    assert verdict("a", np.array(ours), "b", np.array(theirs)).startswith(words)
+    assert verdict("a", "b", [(np.array(ours), np.array(theirs))]).startswith(words)
+
+
+def test_improvement_over_several_envs_is_the_mean_of_the_envs() -> None:
+    all_better = np.array([5.0, 6.0]), np.array([1.0, 2.0])
+    half_better = np.array([1.0, 9.0]), np.array([2.0, 3.0])
+
+    value, low, high = mean_improvement([all_better, half_better])
+
+    assert value == 0.75
+    assert 0.5 <= low < high <= 1.0
+
+
+def test_interval_over_several_envs_resamples_each_env_on_its_own() -> None:
+    equal_runs = [np.zeros(3), np.ones(3)]  # no draw changes how many runs are 0 and 1
+
+    value, low, high = stratified(equal_runs, lambda runs: runs.mean(axis=0))
+
+    assert (value, low, high) == (0.5, 0.5, 0.5)
+    assert np.isnan(stratified([np.zeros(1), np.ones(3)]).low)
