@@ -25,6 +25,7 @@ _EXTRAS = {
     "gameboy": ("pyboy",),
     "sweep": ("hydra_joblib_launcher", "hydra_submitit_launcher"),
     "study": ("optuna", "optuna_dashboard"),
+    "postgresql": ("psycopg",),
     "plots": ("matplotlib", "plotly"),
     "look": ("moviepy", "tensorboard", "trackio"),
     "export": ("onnx", "onnxruntime", "onnxscript"),

@@ -65,23 +65,45 @@ def grouped(runs: Sequence[RunData], metric: str, by: Sequence[str] = ()) -> lis
 
     The group with the highest final ``metric`` is first.
     """
+    check_keys(runs, by)
     configs = [run.config for run in runs]
-    known = sorted({name for config in configs for name in config})
-    for key in by:
+    keys = list(by) or [key for key in differing_keys(configs) if is_compared(key, configs)]
+    return sorted(made_groups(runs, keys), key=lambda group: _rank(group, metric))
+
+
+def check_keys(runs: Sequence[RunData], keys: Sequence[str]) -> None:
+    """Refuse a key of --by that no run has."""
+    known = sorted({name for run in runs for name in run.config})
+    for key in keys:
         if key not in known:
             hint = did_you_mean(key, known)
             raise ComparisonError(f"--by {key}: not a config key of these runs{hint}")
-    keys = list(by) or [key for key in differing_keys(configs) if is_compared(key, configs)]
-    names = short_names(keys)
+
+
+def parted(runs: Sequence[RunData], keys: Sequence[str]) -> list[list[RunData]]:
+    """The runs with equal values of ``keys``."""
     members: dict[str, list[RunData]] = {}
     for run in runs:
         members.setdefault(str([run.config.get(key) for key in keys]), []).append(run)
-    grouped_names = group_names(list(members.values()), keys)
+    return list(members.values())
+
+
+def made_groups(runs: Sequence[RunData], keys: Sequence[str]) -> list[Group]:
+    """A group for each combination of values of ``keys``."""
+    members = parted(runs, keys)
+    titles = short_names(keys)
     groups = []
-    for name, same in zip(grouped_names, members.values(), strict=True):
-        settings = {title: shown_value(same[0].config, key) for key, title in names.items()}
+    for name, same in zip(group_names(members, keys), members, strict=True):
+        settings = {title: shown_value(same[0].config, key) for key, title in titles.items()}
         groups.append(Group(name, settings, *_independent(same)))
-    return sorted(groups, key=lambda group: _rank(group, metric))
+    return groups
+
+
+def narrowed(group: Group, env: str) -> Group:
+    """The group with only its runs of one env."""
+    runs = [run for run in (*group.runs, *group.repeats) if run.env == env]
+    seeds, repeats = _independent(runs)
+    return group._replace(seeds=seeds, repeats=repeats)
 
 
 def group_names(groups: Sequence[Sequence[RunData]], keys: Sequence[str]) -> list[str]:
@@ -174,7 +196,7 @@ def remarks(groups: Sequence[Group]) -> list[str]:
     if repeats:
         lines.append(
             f"left out: {counted(len(repeats), 'run')} with the same settings and the same seed "
-            f"or origin as another: {_listed(repeats)}"
+            f"or origin as another: {listed(repeats)}"
         )
     merged = [
         f"{group.name} ({len(group.runs)} runs of {counted(len(group.seeds), 'seed')})"
@@ -182,11 +204,11 @@ def remarks(groups: Sequence[Group]) -> list[str]:
         if len(group.runs) > len(group.seeds)
     ]
     if merged:
-        lines.append(f"runs of the same seed count as one, their mean: {_listed(merged)}")
+        lines.append(f"runs of the same seed count as one, their mean: {listed(merged)}")
     dependent = [group.name for group in groups if _share_envs(group)]
     if dependent:
         lines.append(
-            f"runs that share env seeds: {_listed(dependent)} (env_seeds=adjacent). Their "
+            f"runs that share env seeds: {listed(dependent)} (env_seeds=adjacent). Their "
             "intervals are too narrow; train them again, or with seeds that are n_envs apart"
         )
     return lines
@@ -209,29 +231,35 @@ def verdicts(groups: Sequence[Group], metric: str) -> list[str]:
     if len(groups) == 1:
         n_seeds = len(groups[0].finals(metric))
         return ["one seed: an interval needs at least two"] if n_seeds == 1 else []
-    finals = {group.name: group.finals(metric) for group in groups}
-    tested = {name: each for name, each in finals.items() if len(each) >= FEW_SEEDS}
+    return claims({group.name: [group.finals(metric)] for group in groups})
+
+
+def claims(groups: Mapping[str, Sequence[Array]]) -> list[str]:
+    """The claims about groups, the best first: the finals of each in one or several envs."""
+    n_seeds = {name: min(map(len, finals)) for name, finals in groups.items()}
+    tested = {name: groups[name] for name in groups if n_seeds[name] >= FEW_SEEDS}
     lines = statistics.verdicts(tested)
     n_hidden = len(lines) - _MOST_VERDICTS
     del lines[_MOST_VERDICTS:]
     if n_hidden > 0:
         lines.append(f"not listed: {next(iter(tested))} against {counted(n_hidden, 'lower group')}")
-    needed = statistics.needed_seeds(len(tested))
-    if any(len(each) < needed for each in tested.values()):
+    n_envs = max(map(len, tested.values()), default=1)
+    needed = statistics.needed_seeds(len(tested), n_envs)
+    if any(n_seeds[name] < needed for name in tested):
         lines.append(
             f"{len(tested)} groups are {len(tested) * (len(tested) - 1) // 2} comparisons: a claim "
             f"needs {needed} or more seeds of each group; train more, or compare fewer groups"
         )
-    few = [name for name in finals if len(finals[name]) < FEW_SEEDS]
+    few = [name for name in n_seeds if n_seeds[name] < FEW_SEEDS]
     if few:
         lines.append(
-            f"fewer than {FEW_SEEDS} seeds, too few to claim a difference: {_listed(few)}; "
+            f"fewer than {FEW_SEEDS} seeds, too few to claim a difference: {listed(few)}; "
             f"train {FEW_SEEDS} or more of each"
         )
     return lines
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 

@@ -10,6 +10,8 @@ from ml_pipeline.analysis.charts import make_charts
 from ml_pipeline.analysis.compare import Group, groups_cells
 from ml_pipeline.analysis.figures import Chart
 from ml_pipeline.analysis.page import write_drawing
+from ml_pipeline.analysis.report import file_name
+from ml_pipeline.analysis.suite import Suite, suite_cells, suite_charts
 from ml_pipeline.extras import import_extra
 from ml_pipeline.runs.run_folder import RunFolderError
 
@@ -27,11 +29,24 @@ _LATEX = str.maketrans(
 
 def write_paper_files(folder: Path, groups: Sequence[Group], metric: str) -> Path:
     """Write each chart as .pdf, .svg and .csv, and the table of groups as .csv and .tex."""
+    return _write(folder, make_charts(groups, metric), *groups_cells(groups, metric))
+
+
+def write_suite_files(folder: Path, suite: Suite, metric: str) -> Path:
+    """The same for several envs: the scores in ``folder``, each env in a folder below it."""
+    _write(folder, suite_charts(suite), *suite_cells(suite, metric))
+    for env, groups in suite.groups.items():
+        write_paper_files(folder / file_name(env), groups, metric)
+    return folder
+
+
+def _write(
+    folder: Path, charts: Sequence[Chart], titles: Sequence[str], rows: Sequence[Sequence[str]]
+) -> Path:
     import_extra("matplotlib", needed_by="--paper")
-    titles, rows = groups_cells(groups, metric)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for chart in make_charts(groups, metric):
+        for chart in charts:
             if not chart.is_empty:
                 write_drawing(folder / f"{chart.name}.pdf", chart, title=False)
                 write_drawing(folder / f"{chart.name}.svg", chart, title=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,10 @@ from ml_pipeline.analysis.charts import MOST_GROUPS, make_charts
 from ml_pipeline.analysis.compare import Group, groups_cells, remarks, verdicts
 from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.analysis.settings import differing_keys
+from ml_pipeline.analysis.suite import Suite, suite_cells, suite_charts, suite_verdicts
 from ml_pipeline.metrics import counted, shown_return
+
+_OF_EACH_ENV = ("curves", "final")  # charts in a report on several envs
 
 
 def write_report(folder: Path, groups: Sequence[Group], metric: str) -> Path:
@@ -31,6 +35,50 @@ def write_report(folder: Path, groups: Sequence[Group], metric: str) -> Path:
         ],
     )
     return page.write_page(folder / "report.html", report)
+
+
+def write_suite_report(folder: Path, suite: Suite, metric: str) -> Path:
+    """Write the page of runs in several envs, with their scores first."""
+    groups = suite.all_groups
+    runs = [run for group in groups for run in group.runs]
+    lines = [*remarks(groups), *suite.remarks, *suite_verdicts(suite)]
+    if len(suite.scores) > MOST_GROUPS:
+        lines.append(f"the charts show the {MOST_GROUPS} best of {len(suite.scores)} groups")
+    scores: list[page.Part] = [
+        page.Bullets(lines),
+        page.Table(*suite_cells(suite, metric)),
+        page.Figures(suite_charts(suite)),
+    ]
+    envs = [page.Section(env, _env(env, each, metric)) for env, each in suite.groups.items()]
+    report = page.Page(
+        title=f"{suite.title}: {counted(len(runs), 'run')}",
+        heading=suite.title,
+        facts=f"{counted(len(runs), 'run')}, compared by the final {metric} on {page.now_text()}. "
+        "IQM is the interquartile mean over the seeds. A score is 0 at the first value in an env, "
+        "and 1 where the best group ends.",
+        sections=[
+            page.Section("", scores),
+            *envs,
+            page.Section("Config differences", [_differences(runs)]),
+            page.Section("Runs", [_runs_table(folder, groups, metric)]),
+        ],
+    )
+    return page.write_page(folder / "report.html", report)
+
+
+def _env(env: str, groups: Sequence[Group], metric: str) -> list[page.Part]:
+    """One of several envs."""
+    charts = [
+        chart._replace(name=f"{file_name(env)}_{chart.name}", title=f"{env}: {chart.title}")
+        for chart in make_charts(groups, metric)
+        if chart.name in _OF_EACH_ENV
+    ]
+    return [page.Table(*groups_cells(groups, metric)), page.Figures(charts)]
+
+
+def file_name(env: str) -> str:
+    """An env as part of a file name."""
+    return re.sub(r"[^\w.-]+", "-", env)
 
 
 def _overview(groups: Sequence[Group], metric: str) -> list[page.Part]:

@@ -149,16 +149,6 @@ def _with_network(run: RunData, network: Mapping[str, object] | None) -> RunData
     return run._replace(config={**others, **flat(network, "network.")})
 
 
-def check_one_env(runs: Sequence[RunData]) -> None:
-    """Refuse runs of different envs: their returns cannot be compared."""
-    envs = sorted({run.env for run in runs})
-    if len(envs) > 1:
-        raise ComparisonError(
-            f"these runs use {len(envs)} envs, whose returns cannot be compared: "
-            f"{', '.join(envs)}; name runs of one env"
-        )
-
-
 def chosen_metric(runs: Sequence[RunData], wanted: str | None) -> str:
     """``wanted``, or the first ``best_metric`` that all runs have, or the training return."""
     everywhere = sorted(set.intersection(*(run.known_metrics() for run in runs)))

@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 FEW_SEEDS = 5  # with fewer runs in a group, no difference is claimed
 _CONFIDENCE = 0.95
 _Z = 1.959964  # the standard normal quantile of a two-sided 95 % interval
-_FEW_FOR_SPREAD = 10
+_FEW_FOR_SPREAD = 10  # with fewer runs, all of them tell the spread
 _MOST_ARRANGEMENTS = 20_000  # of the ranks, for an exact test
 
 
@@ -85,6 +85,18 @@ def _share_within(t: float, freedom: int) -> float:
     return 2.0 / math.pi * (angle + total) if is_odd else total
 
 
+def mean_over_envs(parts: Sequence[Estimate]) -> Estimate:
+    """The mean of independent estimates; its interval follows from theirs (Zou, Donner 2008)."""
+    value = np.mean([part.value for part in parts], axis=0)
+    below = np.sum([(part.value - part.low) ** 2 for part in parts], axis=0)
+    above = np.sum([(part.high - part.value) ** 2 for part in parts], axis=0)
+    return Estimate(
+        np.asarray(value),
+        np.asarray(value - np.sqrt(below) / len(parts)),
+        np.asarray(value + np.sqrt(above) / len(parts)),
+    )
+
+
 def probability_of_improvement(ours: Array, theirs: Array) -> Estimate:
     """P(a run of ours ends above a run of theirs); ties count half. Newcombe's (2006) interval."""
     ours, theirs = np.asarray(ours), np.asarray(theirs)
@@ -128,26 +140,37 @@ def wilson(successes: Array | float, n: Array | float) -> Estimate:
     return Estimate(share, np.clip(middle - half, 0.0, 1.0), np.clip(middle + half, 0.0, 1.0))
 
 
-def rank_sum_p(ours: Array, theirs: Array) -> float:
-    """Two-sided p of Wilcoxon's rank-sum test, with ties; exact for few runs, otherwise normal."""
-    n_ours, n = len(ours), len(ours) + len(theirs)
-    together = np.concatenate([ours, theirs])
-    below = (together[None, :] < together[:, None]).sum(axis=1)
-    ranks = below + 0.5 * ((together[None, :] == together[:, None]).sum(axis=1) + 1)
-    expected = n_ours * (n + 1) / 2
-    distance = abs(ranks[:n_ours].sum() - expected)
-    if math.comb(n, n_ours) > _MOST_ARRANGEMENTS:
-        deviation = math.sqrt(n_ours * (n - n_ours) / n * ranks.var(ddof=1)) if n > 1 else 0.0
-        z = max(distance - 0.5, 0.0) / deviation if deviation > 0 else 0.0
-        return math.erfc(z / math.sqrt(2))
-    sums = np.array([sum(each) for each in combinations(ranks.tolist(), n_ours)])
-    return float((abs(sums - expected) >= distance - 1e-9).mean())
+def rank_sum_p(pairs: Sequence[tuple[Array, Array]]) -> float:
+    """Two-sided p of Wilcoxon's rank-sum test, with ties: the ranks of each pair, such as an env.
+
+    Exact for few runs, otherwise the normal approximation.
+    """
+    is_exact = all(math.comb(len(o) + len(t), len(o)) <= _MOST_ARRANGEMENTS for o, t in pairs)
+    found, variance = 0.0, 0.0
+    sums: Array = np.zeros(1)  # that equal groups can have
+    shares: Array = np.ones(1)  # how often
+    for ours, theirs in pairs:
+        together = np.concatenate([ours, theirs])
+        ranks = 0.5 * np.sign(together[:, None] - together[None, :]).sum(axis=1)  # from the middle
+        n_ours, n = len(ours), len(ranks)
+        found += float(ranks[:n_ours].sum())
+        variance += n_ours * (n - n_ours) / n * float(ranks.var(ddof=1))
+        if is_exact:
+            possible = [sum(each) for each in combinations(ranks.tolist(), n_ours)]
+            own, counts = np.unique(possible, return_counts=True)
+            sums, places = np.unique(np.add.outer(sums, own).ravel(), return_inverse=True)
+            weights = np.multiply.outer(shares, counts / counts.sum()).ravel()
+            shares = np.asarray(np.bincount(places.ravel(), weights=weights), dtype=np.float64)
+    if is_exact:
+        return float(shares[abs(sums) >= abs(found) - 1e-9].sum())
+    z = max(abs(found) - 0.5, 0.0) / math.sqrt(variance) if variance > 0 else 0.0
+    return math.erfc(z / math.sqrt(2))
 
 
-def needed_seeds(n_groups: int) -> int:
-    """Runs per group with which a claim among ``n_groups`` is possible at all."""
+def needed_seeds(n_groups: int, n_envs: int = 1) -> int:
+    """Runs per group and env with which a claim among ``n_groups`` is possible at all."""
     n_pairs, seeds = n_groups * (n_groups - 1) // 2, FEW_SEEDS
-    while 2 / math.comb(2 * seeds, seeds) * n_pairs > 1.0 - _CONFIDENCE:
+    while 2 / math.comb(2 * seeds, seeds) ** n_envs * n_pairs > 1.0 - _CONFIDENCE:
         seeds += 1
     return seeds
 
@@ -162,23 +185,24 @@ def are_claimed(p_values: Sequence[float]) -> list[bool]:
     return claimed
 
 
-def verdicts(groups: Mapping[str, Array]) -> list[str]:
-    """What the runs say of the first group against each other one, a line each.
+def verdicts(groups: Mapping[str, Sequence[Array]]) -> list[str]:
+    """What the runs, per env, say of the first group against each other one, a line each.
 
     The first group was chosen because it is the best, so all pairs are corrected for, not its own.
     """
-    pairs = list(combinations(groups, 2))
-    holds = are_claimed([rank_sum_p(groups[ours], groups[theirs]) for ours, theirs in pairs])
+    names = list(combinations(groups, 2))
+    pairs = [list(zip(groups[ours], groups[theirs], strict=True)) for ours, theirs in names]
+    holds = are_claimed([rank_sum_p(each) for each in pairs])
     first = next(iter(groups), "")
     return [
-        _verdict(ours, groups[ours], theirs, groups[theirs], is_claimed)
-        for (ours, theirs), is_claimed in zip(pairs, holds, strict=True)
+        _verdict(ours, theirs, each, is_claimed)
+        for (ours, theirs), each, is_claimed in zip(names, pairs, holds, strict=True)
         if ours == first
     ]
 
 
-def _verdict(label: str, ours: Array, other: str, theirs: Array, is_claimed: bool) -> str:
-    value, low, high = probability_of_improvement(ours, theirs)
+def _verdict(label: str, other: str, pairs: Sequence[tuple[Array, Array]], is_claimed: bool) -> str:
+    value, low, high = mean_over_envs([probability_of_improvement(*pair) for pair in pairs])
     shown = f"probability of improvement {value:.2f}, 95 % interval {low:.2f} to {high:.2f}"
     if not is_claimed:
         return f"no difference can be claimed between {label} and {other}: {shown}"

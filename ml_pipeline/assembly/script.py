@@ -33,9 +33,11 @@ def main(agent: str | None = None, preset: str | None = None) -> int:
 
 def _train(agent: str | None, preset: str | None) -> None:
     from ml_pipeline.assembly.entry import check_words, train, with_agent
+    from ml_pipeline.assembly.words import as_settings
 
-    check_words(sys.argv, agent)
-    train(sys.argv if agent is None else with_agent(sys.argv, agent, preset))
+    command_line = as_settings(sys.argv)
+    check_words(command_line, agent)
+    train(command_line if agent is None else with_agent(command_line, agent, preset))
 
 
 def exit_code(command: Callable[[], object]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -236,6 +237,20 @@ def _takes_value(flag: str) -> bool:
     """Whether a word follows this flag of Hydra, as in --cfg job."""
     actions = get_args_parser()._actions
     return any(flag in each.option_strings and each.nargs != 0 for each in actions)
+
+
+def as_settings(words: Sequence[str]) -> list[str]:
+    """The words of ``wandb agent`` as Hydra reads them: it writes --key=value and --key=None."""
+    if "WANDB_SWEEP_ID" not in os.environ:
+        return list(words)
+    return [_as_setting(word) for word in words]
+
+
+def _as_setting(word: str) -> str:
+    if not (word.startswith("--") and "=" in word and is_foreign(word)):
+        return word
+    word = word.removeprefix("--")
+    return f"{word.removesuffix('None')}null" if word.endswith("=None") else word
 
 
 def is_foreign(word: str) -> bool:

@@ -57,12 +57,14 @@ def run(options: Namespace) -> None:
     from ml_pipeline.analysis import compare
     from ml_pipeline.analysis.paper_files import write_paper_files
     from ml_pipeline.analysis.report import write_report
-    from ml_pipeline.analysis.run_data import check_one_env, chosen_metric
+    from ml_pipeline.analysis.run_data import chosen_metric
     from ml_pipeline.runs.console import wide_console
 
     runs = _read_runs(options.runs, options.metric, trust=options.trust)
-    check_one_env(runs)
     metric = chosen_metric(runs, options.metric)
+    if len({each.env for each in runs}) > 1:
+        _compare_envs(runs, metric, options)
+        return
     groups = compare.grouped(runs, metric, options.by)
     print_fitted(lambda width: compare.runs_table(groups, width))
     print(f"\nfinal {metric}, interquartile mean (IQM) over the seeds:")
@@ -77,6 +79,34 @@ def run(options: Namespace) -> None:
     )
     if options.paper is not None:
         print(f"for a paper: {write_paper_files(options.paper, groups, metric)}")
+
+
+def _compare_envs(runs: Sequence[RunData], metric: str, options: Namespace) -> None:
+    """Compare runs of several envs by their normalised scores."""
+    from ml_pipeline.analysis import compare
+    from ml_pipeline.analysis.paper_files import write_suite_files
+    from ml_pipeline.analysis.report import write_suite_report
+    from ml_pipeline.analysis.suite import make_suite, suite_table, suite_verdicts
+    from ml_pipeline.runs.console import wide_console
+
+    suite = make_suite(runs, metric, options.by)
+    groups = suite.all_groups
+    print_fitted(lambda width: compare.runs_table(groups, width))
+    print(
+        f"\nfinal {metric}, interquartile mean (IQM) over the seeds; the score is 0 at the first "
+        "value in an env, and 1 where the best group ends:"
+    )
+    wide_console().print(suite_table(suite, metric))
+    for line in (*compare.remarks(groups), *suite.remarks, *suite_verdicts(suite)):
+        print(line)
+    folder = options.report or dated_folder("reports", suite.title)
+    show_report(
+        lambda: write_suite_report(folder, suite, metric),
+        is_asked_for=options.report is not None,
+        opens=options.open,
+    )
+    if options.paper is not None:
+        print(f"for a paper: {write_suite_files(options.paper, suite, metric)}")
 
 
 def _read_runs(arguments: Sequence[str], metric: str | None, *, trust: bool) -> list[RunData]:

@@ -16,7 +16,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> None:
     from ml_pipeline.assembly.entry import check_words, train
+    from ml_pipeline.assembly.words import as_settings
 
-    command_line = [f"{sys.argv[0]} train", *options.arguments]
+    command_line = [f"{sys.argv[0]} train", *as_settings(options.arguments)]
     check_words(command_line)
     train(command_line)

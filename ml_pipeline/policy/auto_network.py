@@ -30,7 +30,10 @@ def auto(
     hidden_sizes: Sequence[int] | None = None,
     activation: str | None = None,
 ) -> nn.Module:
-    """The network for a space, as ``choice`` describes it."""
+    """The network for a space; images have values from 0 to 1 here.
+
+    ``hidden_sizes`` and ``activation`` as for ``choice``.
+    """
     kind, arguments = choice(observation_space, hidden_sizes, activation)
     return kind(observation_space, **arguments)
 
@@ -40,7 +43,7 @@ def choice(
     hidden_sizes: Sequence[int] | None = None,
     activation: str | None = None,
 ) -> tuple[type[nn.Module], dict[str, Any]]:
-    """The class of the network and its arguments; images have values from 0 to 1 here.
+    """The class of the network for a space, and its arguments.
 
     ``hidden_sizes``: of the MLP, which follows a CNN only if they are given; None: [64, 64].
     ``activation``: None means relu in a CNN, and tanh in an MLP.

@@ -52,6 +52,7 @@ def write_best(
     ``trust`` accepts a study, a run and a deployed policy of another user that can run code.
     """
     folder = StudyFolder.open(name)
+    folder.trust = trust
     settings = folder.read_own(trust=trust)
     trials = folder.read_trials()
     complete = ranked(trials)

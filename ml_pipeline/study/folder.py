@@ -1,8 +1,8 @@
 """StudyFolder: the files of one study, shared by all its processes: studies/NAME/.
 
-study.yaml holds the settings, journal.log the trials. The process that trains trial N locks
-trials/N.lock, and a kill releases the lock. So a trial is dead if the journal says running and its
-lock is free: another process can continue it.
+study.yaml holds the settings, journal.log or a database the trials. The process that trains trial N
+locks trials/N.lock, and a kill releases the lock. So a trial is dead if the journal says running
+and its lock is free: another process can continue it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import optuna
 import yaml
 from filelock import FileLock, Timeout
 from optuna.pruners import MedianPruner
+from optuna.storages import BaseStorage
 from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
@@ -28,6 +29,7 @@ from ml_pipeline.errors import UserError, first_line, shorten
 from ml_pipeline.foreign import TABLE_BYTES, TEXT_BYTES, check_folder, check_size, read_regular
 from ml_pipeline.runs.run_folder import check_yaml, write_text
 from ml_pipeline.runs.signatures import UntrustedError, is_signed, signature
+from ml_pipeline.study.database import Database
 from ml_pipeline.study.journal import HOST, JournalLock
 
 STUDY_ROOT = Path("studies")
@@ -37,6 +39,7 @@ _BEAT_SECONDS = 10.0
 _SILENT_SECONDS = 60.0  # a trial on another machine is dead after this time without a heartbeat
 _HOPELESS_FAILURES = 3
 _PURPOSE = "study"  # of the signature
+_SHARED = "study.yaml"  # the attribute of a study in a database that holds the file
 
 # What workers write beside a trial in the journal.
 _NOTES: dict[str, tuple[type, ...]] = {
@@ -44,6 +47,7 @@ _NOTES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("pid", "seed", "deaths"), (int,)),
     **dict.fromkeys(("stopped", "pruned"), (bool,)),
     "seconds": (int, float, type(None)),
+    "beat": (int, float),
 }
 
 
@@ -64,6 +68,7 @@ class StudySettings(NamedTuple):
     seed: int
     objective: str
     config_dir: str | None = None  # a folder of the user's own YAML files
+    storage: str | None = None  # the URL of a database without its password; None: the journal
 
     @classmethod
     def checked(cls, values: object) -> StudySettings:
@@ -78,8 +83,9 @@ class StudySettings(NamedTuple):
             if type(getattr(settings, key)) is not int:
                 raise ValueError(f"{key} must be an integer")
         words = [*settings.overrides, *settings.space, settings.config_dir or ""]
+        words.append(settings.storage or "")
         if not all(isinstance(each, str) for each in words):
-            raise ValueError("overrides, keys of the space and config_dir must be texts")
+            raise ValueError("overrides, keys of the space, config_dir and storage must be texts")
         if not all(isinstance(rule, dict) for rule in settings.space.values()):
             raise ValueError("each key of the space needs a mapping, such as {low: 1, high: 9}")
         return settings
@@ -98,6 +104,9 @@ class StudyFolder:
         self.journal = self.path.absolute() / "journal.log"
         self.trials = self.path.absolute() / "trials"
         self.logs = self.path / "logs"
+        self.storage_url: str | None = None  # of a new study; that of another is in study.yaml
+        self.trust = False  # a database that another user's study.yaml names
+        self.waits = False  # for a database that has gone away
 
     @classmethod
     def open(cls, name: str) -> StudyFolder:
@@ -147,7 +156,17 @@ class StudyFolder:
         write_text(self.settings, text + (signature(_PURPOSE, text.encode()).decode() or "none\n"))
 
     @cached_property
-    def storage(self) -> JournalStorage:
+    def database(self) -> Database | None:
+        """The database that study.yaml names, or None: the trials are in the journal."""
+        url = self.storage_url
+        if url is None and self.settings.is_file() and self.read().storage is not None:
+            url = self.read_own(trust=self.trust).storage  # another user's server may be hostile
+        return None if url is None else Database(url, waits=self.waits)
+
+    @cached_property
+    def storage(self) -> BaseStorage:
+        if self.database is not None:
+            return self.database.storage
         backend = JournalFileBackend(str(self.journal), lock_obj=JournalLock(self.journal))
         return JournalStorage(backend)
 
@@ -159,6 +178,10 @@ class StudyFolder:
     @contextmanager
     def _damage_named(self) -> Iterator[None]:
         """Optuna raises many types for a journal with lines that it did not write."""
+        if self.database is not None:
+            with self.database.errors_named():
+                yield
+            return
         try:
             yield
         except (Timeout, OSError):
@@ -194,25 +217,53 @@ class StudyFolder:
 
     def add_trial(self, trial: FrozenTrial) -> Trial:
         """Write a new trial to the journal, in one line: a kill leaves all of it or nothing."""
-        study = self.study()
-        study_id = self.storage.get_study_id_from_name(self.name)
-        return Trial(study, self.storage.create_new_trial(study_id, template_trial=trial))
+        with self._damage_named():
+            study = self._study()
+            study_id = self.storage.get_study_id_from_name(self.name)
+            return Trial(study, self.storage.create_new_trial(study_id, template_trial=trial))
 
     def open_trial(self, number: int) -> Trial:
         """A writable trial, created by any process."""
-        study = self.study()
-        study_id = self.storage.get_study_id_from_name(self.name)
-        return Trial(study, self.storage.get_trial_id_from_study_id_trial_number(study_id, number))
+        with self._damage_named():
+            study = self._study()
+            study_id = self.storage.get_study_id_from_name(self.name)
+            trial_id = self.storage.get_trial_id_from_study_id_trial_number(study_id, number)
+            return Trial(study, trial_id)
 
-    def alone(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def alone(self) -> Iterator[None]:
         """Keep other processes from creating or claiming a trial, in a ``with`` block."""
         lock = FileLock(self.path / "claim.lock")
-        try:
-            return lock.acquire()
-        except OSError as error:
-            raise StudyError(
-                f"cannot lock {lock.lock_file}: {error}; use a file system with file locks"
-            ) from error
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(lock.acquire())
+            except OSError as error:
+                raise StudyError(
+                    f"cannot lock {lock.lock_file}: {error}; use a file system with file locks"
+                ) from error
+            if self.database is not None:
+                stack.enter_context(self.database.alone(self.name))
+            yield
+
+    def share(self) -> None:
+        """Show study.yaml to machines that only share the database."""
+        if self.database is not None:
+            text = read_regular(self.settings, most_bytes=TEXT_BYTES).decode("utf-8")
+            with self._damage_named():
+                self._study().set_user_attr(_SHARED, text)
+
+    def exists(self) -> bool:
+        """Whether the study was started, here or on another machine with the same database."""
+        if self.settings.is_file() or self.database is None:
+            return self.settings.is_file()
+        with self._damage_named():
+            studies = {each.study_name: each for each in self.storage.get_all_studies()}
+        text = studies[self.name].user_attrs.get(_SHARED) if self.name in studies else None
+        if not isinstance(text, str):
+            return False
+        self.make()
+        write_text(self.settings, text)
+        return True
 
     def claim(self, trial: FrozenTrial) -> FileLock | None:
         """The lock of a trial, or None if another process trains the trial."""
@@ -238,6 +289,11 @@ class StudyFolder:
 
     def _silence(self, trial: FrozenTrial) -> float:
         """Seconds since the last heartbeat."""
+        if self.database is not None:
+            started = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
+            beat = max(trial.user_attrs.get("beat", 0.0), started)
+            # Nobody could write a beat while the server was away.
+            return float(time.time() - max(beat, self.database.answers_since))
         try:
             beat = os.stat(self.trial_lock(trial.number).lock_file).st_mtime
         except OSError:
@@ -252,7 +308,7 @@ def _check_notes(trial: FrozenTrial) -> None:
 
 
 @contextmanager
-def held(lock: FileLock) -> Iterator[None]:
+def held(folder: StudyFolder, trial: Trial, lock: FileLock) -> Iterator[None]:
     """Show other machines a heartbeat during the block, then release the lock of a trial."""
     ended = threading.Event()
 
@@ -260,6 +316,8 @@ def held(lock: FileLock) -> Iterator[None]:
         while True:
             with suppress(OSError):
                 os.utime(lock.lock_file)
+            if folder.database is not None:
+                folder.database.beat(folder.name, trial.number)
             if ended.wait(_BEAT_SECONDS):
                 return
 

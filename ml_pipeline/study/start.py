@@ -23,6 +23,7 @@ from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
 from ml_pipeline.metrics import EVAL_RETURN
 from ml_pipeline.runs.console import python_command, say
 from ml_pipeline.signals import Interrupted, StopSignals
+from ml_pipeline.study.database import DatabaseError, hidden, read_address
 from ml_pipeline.study.folder import (
     MOST_DEATHS,
     Space,
@@ -36,7 +37,7 @@ from ml_pipeline.study.journal import HOST
 from ml_pipeline.study.report import headline, trial_line
 
 _LOOK_SECONDS = 0.5
-_OWN_KEYS = ("n_trials", "n_jobs", "space", "trust")
+_OWN_KEYS = ("n_trials", "n_jobs", "space", "storage", "trust")
 
 
 class Request(NamedTuple):
@@ -48,6 +49,7 @@ class Request(NamedTuple):
     n_jobs: int
     config_dir: str | None
     trust: bool = False  # the author of an existing study
+    storage: str | None = None  # the URL of a database, without its password
 
 
 def read_request(arguments: Sequence[str]) -> Request:
@@ -65,11 +67,11 @@ def read_request(arguments: Sequence[str]) -> Request:
         if key in _OWN_KEYS:
             own[key] = value
         elif key in ("resume", "hydra.mode") or word.startswith("-"):
-            raise StudyError(f"{word}: not possible in a study; leave it out")
+            raise StudyError(f"{hidden(word)}: not possible in a study; leave it out")
         elif not equals and not word.startswith("~"):
-            raise StudyError(f"{word}: not an override; write key=value")
+            raise StudyError(f"{hidden(word)}: not an override; write key=value")
         elif near := get_close_matches(key, _OWN_KEYS, n=1, cutoff=0.8):  # no key of a run is near
-            raise StudyError(f"{word}: unknown key; did you mean {near[0]}?")
+            raise StudyError(f"{hidden(word)}: unknown key; did you mean {near[0]}?")
         else:
             overrides.append(word)
     return Request(
@@ -79,6 +81,7 @@ def read_request(arguments: Sequence[str]) -> Request:
         n_jobs=_count("n_jobs", own.get("n_jobs", "1")),
         config_dir=options.config_dir,
         trust=_is_true(own.get("trust", "false")),
+        storage=read_address(own["storage"]) if "storage" in own else None,
     )
 
 
@@ -99,14 +102,16 @@ def start(name: str, arguments: Sequence[str]) -> None:
     """Train trials until the study has all of them."""
     request = read_request(arguments)
     folder = StudyFolder(name)
+    folder.storage_url, folder.trust = request.storage, request.trust
     folder.check(trust=request.trust)
-    settings = None if folder.settings.is_file() else _new_settings(name, request)
+    settings = None if folder.exists() else _new_settings(name, request)
     folder.make()
     with folder.alone():
         # Another process may have created the study in the meantime.
-        if settings is None or folder.settings.is_file():
+        if settings is None or folder.exists():
             settings = _joined_settings(folder, request)
         folder.write(settings)
+    folder.share()
     say(headline(folder, settings, folder.read_trials()))
     _Workers(folder, n_jobs=request.n_jobs).train()
 
@@ -140,6 +145,7 @@ def _new_settings(name: str, request: Request) -> StudySettings:
         seed=config.seed,
         objective=config.objective,
         config_dir=request.config_dir,
+        storage=request.storage,
     )
 
 
@@ -167,6 +173,9 @@ def _difference(settings: StudySettings, request: Request) -> str | None:
     if request.config_dir not in (None, settings.config_dir):
         had = settings.config_dir
         return "without --config-dir" if had is None else f"with --config-dir {had}"
+    if request.storage not in (None, settings.storage):
+        had = settings.storage
+        return "without storage=" if had is None else f"with storage={had}"
     if request.space is not None:
         from ml_pipeline.study.space import read_space
 
@@ -203,6 +212,7 @@ class _Workers:
         self._n_workers = min(n_jobs, folder.read().n_trials - len(self._reported))
         self._workers: list[subprocess.Popen[bytes]] = []
         self._deaths = 0  # since the last trial that ended
+        self._is_away = False  # the database
 
     def train(self) -> None:
         with StopSignals() as signals:
@@ -242,7 +252,7 @@ class _Workers:
                         for worker in self._workers:
                             worker.send_signal(signal.Signals[stop.signal_name])
                         passed_on = stop
-                    self._report_ended()
+                    self._report_if_possible()
                     if stop is None:
                         self._start_workers()
                 if all(worker.poll() is not None for worker in self._workers):
@@ -268,6 +278,18 @@ class _Workers:
                 )
             say(f"a worker died with exit code {code}; a new worker continues its trial")
             self._workers[index] = self._new_worker(index)
+
+    def _report_if_possible(self) -> None:
+        """Report ended trials, unless the database is away; the workers wait for it."""
+        try:
+            self._report_ended()
+            if self._is_away:
+                say("the database answers again")
+            self._is_away = False
+        except DatabaseError as error:
+            if not self._is_away:
+                say(f"{error}; the trials continue when it answers, nothing is lost")
+            self._is_away = True
 
     def _report_ended(self) -> None:
         """Print the trials that ended since the last call, in any process."""

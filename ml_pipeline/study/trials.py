@@ -45,6 +45,7 @@ from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.runs.signatures import UntrustedError
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.signals import StopSignals
+from ml_pipeline.study.database import DatabaseError
 from ml_pipeline.study.folder import (
     MOST_DEATHS,
     StudyFolder,
@@ -72,18 +73,23 @@ def work(name: str, *, first: int, parent: int) -> None:
     end_with_parent()
     with StopSignals():
         folder = StudyFolder.open(name)
+        folder.waits = True
         while True:
             settings = folder.read()  # n_trials may have been raised
-            with folder.alone():
-                trials = folder.read_trials()
-                if len(finished(trials)) >= settings.n_trials or why_hopeless(trials, first):
-                    return
-                claimed = _claim(folder, settings, trials)
+            try:
+                with folder.alone():
+                    trials = folder.read_trials()
+                    if len(finished(trials)) >= settings.n_trials or why_hopeless(trials, first):
+                        return
+                    claimed = _claim(folder, settings, trials)
+            except DatabaseError as error:  # its server went away in this moment
+                say(str(error))
+                claimed = None
             if claimed is None:
                 time.sleep(_LOOK_SECONDS)  # other workers train the last trials, and may die
                 continue
             trial, lock = claimed
-            with held(lock):
+            with held(folder, trial, lock):
                 _run(settings, trial)
 
 

@@ -369,6 +369,24 @@ def test_tables_show_runs_groups_and_the_supported_claims(
     assert report == "report: report/report.html"
 
 
+def test_runs_of_several_envs_have_scores_a_report_and_files_for_a_paper(
+    runs: dict[str, str], here: Path, capsys: Capture
+) -> None:
+    given = [runs["run"], runs["second"], runs["other"], "--metric", MEAN_RETURN]
+    assert main(["compare", *given, "--report", "report", "--paper", "paper"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    header = next(line for line in lines if line.startswith("group "))
+    assert header.split()[:2] == ["group", "score"]
+    assert header.split()[-2:] == ["CartPole-v1", "tiny_envs.CountingEnv"]
+    text = Path("report/report.html").read_text()
+    assert "<h1>2 envs</h1>" in text
+    assert "<h2>CartPole-v1</h2>" in text
+    assert Path("report/CartPole-v1_curves.png").is_file()
+    assert Path("paper/groups.tex").read_text().count("CartPole-v1") == 1
+    assert Path("paper/tiny_envs.CountingEnv/curves.pdf").is_file()
+
+
 def test_star_that_the_shell_left_is_expanded(
     runs: dict[str, str], here: Path, capsys: Capture
 ) -> None:
@@ -517,7 +535,6 @@ def test_sweep_is_found_from_another_folder_and_a_study_is_refused(
         (["nowhere"], "left to compare"),
         (["{run}", "--by", "agent.gama"], "--by agent.gama: not a config key of these runs; did"),
         (["{run}", "--metric", "eval/return"], "--metric eval/return: not in metrics.csv of every"),
-        (["{run}", "{other}"], "these runs use 2 envs, whose returns cannot be compared"),
         (["{run}", "--report", "taken"], "cannot write the report into taken"),
         (["wandb:here"], "wandb:here is not a W&B address; write wandb:ENTITY/PROJECT"),
         (["wandb:me/mine"], "wandb:me/mine needs a W&B key"),

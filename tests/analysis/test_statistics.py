@@ -8,9 +8,11 @@ import pytest
 from ml_pipeline.analysis import statistics
 from ml_pipeline.analysis.statistics import (
     FEW_SEEDS,
+    Estimate,
     are_claimed,
     iqm,
     iqm_with_interval,
+    mean_over_envs,
     needed_seeds,
     performance_profile,
     probability_of_improvement,
@@ -126,19 +128,19 @@ def test_interval_of_a_certain_improvement_does_not_end_at_one_point() -> None:
 def test_p_of_the_rank_sum_is_a_share_of_the_arrangements(
     ours: list[float], theirs: list[float], p: float
 ) -> None:
-    assert rank_sum_p(np.array(ours), np.array(theirs)) == pytest.approx(p)
+    assert rank_sum_p([(np.array(ours), np.array(theirs))]) == pytest.approx(p)
 
 
 def test_p_of_many_runs_is_close_to_that_of_the_exact_test() -> None:
     ours, theirs = np.arange(8.0), np.arange(8.0) + 2.5
-    exact = rank_sum_p(ours, theirs)
+    exact = rank_sum_p([(ours, theirs)])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(statistics, "_MOST_ARRANGEMENTS", 0)
-        normal = rank_sum_p(ours, theirs)
+        normal = rank_sum_p([(ours, theirs)])
 
     assert normal == pytest.approx(exact, rel=0.1)
-    assert rank_sum_p(np.arange(50.0), np.arange(50.0) + 30) < 1e-6
+    assert rank_sum_p([(np.arange(50.0), np.arange(50.0) + 30)]) < 1e-6
 
 
 def test_holm_claims_the_clear_differences_until_the_first_that_is_not() -> None:
@@ -149,8 +151,8 @@ def test_holm_claims_the_clear_differences_until_the_first_that_is_not() -> None
 
 @pytest.mark.parametrize(("n_groups", "seeds"), [(2, 5), (3, 5), (5, 6), (9, 7)])
 def test_more_groups_need_more_seeds(n_groups: int, seeds: int) -> None:
-    groups = {str(rank): np.arange(seeds) - 100.0 * rank for rank in range(n_groups)}
-    fewer = {name: runs[:-1] for name, runs in groups.items()}
+    groups = {str(rank): [np.arange(seeds) - 100.0 * rank] for rank in range(n_groups)}
+    fewer = {name: [runs[:-1]] for name, (runs,) in groups.items()}
 
     assert needed_seeds(n_groups) == seeds
     assert all("is better than" in line for line in verdicts(groups))
@@ -164,7 +166,7 @@ def test_at_most_5_percent_of_equal_groups_lead_to_a_claim(n_groups: int) -> Non
     claims = 0
     for _ in range(300):
         groups = sorted(generator.normal(size=(n_groups, 6)), key=lambda runs: -float(iqm(runs)))
-        lines = verdicts({str(rank): runs for rank, runs in enumerate(groups)})
+        lines = verdicts({str(rank): [runs] for rank, runs in enumerate(groups)})
         claims += any("no difference" not in line for line in lines)
 
     assert claims / 300 <= 0.08  # 0.05 and more than two standard errors
@@ -181,6 +183,21 @@ def test_at_most_5_percent_of_equal_groups_lead_to_a_claim(n_groups: int) -> Non
 def test_a_difference_is_claimed_only_if_the_runs_support_it(
     ours: list[float], theirs: list[float], words: str
 ) -> None:
-    (line,) = verdicts({"a": np.array(ours), "b": np.array(theirs)})
+    (line,) = verdicts({"a": [np.array(ours)], "b": [np.array(theirs)]})
 
     assert line.startswith(words)
+
+
+def test_mean_over_envs_has_the_joint_interval_of_independent_estimates() -> None:
+    wide, narrow = Estimate(*map(np.array, (1.0, -3.0, 4.0))), Estimate(*map(np.array, (2.0, 2, 6)))
+
+    assert mean_over_envs([wide, narrow]) == (1.5, 1.5 - 4 / 2, 1.5 + 5 / 2)
+    assert mean_over_envs([wide]) == wide
+
+
+def test_envs_support_a_claim_together_that_none_supports_alone() -> None:
+    better = [np.array([5.0, 7, 8, 9, 10]), np.array([50.0, 70, 80, 90, 100])]
+    worse = [np.array([1.0, 2, 3, 6, 9.5]), np.array([10.0, 20, 30, 60, 95])]
+
+    assert "no difference" in verdicts({"a": better[:1], "b": worse[:1]})[0]
+    assert verdicts({"a": better, "b": worse})[0].startswith("a is better than b")

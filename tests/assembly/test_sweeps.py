@@ -12,20 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from conftest import (
+    REPOSITORY,
     TESTS,
     Capture,
     Door,
     Start,
     is_running,
+    only_run,
     small,
     summary_of,
     wait_until,
     wait_until_gone,
 )
 from rich.console import Console
+from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from ml_pipeline.assembly import sweeps
+from ml_pipeline.assembly.compose import plain_config
 from ml_pipeline.assembly.sweeps import (
     Job,
     check_launcher,
@@ -35,6 +40,7 @@ from ml_pipeline.assembly.sweeps import (
     read_jobs,
     share_of_cores,
 )
+from ml_pipeline.assembly.words import as_settings
 from ml_pipeline.envs.workers.cores import CORES_VARIABLE, available_cores
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import MissingExtraError
@@ -214,3 +220,51 @@ def test_several_ranks_do_not_start_a_sweep(monkeypatch: pytest.MonkeyPatch) -> 
     check_launcher(["seed=1"])
     with pytest.raises(UserError, match="-m: torchrun starts one run"):
         check_launcher(["-m", "seed=1,2"])
+
+
+def documented_sweep() -> dict[str, Any]:
+    text = (REPOSITORY / "docs" / "sweeps.md").read_text()
+    return yaml.safe_load(text.partition("```yaml\n# sweep.yaml\n")[2].partition("```")[0])
+
+
+def as_the_agent_writes(parameters: dict[str, Any]) -> list[str]:
+    """W&B's own words for one choice of the values: the last of several, the least of a range."""
+    chosen = {
+        name: {"value": each.get("value", each.get("values", [each.get("min")])[-1])}
+        for name, each in parameters.items()
+    }
+    return create_sweep_command_args({"args": chosen})["args"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_values", [1, 2])
+def test_documented_sweep_of_wandb_trains_when_its_agent_calls_it(
+    here: Path, door: Door, n_values: int
+) -> None:
+    sweep = documented_sweep()
+    for each in sweep["parameters"].values():
+        each.update({"values": each["values"][:n_values]} if "values" in each else {})
+    words = as_the_agent_writes({**sweep["parameters"], "total_steps": {"value": 64}})
+    assert sweep["program"] == "train_ppo.py"
+    assert all(word.startswith("--") for word in words)
+    fixed = [word for word in small() if not word.startswith(("total_steps", "logger"))]
+
+    result = door(*words, *fixed, WANDB_SWEEP_ID="abc", WANDB_MODE="offline")
+
+    assert result.returncode == 0, result.stderr
+    config = plain_config(only_run(here))
+    assert config["agent"]["learning_rate"] == 1e-4
+    assert config["agent"]["max_kl"] == (None if n_values == 1 else 0.02)
+    assert config["network"]["hidden_sizes"] == ([64, 64] if n_values == 1 else [256, 256])
+
+
+def test_flags_without_an_agent_of_wandb_are_refused_and_those_of_hydra_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["train.py", "--seed=3", "agent.gamma=0.9", "--config-dir=c", "--agent.max_kl=None"]
+
+    assert as_settings(words) == words
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
+    assert as_settings(words) == [
+        *("train.py", "seed=3", "agent.gamma=0.9", "--config-dir=c", "agent.max_kl=null"),
+    ]
