@@ -21,15 +21,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, NoneType
 from typing import Any, NamedTuple
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.table import Table
 
-from ml_pipeline.errors import UserError, one_line
+from ml_pipeline.errors import UserError, first_line, one_line
 from ml_pipeline.extras import missing_extra
+from ml_pipeline.foreign import TEXT_BYTES, read_regular
 from ml_pipeline.metrics import shown_return
 from ml_pipeline.runs.console import plain_table, user_command, wide_console
 from ml_pipeline.runs.run_folder import write_text
@@ -57,6 +58,15 @@ class Job(NamedTuple):
     run_dir: str | None = None
     objective: float | None = None
     error: str | None = None
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("number", "pid"), (int,)),
+    **dict.fromkeys(("run_dir", "error"), (str, NoneType)),
+    "overrides": (list,),
+    "status": (str,),
+    "objective": (int, float, NoneType),
+}
 
 
 class JobNote:
@@ -106,8 +116,21 @@ def noted_job(folder: Path, number: int, overrides: Sequence[str]) -> Iterator[J
 
 def read_jobs(folder: Path) -> list[Job]:
     """All jobs of a sweep, ordered by number."""
-    jobs = [Job(**json.loads(path.read_text())) for path in folder.glob("job_*.json")]
+    jobs = [_read_job(path) for path in folder.glob("job_*.json")]
     return sorted(jobs, key=lambda job: job.number)
+
+
+def _read_job(path: Path) -> Job:
+    try:
+        job = Job(**json.loads(read_regular(path, most_bytes=TEXT_BYTES)))
+        for name, value in job._asdict().items():
+            if not isinstance(value, _KINDS[name]):
+                raise ValueError(f"{name}={value!r:.50}")
+        if not all(isinstance(each, str) for each in job.overrides):
+            raise ValueError("overrides must be texts")
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not the note of a job: {first_line(error)}") from error
+    return job
 
 
 def requeued_run(folder: Path, number: int) -> Path | None:

@@ -14,11 +14,9 @@ import mmap
 import os
 import pickle
 import platform
-import sys
-import tempfile
+import secrets
 import time
-from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +27,7 @@ Value = TypeVar("Value")
 MOST_BYTES = 1 << 20  # of one part; larger sums take their time anyway
 _WORD_BYTES = 4096
 _N_SLOTS = 2  # a rank may write its next part while others still read this one
-_FOLDER = "/dev/shm"
+_TOKEN_BYTES = 16  # at the end of the words
 
 # A wait yields the core, then sleeps, and asks at times whether the others are alive. In seconds:
 _YIELD_SECONDS, _SLEEP_SECONDS, _ASK_SECONDS = 2e-3, 1e-4, 0.1
@@ -43,29 +41,50 @@ _IS_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 def is_usable() -> bool:
     """Whether all ranks are processes of this machine."""
     is_one_machine = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
-    return is_one_machine and sys.platform == "linux"
+    return is_one_machine and hasattr(os, "memfd_create")
 
 
-def new_file(n_ranks: int) -> Path:
-    """The file of ``n_ranks``, with zeros; delete it after all of them have opened it."""
-    descriptor, name = tempfile.mkstemp(prefix="ml_pipeline_", dir=_FOLDER)
+class MemoryFile(NamedTuple):
+    """A file in memory without a name: whenever its ranks are killed, nothing is left."""
+
+    pid: int  # of the rank that made it and keeps it open
+    descriptor: int
+    token: bytes  # of its content: in another container, the pid may be that of another process
+
+    def close(self) -> None:
+        """In the rank that made it, after all ranks have opened it."""
+        os.close(self.descriptor)
+
+    def opened(self) -> mmap.mmap:
+        """Its memory, for any rank; raises OSError if this process cannot reach it."""
+        with open(f"/proc/{self.pid}/fd/{self.descriptor}", "r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        if memory[_WORD_BYTES - _TOKEN_BYTES : _WORD_BYTES] != self.token:
+            raise OSError("the file of another process")
+        return memory
+
+
+def new_file(n_ranks: int) -> MemoryFile:
+    """The file of ``n_ranks``, with zeros."""
+    descriptor = os.memfd_create("ml_pipeline")
     try:
-        # Reserves the memory: a write to a full /dev/shm would kill the process.
+        # Reserves the memory: a write without room for it would kill the process.
         os.posix_fallocate(descriptor, 0, _WORD_BYTES + _N_SLOTS * n_ranks * MOST_BYTES)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        os.pwrite(descriptor, token, _WORD_BYTES - _TOKEN_BYTES)
     except OSError:
-        os.unlink(name)
-        raise
-    finally:
         os.close(descriptor)
-    return Path(name)
+        raise
+    return MemoryFile(os.getpid(), descriptor, token)
 
 
 class RankMemory:
     """One rank's side; all ranks make the same calls, with arrays of the same size and type."""
 
-    def __init__(self, file: Path, rank: int, pids: list[int], timeout_seconds: float) -> None:
-        with file.open("r+b") as opened:
-            memory = mmap.mmap(opened.fileno(), 0)
+    def __init__(
+        self, file: MemoryFile, rank: int, pids: list[int], timeout_seconds: float
+    ) -> None:
+        memory = file.opened()
         self._rank = rank
         self._pids = pids
         self._timeout = timeout_seconds
@@ -104,7 +123,7 @@ class RankMemory:
         row = np.zeros(max(sizes), np.uint8)
         row[: len(data)] = data
         parts = self.parts(row)
-        # The file was private to this user and is deleted; the bytes are those of our own ranks.
+        # Only processes of this user can open the file; the bytes are those of our own ranks.
         return [pickle.loads(each[:size].data) for each, size in zip(parts, sizes, strict=True)]
 
     def leave(self) -> None:

@@ -109,17 +109,19 @@ def join_world(device: torch.device, timeout_seconds: float) -> World:
 
 def _join_memory(rank: int, size: int, timeout_seconds: float) -> RankMemory | None:
     """Shared memory of all ranks; None if one of them cannot open it, as in separate containers."""
-    file = None
+    own = None
     with suppress(OSError):
-        file = new_file(size) if rank == 0 else None
-    places = _gathered((file, os.getpid()), size)
-    file, memory = places[0][0], None
-    with suppress(OSError):
-        pids = [pid for _, pid in places]
-        memory = None if file is None else RankMemory(file, rank, pids, timeout_seconds)
-    have_joined = _gathered(memory is not None, size)
-    if rank == 0 and file is not None:
-        file.unlink()
+        own = new_file(size) if rank == 0 else None
+    try:
+        places = _gathered((own, os.getpid()), size)
+        file, memory = places[0][0], None
+        with suppress(OSError, ValueError):  # mmap refuses an empty file with ValueError
+            pids = [pid for _, pid in places]
+            memory = None if file is None else RankMemory(file, rank, pids, timeout_seconds)
+        have_joined = _gathered(memory is not None, size)
+    finally:
+        if own is not None:
+            own.close()
     return memory if all(have_joined) else None
 
 

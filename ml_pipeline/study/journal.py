@@ -10,6 +10,8 @@ from pathlib import Path
 from filelock import FileLock
 from optuna.storages.journal import JournalFileOpenLock
 
+from ml_pipeline.foreign import TEXT_BYTES, read_regular
+
 HOST = platform.node()
 
 
@@ -49,7 +51,7 @@ class JournalLock(JournalFileOpenLock):
 
     def _owner(self) -> str | None:
         try:
-            return self._marker.read_text()
+            return read_regular(self._marker, most_bytes=TEXT_BYTES).decode(errors="replace")
         except OSError:
             return None
 

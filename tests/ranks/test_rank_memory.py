@@ -5,15 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ml_pipeline.ranks.shared_memory import MOST_BYTES, RankMemory, new_file
+from ml_pipeline.ranks.shared_memory import MOST_BYTES, MemoryFile, RankMemory, new_file
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is used on Linux")
 
@@ -21,7 +21,7 @@ N_RANKS, N_SUMS = 3, 2_000
 PROCESSES = multiprocessing.get_context("spawn")
 
 
-def take_part(file: Path, rank: int, task: str, pipe: Any) -> None:
+def take_part(file: MemoryFile, rank: int, task: str, pipe: Any) -> None:
     """One rank; sends its pid, receives those of all, and sends its result."""
     pipe.send(os.getpid())
     memory = RankMemory(file, rank, pipe.recv(), timeout_seconds=0.9 if task == "silent" else 60.0)
@@ -105,7 +105,7 @@ class Ranks:
         return self.pipes[rank].recv()
 
     def end(self) -> None:
-        self.file.unlink()
+        self.file.close()
         for process in self.processes:
             process.kill()
             process.join()
@@ -160,3 +160,46 @@ def test_ranks_that_have_finished_are_not_missed(ranks: Ranks) -> None:
     os.kill(waiting.pid or 0, signal.SIGCONT)
 
     assert [*found, ranks.result(0)] == [[N_RANKS, N_RANKS]] * N_RANKS
+
+
+def own_files() -> set[str]:
+    """The files of this package in shared memory; other tests may run at the same time."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("ml_pipeline")}
+
+
+def test_ranks_that_are_killed_at_any_moment_leave_no_file() -> None:
+    script = (
+        "from ml_pipeline.ranks.shared_memory import new_file\n"
+        "file = new_file(2)\n"
+        "print('made', flush=True)\n"
+        "input()\n"
+        "file.opened()\n"
+        "print('opened', flush=True)\n"
+        "input()\n"
+    )
+    before = own_files()
+
+    for moment in ("made", "opened"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        while process.stdout.readline() != f"{moment}\n":
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert own_files() <= before
+        process.kill()
+        process.communicate()
+        assert own_files() <= before
+
+
+def test_file_of_another_process_is_refused() -> None:
+    file = new_file(2)
+
+    with pytest.raises(OSError, match="another process"):
+        file._replace(token=bytes(16)).opened()
+    assert len(file.opened()) > 4 * MOST_BYTES
+    file.close()
+    with pytest.raises(OSError, match="No such file"):
+        file.opened()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.extras import import_extra
+from ml_pipeline.foreign import read_regular
 from ml_pipeline.records import StateDict
 from ml_pipeline.worlds.game_boy.rules import Cartridge
 
@@ -43,6 +44,9 @@ class Rom(NamedTuple):
     has_clock: bool
 
 
+_FILE_BYTES = 64 * 2**20  # a ROM has at most 8 MiB, a save state less than 1 MiB
+
+
 def read_rom(path: Path) -> Rom:
     """Read a ROM; refuse a file that is truncated, damaged or something else."""
     data = _read_file(path, "rom")
@@ -65,7 +69,7 @@ def read_rom(path: Path) -> Rom:
 
 def _read_file(path: Path, key: str) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, most_bytes=_FILE_BYTES)
     except OSError as error:
         raise RomError(f"{key}={path}: {error.strerror or error}") from error
 

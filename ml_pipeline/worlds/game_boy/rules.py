@@ -16,6 +16,7 @@ from typing import NamedTuple, NoReturn
 import yaml
 
 from ml_pipeline.errors import UserError
+from ml_pipeline.foreign import read_regular
 from ml_pipeline.worlds.game_boy.expressions import (
     DELTA,
     Bounds,
@@ -223,6 +224,9 @@ def _decimal(data: Sequence[int]) -> int:
 _READERS = {"u": _unsigned, "i": _signed, "bcd": _decimal}
 
 
+_GAME_BYTES = 1_000_000
+
+
 class _Reader:
     """Reads YAML nodes; an error names the file and the line."""
 
@@ -231,9 +235,12 @@ class _Reader:
 
     def root(self) -> yaml.Node:
         try:
-            node = yaml.compose(self._path.read_text("utf-8"), Loader=yaml.SafeLoader)
+            text = read_regular(self._path, most_bytes=_GAME_BYTES).decode("utf-8")
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
         except OSError as error:
             raise GameFileError(f"game={self._path}: {error.strerror or error}") from error
+        except RecursionError as error:
+            raise GameFileError(f"game={self._path}: is nested too deeply") from error
         except UnicodeDecodeError as error:
             raise GameFileError(f"game={self._path}: is not a text file in UTF-8") from error
         except yaml.YAMLError as error:

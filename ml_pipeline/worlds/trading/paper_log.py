@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ml_pipeline.errors import UserError, first_line
+from ml_pipeline.foreign import check_size
 from ml_pipeline.locks import FileLock
 from ml_pipeline.runs.run_folder import sync_folder
 
@@ -134,6 +136,8 @@ class PaperLog:
 
 def _opened(path: Path) -> FileIO:
     try:
+        if path.exists():
+            check_size(path, most_bytes=sys.maxsize)  # a log grows for years
         return path.open("a+b", buffering=0)
     except OSError as error:
         raise PaperError(f"{path}: cannot be opened: {error.strerror}") from error

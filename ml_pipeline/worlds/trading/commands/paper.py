@@ -46,6 +46,7 @@ def run(options: Namespace) -> None:
 
     from ml_pipeline.deploy.exported import ExportedPolicy
     from ml_pipeline.device import torch_threads
+    from ml_pipeline.foreign import read_regular
     from ml_pipeline.runs.console import say
     from ml_pipeline.signals import StopSignals
     from ml_pipeline.worlds.trading.data.bars import text_of
@@ -58,7 +59,7 @@ def run(options: Namespace) -> None:
     policy = PaperPolicy(exported, path)
     header = {
         "format": LOG_FORMAT,
-        "policy": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "policy": hashlib.sha256(read_regular(path)).hexdigest(),
         "symbols": policy.recipe.symbols,
         "start": None if options.start is None else text_of(options.start),
     }

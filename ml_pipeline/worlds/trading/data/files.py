@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ml_pipeline.foreign import check_size, half_of_memory
 from ml_pipeline.worlds.trading.data.bars import (
     Bars,
     bar_text,
@@ -37,11 +38,14 @@ def market_files(path: str) -> list[Path]:
         found = [Path(path)]
     else:
         found = [Path(each) for each in glob.glob(path, recursive=True) if Path(each).is_file()]
+        if Path(path).exists():
+            check_size(path, most_bytes=0)  # it is a FIFO or a device
     if not found:
         raise DataError(f"path={path}: no such file, or a folder without {' '.join(SUFFIXES)}")
     for each in found:
         if each.suffix.lower() not in SUFFIXES:
             raise DataError(f"path={each}: must end in {' '.join(SUFFIXES)}")
+        check_size(each, most_bytes=half_of_memory())
     return sorted(found)
 
 
