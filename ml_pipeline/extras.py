@@ -28,6 +28,7 @@ _EXTRAS = {
     "postgresql": ("psycopg",),
     "plots": ("matplotlib", "plotly"),
     "look": ("moviepy", "tensorboard", "trackio"),
+    "mlflow": ("mlflow",),
     "export": ("onnx", "onnxruntime", "onnxscript"),
     "serve": ("httptools", "uvicorn"),
     "trading": ("pyarrow",),

@@ -131,7 +131,7 @@ def test_config_page_has_the_keys_of_every_part_and_no_other() -> None:
     page = (DOCS / "config.md").read_text()
     documented = set(re.findall(r"^\| `((?:callbacks|logger)\.\w+\.\w+)` \|", page, re.MULTILINE))
     composed = compose_config(
-        ["callbacks=[scaling,video,early_stopping]", "logger=[wandb,tensorboard,trackio]"]
+        ["callbacks=[scaling,video,early_stopping]", "logger=[wandb,tensorboard,trackio,mlflow]"]
     )
 
     keys = {
