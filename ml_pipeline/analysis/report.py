@@ -24,8 +24,8 @@ def write_report(folder: Path, groups: Sequence[Group], metric: str) -> Path:
     runs = [run for group in groups for run in group.runs]
     runs_in_groups = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}"
     report = page.Page(
-        title=f"{runs[0].env}: {runs_in_groups}",
-        heading=runs[0].env,
+        title=f"{runs[0].env_name}: {runs_in_groups}",
+        heading=runs[0].env_name,
         facts=f"{runs_in_groups}, compared by the final {metric} on {page.now_text()}. "
         "IQM is the interquartile mean over the seeds.",
         sections=[

@@ -40,6 +40,12 @@ class RunData(NamedTuple):
         return str(self.config.get("env.target") or self.config.get("env.id"))
 
     @property
+    def env_name(self) -> str:
+        """The same, of a class without its module."""
+        target = self.config.get("env.target")
+        return str(target).rpartition(".")[2] if target else str(self.config.get("env.id"))
+
+    @property
     def best_metric(self) -> str:
         return str(self.config.get("best_metric", EVAL_RETURN))
 

@@ -58,6 +58,7 @@ class TrainedAgent(NamedTuple):
     seed: int  # of the run
     checkpoint: str
     env_steps: int
+    is_deterministic: bool  # the env declares that the actions alone decide an episode
 
 
 def load_agent(
@@ -92,7 +93,16 @@ def load_agent(
     own_spaces = Spaces(own.observation_space, own.action_space)
     agent, env_steps = restored_agent(run_folder, config, checkpoint, own_spaces)
     make_envs = partial(make_evaluation_envs, make_env, config.vec_env)
-    return TrainedAgent(agent, made, make_envs, played.name, config.seed, checkpoint, env_steps)
+    return TrainedAgent(
+        agent,
+        made,
+        make_envs,
+        played.name,
+        config.seed,
+        checkpoint,
+        env_steps,
+        make_env.is_deterministic,
+    )
 
 
 def _check_spaces(env: AnyEnv, own: AnyEnv, name: str, run_folder: RunFolder) -> None:

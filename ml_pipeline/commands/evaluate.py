@@ -18,7 +18,7 @@ from ml_pipeline.commands._arguments import (
     prepare_window,
 )
 from ml_pipeline.errors import UserError
-from ml_pipeline.metrics import shown_return
+from ml_pipeline.metrics import counted, shown_return
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,6 +104,9 @@ def _play_episodes(options: Namespace) -> None:
     if seed is None:
         seed = stream_seed(trained.seed, "evaluate command")
     n_episodes = options.episodes or _N_EPISODES
+    if options.deterministic and trained.is_deterministic:
+        n_episodes = 1
+        print("plays one episode, because the env declares that it is deterministic")
     how = {"n_episodes": n_episodes, "seed": seed, "deterministic": options.deterministic}
     if options.video or options.render:
         name = f"{trained.checkpoint}-{trained.env_steps}"
@@ -115,7 +118,7 @@ def _play_episodes(options: Namespace) -> None:
     n_played = len(result.episodes)
     print(
         f"{trained.env_name}, checkpoint {trained.checkpoint} of env step {trained.env_steps:,}, "
-        f"{n_played} episodes from seed {seed}, {_actions(options)} actions"
+        f"{counted(n_played, 'episode')} from seed {seed}, {_actions(options)} actions"
     )
     if n_played < n_episodes:
         print(

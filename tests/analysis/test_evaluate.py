@@ -117,6 +117,23 @@ def test_evaluate_leaves_out_episodes_that_equal_the_first_eight(
     assert (line in printed) == (n_played == 8)
 
 
+def test_evaluate_plays_one_episode_of_an_env_that_declares_to_be_deterministic(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (here / "certain_game.py").write_text(
+        "from tiny_envs import CountingEnv\n"
+        "class Certain(CountingEnv):\n"
+        "    is_deterministic = True\n"
+    )
+    monkeypatch.syspath_prepend(str(here))
+    run = train([*small(), "env.target=certain_game.Certain"]).run_dir
+    capsys.readouterr()
+
+    assert main(["evaluate", str(run), "--deterministic"]) == 0
+
+    assert " 1 episode from seed " in capsys.readouterr().out
+
+
 def test_workers_play_the_same_episodes_as_this_process() -> None:
     policy: Any = Still(np.zeros(2, np.float32))
     how: Any = {"n_episodes": 5, "seed": 5, "deterministic": True}

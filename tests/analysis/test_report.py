@@ -115,6 +115,20 @@ def test_throughput_is_env_steps_per_second() -> None:
     assert [bar.value for bar in chart("throughput").bars] == [200.0, 200.0]
 
 
+@pytest.mark.parametrize(
+    ("env", "heading"),
+    [({"env.target": "my.module.Mine"}, "Mine"), ({"env.id": "ALE/Pong-v5"}, "ALE/Pong-v5")],
+)
+def test_heading_of_a_report_is_the_env_without_its_module(
+    env: dict[str, object], heading: str, tmp_path: Path
+) -> None:
+    run = run_of([1.0], 1)._replace(config={"seed": 1, **env})
+
+    path = write_report(tmp_path, [Group("A", {}, [[run]], [])], EVAL_RETURN)
+
+    assert f"<h1>{heading}</h1>" in path.read_text()
+
+
 def test_single_run_gives_a_report(tmp_path: Path) -> None:
     group = Group("A", {}, [[run_of([1.0], 1)]], [])
     page = write_report(tmp_path / "report", [group], EVAL_RETURN)
