@@ -49,6 +49,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return CrashScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Start slow tests first, so that at the end no process waits for a long one."""
+    if hasattr(config, "workerinput"):  # a process of xdist
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection, which some tests trigger often."""
     if "ml_pipeline.assembly.compose" in sys.modules:  # these tests compose configs
@@ -264,6 +270,7 @@ def small(**more: Any) -> list[str]:
         "device": "cpu",
         "logger": "none",
         "callbacks.evaluation.n_episodes": 2,
+        "callbacks.checkpoints.final_episodes": 2,
     }
     names = {name.replace("__", "."): value for name, value in more.items()}
     return [f"{name}={value}" for name, value in {**settings, **names}.items()]

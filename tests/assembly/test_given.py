@@ -91,6 +91,20 @@ if __name__ == "__main__":
 """
 
 
+def test_resume_asks_for_a_class_that_this_process_does_not_know(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train(small(), env=_local_class(), quiet=True).run_dir
+    monkeypatch.setattr("ml_pipeline.given._given", {})  # as in another process
+
+    with pytest.raises(UserError, match=r"^env\.target=__main__\.Local: .*; pass it again"):
+        train(resume=run, total_steps=128, quiet=True)
+    train(resume=run, total_steps=128, env=_local_class(), quiet=True)
+
+    assert read_rows(run)[-1]["env_steps"] == "128"
+
+
+@pytest.mark.slow
 def test_class_of_a_script_reaches_workers_and_a_resume_asks_for_it(here: Path, door: Door) -> None:
     script, settings = here / "script.py", small(vec_env="parallel", vec_env__n_workers=1)
     script.write_text(SCRIPT % settings)

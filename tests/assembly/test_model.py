@@ -23,11 +23,12 @@ SMALL: dict[str, Any] = {
     "vec_env": "serial",
     "device": "cpu",
     "logger": "none",
-    "callbacks": {"evaluation": {"n_episodes": 2}},
+    "callbacks": {"evaluation": {"n_episodes": 2}, "checkpoints": {"final_episodes": 2}},
     "quiet": True,
 }
 PPO_SIZES = {"n_steps": 16, "n_minibatches": 2, "n_epochs": 2}
 REPLAY_SIZES = {"learning_starts": 16, "batch_size": 8, "iteration_length": 8, "buffer_size": 100}
+SMALL_NETWORK = {"network": {"hidden_sizes": [16]}}
 
 
 def test_a_model_is_a_run_of_train_with_the_same_settings(here: Path) -> None:
@@ -49,12 +50,12 @@ def test_a_model_is_a_run_of_train_with_the_same_settings(here: Path) -> None:
     ("kind", "env", "sizes"),
     [
         (PPO, lambda: CountingEnv(5), PPO_SIZES),
-        (DQN, "CartPole-v1", REPLAY_SIZES),
-        (SAC, "Pendulum-v1", REPLAY_SIZES),
+        (DQN, "CartPole-v1", {**REPLAY_SIZES, **SMALL_NETWORK}),
+        (SAC, "Pendulum-v1", {**REPLAY_SIZES, **SMALL_NETWORK}),
     ],
 )
 def test_a_model_learns_again_after_it_was_saved_and_loaded(
-    kind: type[Model], env: Any, sizes: dict[str, int], here: Path
+    kind: type[Model], env: Any, sizes: dict[str, Any], here: Path
 ) -> None:
     model = kind(env, **sizes, **SMALL).learn(64)
     model.learn(32)

@@ -23,7 +23,7 @@ REPLAY = [
     *("agent.learning_starts=16", "agent.batch_size=4", "agent.iteration_length=8"),
     *("agent.buffer_size=1000", "vec_env=serial", "total_steps=160"),
     *("callbacks.evaluation.n_episodes=2", "callbacks.evaluation.eval_every_steps=64"),
-    *("callbacks.checkpoints.every_steps=32",),
+    *("callbacks.checkpoints.every_steps=32", "callbacks.checkpoints.final_episodes=2"),
 ]
 DQN = ["agent=dqn", "env.target=staged_envs.Line", *REPLAY]
 SAC = ["agent=sac", "env.target=staged_envs.Swing", *REPLAY]

@@ -27,7 +27,7 @@ SAC = [
     *("agent=sac", "env=pendulum", "n_envs=4", "total_steps=128", "vec_env=serial", "device=cpu"),
     *("logger=none", "network.hidden_sizes=[8]", "agent.learning_starts=32", "agent.batch_size=8"),
     *("agent.iteration_length=16", "agent.updates_per_env_step=0.25"),
-    "callbacks.evaluation.n_episodes=2",
+    *("callbacks.evaluation.n_episodes=2", "callbacks.checkpoints.final_episodes=2"),
 ]
 
 

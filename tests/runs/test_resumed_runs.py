@@ -34,7 +34,7 @@ REPLAY = [
     *("vec_env=serial", "device=cpu", "logger=none", "network.hidden_sizes=[8]"),
     *("agent.learning_starts=32", "agent.batch_size=8", "agent.iteration_length=16"),
     *("agent.buffer_size=200", "agent.updates_per_env_step=0.25"),
-    "callbacks.evaluation.n_episodes=2",
+    *("callbacks.evaluation.n_episodes=2", "callbacks.checkpoints.final_episodes=2"),
 ]
 DQN = ["agent=dqn", *REPLAY, "agent.target_every=4"]
 PRIORITISED = [*DQN, "agent.priority_exponent=0.6", "agent.n_step=3", "agent.n_quantiles=5"]

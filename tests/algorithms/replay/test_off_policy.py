@@ -34,7 +34,7 @@ COMMON = [
     *("n_envs=2", "device=cpu", "logger=none", "network.hidden_sizes=[16]"),
     *("agent.learning_starts=32", "agent.batch_size=8", "agent.iteration_length=8"),
     *("callbacks.evaluation.n_episodes=2", "callbacks.evaluation.eval_every_steps=64"),
-    *("callbacks.checkpoints.every_steps=32",),
+    *("callbacks.checkpoints.every_steps=32", "callbacks.checkpoints.final_episodes=2"),
 ]
 DQN = ["agent=dqn", "env=cartpole", *COMMON, "agent.buffer_size=100", "agent.target_every=4"]
 SAC = ["agent=sac", "env=pendulum", *COMMON, "agent.buffer_size=100"]
