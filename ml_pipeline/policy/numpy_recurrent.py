@@ -109,7 +109,8 @@ class _Cells:
 
     def memory_of(self, state: Array) -> Array:
         """The opposite of ``state_of``."""
-        return state.transpose(2, 1, 0, 3).reshape(state.shape[2], -1)
+        memory: Array = state.transpose(2, 1, 0, 3).reshape(state.shape[2], -1)
+        return memory
 
     def _from_inputs(
         self, encoded: Sequence[Array], start: NDArray[np.bool_], biases: Sequence[Array]
@@ -152,14 +153,13 @@ class _Cells:
         """
         grads = []
         for k, own in enumerate(self._weights):
-            flat = by_input[:, k].reshape(-1, self.n_gates * self.size)
+            flat = _flat(by_input[:, k])
             np.matmul(flat.T, encoded[k], out=own.by_input_grad)
             np.add.reduce(flat, axis=0, out=own.input_bias_grad)
             grads.append(flat @ own.by_input)
             if by_state is not by_input:
-                flat = by_state[:, k].reshape(flat.shape)
-            entering = run.entering[:, k].reshape(-1, self.size)
-            np.matmul(flat.T, entering, out=own.by_state_grad)
+                flat = _flat(by_state[:, k])
+            np.matmul(flat.T, _flat(run.entering[:, k]), out=own.by_state_grad)
             np.add.reduce(flat, axis=0, out=own.state_bias_grad)
         return grads
 
@@ -179,7 +179,7 @@ class _LSTMs(_Cells):
         hiddens, cells, squashed = np.empty((3, len(start), *hidden.shape), np.float32)
         added = np.empty((2, start.shape[1], 4 * self.size), np.float32)
         added_by_gate, product = self._by_gate(added), np.empty_like(hidden)
-        for t, is_reset in enumerate(start.any(axis=1).tolist()):
+        for t, is_reset in enumerate(_resets(start)):
             if is_reset:
                 # Not multiplied by 0: that would keep a NaN.
                 hidden, cell = (np.where(start[t, :, None], _ZERO, each) for each in (hidden, cell))
@@ -214,7 +214,7 @@ class _LSTMs(_Cells):
         through = output * (1.0 - squashed * squashed)
         weights = np.stack([own.by_state for own in self._weights])
         gate_grads = np.empty((*grad.shape[:-1], 4 * self.size), np.float32)
-        is_reset = run.start.any(axis=1).tolist()
+        is_reset = _resets(run.start)
         hidden_grad, cell_grad, product = np.zeros((3, *grad.shape[1:]), np.float32)
         for t in range(len(grad) - 1, -1, -1):
             hidden_grad += grad[t]
@@ -251,7 +251,7 @@ class _GRUs(_Cells):
         hiddens, recalled = np.empty((2, len(start), *hidden.shape), np.float32)
         added = np.empty((2, start.shape[1], 3 * self.size), np.float32)
         added_by_gate, product = self._by_gate(added), np.empty_like(hidden)
-        for t, is_reset in enumerate(start.any(axis=1).tolist()):
+        for t, is_reset in enumerate(_resets(start)):
             if is_reset:
                 hidden = np.where(start[t, :, None], _ZERO, hidden)
             both, candidate = gates[t, :2], gates[t, 2]
@@ -282,7 +282,7 @@ class _GRUs(_Cells):
         weights = np.stack([own.by_state for own in self._weights])
         by_state = np.empty((*grad.shape[:-1], 3 * self.size), np.float32)
         hidden_grads = np.empty_like(grad)
-        is_reset = run.start.any(axis=1).tolist()
+        is_reset = _resets(run.start)
         back, product = np.zeros((2, *grad.shape[1:]), np.float32)
         for t in range(len(grad) - 1, -1, -1):
             hidden_grad = np.add(back, grad[t], out=hidden_grads[t])
@@ -340,7 +340,14 @@ class RecurrentTowers:
 
 def _flat(sequences: Array) -> Array:
     """[T * B, size] from [T, B, size]."""
-    return sequences.reshape(-1, sequences.shape[-1])
+    flat: Array = sequences.reshape(-1, sequences.shape[-1])
+    return flat
+
+
+def _resets(start: NDArray[np.bool_]) -> list[bool]:
+    """Whether any state is reset, for each step."""
+    found: list[bool] = np.logical_or.reduce(start, axis=1).tolist()
+    return found
 
 
 def _entering(left: Array, first: Array, start: NDArray[np.bool_]) -> Array:

@@ -31,7 +31,7 @@ def agent_with(
 ) -> PPOAgent:
     network = partial(Recurrent, cell=cell, size=7, encoder=MLP)
     options = {"n_minibatches": 2, **options}
-    agent = agent_for(OBS, action_space, network, fast=fast, **options)
+    agent: PPOAgent = agent_for(OBS, action_space, network, fast=fast, **options)
     agent.model.policy_head.weight.data.mul_(100.0)  # the actions now differ in probability
     for name, bias in agent.model.named_parameters():
         if "bias" in name:  # zero at first, which hides mistakes

@@ -137,7 +137,7 @@ class NumpyPPO:
         rates: Rates,
         shares: Sequence[float] | None = None,
     ) -> Tensor:
-        parts = order.numpy() if isinstance(order, Tensor) else [each.numpy() for each in order]
+        parts: Any = order.numpy() if isinstance(order, Tensor) else [x.numpy() for x in order]
         results: list[list[float]] = []
         for batch in self._minibatches(rollout, parts):
             self._adam.share = 1.0 if shares is None else shares[len(results)]
