@@ -198,10 +198,10 @@ class HostEnvs:
     def inputs(self, agent: Observer) -> PolicyInput:
         """Arrays if the agent takes them, else tensors on its device."""
         if agent.takes_arrays:
-            # Arrays in the place of tensors; such an agent is not recurrent.
             obs: Any = self.leaves[""] if agent.reader.is_single else self.leaves
             mask: Any = self.mask
-            return PolicyInput(obs, mask, None, None)
+            starts: Any = None if self.memory is None else self.episode_start
+            return PolicyInput(obs, mask, self.memory, starts)
         start = None
         if self.memory is not None:
             start = torch.from_numpy(self.episode_start).to(agent.device)

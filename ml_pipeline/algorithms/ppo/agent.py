@@ -227,7 +227,7 @@ class PPOAgent:
         n_envs = len(next(iter(leaves.values())))
         if n_envs == 0:
             return self.distribution.no_actions()
-        if deterministic and self.takes_arrays:
+        if deterministic and self.takes_arrays and memory is None:
             arrays: tuple[Any, Any] = (leaves[""] if self.reader.is_single else leaves, mask)
             outputs, _ = self.backend.outputs(PolicyInput(*arrays, None, None))
             return self.distribution.chosen(outputs, None)

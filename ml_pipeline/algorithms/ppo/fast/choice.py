@@ -11,11 +11,13 @@ import torch
 
 from ml_pipeline.algorithms.ppo.contracts import FastPPO, PlainPPO
 from ml_pipeline.algorithms.ppo.fast.numpy_ppo import NumpyPPO
+from ml_pipeline.algorithms.ppo.fast.numpy_recurrent_ppo import RecurrentNumpyPPO
 from ml_pipeline.mirrors import Mirrored
-from ml_pipeline.policy import numpy_mlp, optimiser
+from ml_pipeline.policy import numpy_mlp, numpy_recurrent, optimiser
 
 MIRRORED: Mirrored = {
     **numpy_mlp.MIRRORED,
+    **numpy_recurrent.MIRRORED,
     **optimiser.MIRRORED,
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.epoch": "365e895bd10c",
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.update": "90d82c88be79",
@@ -51,8 +53,9 @@ MIRRORED: Mirrored = {
 def fastest(plain: PlainPPO, *, masked: bool) -> FastPPO | None:
     """The fast backend that covers ``plain``'s model on its device, or None."""
     device = plain.adam.values.device
-    if device.type == "cpu" and NumpyPPO.covers(plain.model):
-        return NumpyPPO(plain.model, plain.adam, plain.config)
+    for backend in (NumpyPPO, RecurrentNumpyPPO):
+        if device.type == "cpu" and backend.covers(plain.model):
+            return backend(plain.model, plain.adam, plain.config)
     # Triton comes with torch's CUDA builds; its kernels have no masks, and ROCm is untested.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if not is_nvidia or masked or importlib.util.find_spec("triton") is None:

@@ -7,14 +7,14 @@ dispatch take several times as long as the arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult
@@ -44,13 +44,12 @@ class NumpyPPO:
     acts_faster_on_cpu = False  # it already runs there
     takes_arrays = True  # conversions to tensors and back took a third of a CartPole rollout
 
-    @staticmethod
-    def covers(model: ActorCritic) -> bool:
+    @classmethod
+    def covers(cls, model: ActorCritic) -> bool:
         """Whether the model is two MLPs over one vector, with a Categorical or a Gaussian."""
         return (
             model.critic is not None
-            and is_mirrored(model.actor)
-            and is_mirrored(model.critic)
+            and cls._covers_trunks(model.actor, model.critic)
             and is_plain_linear(model.policy_head)
             and is_plain_linear(model.value_head)
             and not has_hooks(model)
@@ -62,13 +61,20 @@ class NumpyPPO:
         self.config = config
         self._model = model
         self._adam = adam
-        self.actor = Tower.with_head(cast("MLP", model.actor), "actor", "policy_head", adam)
-        self.critic = Tower.with_head(cast("MLP", model.critic), "critic", "value_head", adam)
+        self._build(model, adam)
         self._discrete = isinstance(model.distribution, Categorical)
         self.prepared = Normaliser(model.preprocess)
         if not self._discrete:
             values, grad = adam.views["distribution.log_std"]
             self._log_std, self._log_std_grad = values.numpy(), grad.numpy()
+
+    @staticmethod
+    def _covers_trunks(actor: nn.Module, critic: nn.Module) -> bool:
+        return is_mirrored(actor) and is_mirrored(critic)
+
+    def _build(self, model: ActorCritic, adam: FlatAdam) -> None:
+        self.actor = Tower.with_head(cast("MLP", model.actor), "actor", "policy_head", adam)
+        self.critic = Tower.with_head(cast("MLP", model.critic), "critic", "value_head", adam)
 
     def why_not(self) -> str | None:
         """Why this backend cannot compute what the model does now, or None."""
@@ -77,44 +83,46 @@ class NumpyPPO:
     def refresh(self) -> None:
         """Nothing is cached: all arrays are views of torch's memory."""
 
-    def outputs(self, inputs: PolicyInput) -> tuple[Tensor, None]:
-        outputs = self._policy(_numpy(inputs.obs))
-        return torch.from_numpy(_masked(outputs, inputs.action_mask)), None
+    def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
+        outputs, memory = self._policy(inputs)
+        return torch.from_numpy(_masked(outputs, inputs.action_mask)), memory
 
     def sample(self, inputs: PolicyInput, noise: Any, out: Tensor | None) -> PolicySample:
         """Draws the same actions as ``Categorical`` and ``DiagonalGaussian``.
 
         They are an array if ``noise`` is one.
         """
-        action: Any = self._draw(inputs, _numpy(noise))
+        outputs, memory = self._policy(inputs)
+        action: Any = self._draw(outputs, inputs.action_mask, as_array(noise))
         is_array = isinstance(noise, np.ndarray)
-        return PolicySample(action if is_array else torch.from_numpy(action), None)
+        return PolicySample(action if is_array else torch.from_numpy(action), memory)
 
-    def _draw(self, inputs: PolicyInput, noise: NDArray[Any]) -> NDArray[Any]:
-        outputs = self._policy(_numpy(inputs.obs))
+    def _draw(self, outputs: Array, mask: Tensor | None, noise: NDArray[Any]) -> NDArray[Any]:
         if self.config.on_nonfinite == "skip":
             outputs = np.nan_to_num(outputs)
         if not self._discrete:
             return outputs + np.exp(self._log_std) * noise  # type: ignore[no-any-return]
-        logits = _columns(outputs, inputs.action_mask)
+        logits = _columns(outputs, mask)
         logits -= np.maximum.reduce(logits)
         cumulative = np.add.accumulate(np.exp(logits, out=logits))
         below = cumulative[:-1] <= noise * cumulative[-1]
         return np.add.reduce(below, dtype=np.int64)  # type: ignore[no-any-return]
 
     def score(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.prepared(_numpy(inputs.obs))
-        outputs = self.actor.forward(x)[-1]
-        value = self.critic.forward(x)[-1][:, 0]
-        if self._discrete:
-            log_probs = _log_softmax(outputs, inputs.action_mask)
-            log_prob = np.take_along_axis(log_probs, _numpy(action)[None], axis=0)[0]
-        else:
-            log_prob = self._log_density((_numpy(action) - outputs) * np.exp(-self._log_std))
+        x = self.prepared(as_array(inputs.obs))
+        log_prob, value = self._scores(x, inputs.action_mask, as_array(action))
         return torch.from_numpy(log_prob), torch.from_numpy(value)
 
+    def _scores(self, x: Any, mask: Any, action: NDArray[Any]) -> tuple[Array, Array]:
+        outputs, values, _ = self._forward(x)
+        value = values[:, 0]
+        if self._discrete:
+            log_probs = _log_softmax(outputs, mask)
+            return np.take_along_axis(log_probs, action[None], axis=0)[0], value
+        return self._log_density((action - outputs) * np.exp(-self._log_std)), value
+
     def value(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor:
-        obs = _numpy(inputs.obs)
+        obs = as_array(inputs.obs)
         if wanted is None:
             return torch.from_numpy(self._value(obs))
         value = torch.zeros(len(obs))
@@ -129,24 +137,27 @@ class NumpyPPO:
         rates: Rates,
         shares: Sequence[float] | None = None,
     ) -> Tensor:
-        # One gather for the whole epoch; the minibatches are then slices without a copy. They hold
-        # arrays, because torch takes longer for both.
-        parts = order.numpy() if isinstance(order, Tensor) else [each.numpy() for each in order]
+        parts: Any = order.numpy() if isinstance(order, Tensor) else [x.numpy() for x in order]
+        results: list[list[float]] = []
+        for batch in self._minibatches(rollout, parts):
+            self._adam.share = 1.0 if shares is None else shares[len(results)]
+            results.append(self._step(batch, rates))
+            if not results[-1][-1] and self.config.on_nonfinite == "stop":
+                break
+        return torch.from_numpy(np.array(results))  # torch.tensor takes longer
+
+    def _minibatches(self, rollout: Minibatch, parts: Sequence[Any]) -> Iterator[Minibatch]:
+        """The minibatches of an epoch; they hold arrays, because torch takes longer."""
+        # One gather for the whole epoch; the minibatches are then slices without a copy.
         index = np.concatenate(parts)
 
         def gathered(field: Tensor) -> Any:
             return field.numpy().take(index, axis=0)
 
         shuffled = rollout.mapped(gathered, None)
-        results: list[list[float]] = []
         for end, indices in zip(accumulate(map(len, parts)), parts, strict=True):
             part = slice(end - len(indices), end)
-            batch = shuffled.mapped(lambda field: field[part], None)  # noqa: B023
-            self._adam.share = 1.0 if shares is None else shares[len(results)]
-            results.append(self._step(batch, rates))
-            if not results[-1][-1] and self.config.on_nonfinite == "stop":
-                break
-        return torch.from_numpy(np.array(results))  # torch.tensor takes longer
+            yield shuffled.mapped(lambda field: field[part], None)  # noqa: B023
 
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
         return UpdateResult._make(self._step(batch, rates))
@@ -158,29 +169,46 @@ class NumpyPPO:
         norm, finite = self._adam.step_on_cpu(learning_rate, loss)
         return [*report, norm, float(finite)]
 
-    def _policy(self, obs: Any) -> Array:
-        """Outputs of the policy head, [B, n_outputs]."""
-        return self.actor.forward(self.prepared(obs))[-1]
+    def _policy(self, inputs: PolicyInput) -> tuple[Array, Tensor | None]:
+        """Outputs of the policy head, [B, n_outputs], and the next recurrent state."""
+        return self.actor.forward(self.prepared(as_array(inputs.obs)))[-1], None
 
     def _value(self, obs: Any) -> Array:
         return self.critic.forward(self.prepared(obs))[-1][:, 0]
 
     def _gradient(self, batch: Minibatch, clip_range: float, entropy_coef: float) -> list[float]:
         """Write the gradients; returns policy and value loss, entropy, KL, clip fraction, loss."""
-        x = self.prepared(_numpy(batch.inputs.obs))
-        policy_loss, entropy, kl, clip_fraction = self._actor_gradient(
-            x, batch, clip_range, entropy_coef
+        x, batch = self._flattened(batch)
+        outputs, value, kept = self._forward(x)
+        grad, policy_loss, entropy, kl, clip_fraction = self._policy_gradient(
+            outputs, batch, clip_range, entropy_coef
         )
-        value_loss = self._critic_gradient(x, batch, clip_range)
+        value_grad, value_loss = self._value_gradient(value[:, 0], batch, clip_range)
+        self._backward(kept, grad, value_grad)
         loss = policy_loss + self.config.value_coef * value_loss - entropy_coef * entropy
         return [policy_loss, value_loss, entropy, kl, clip_fraction, loss]
 
-    def _actor_gradient(
-        self, x: Array, batch: Minibatch, clip_range: float, entropy_coef: float
-    ) -> tuple[float, float, float, float]:
-        config, size = self.config, len(x)
-        passed = self.actor.forward(x)
-        outputs, action, mask = passed[-1], _numpy(batch.action), batch.inputs.action_mask
+    def _flattened(self, batch: Minibatch) -> tuple[Any, Minibatch]:
+        """What the towers read, and the minibatch without an axis of time."""
+        return self.prepared(as_array(batch.inputs.obs)), batch
+
+    def _forward(self, x: Any) -> tuple[Array, Array, Any]:
+        """Outputs of the policy and of the value, [B, ...], and what ``_backward`` needs."""
+        passed, value_passed = self.actor.forward(x), self.critic.forward(x)
+        return passed[-1], value_passed[-1], (passed, value_passed)
+
+    def _backward(self, kept: Any, grad: Array, value_grad: Array) -> None:
+        """Write the gradients of all weights from those of both outputs."""
+        passed, value_passed = kept
+        self.actor.backward(passed, grad)
+        self.critic.backward(value_passed, value_grad)
+
+    def _policy_gradient(
+        self, outputs: Array, batch: Minibatch, clip_range: float, entropy_coef: float
+    ) -> tuple[Array, float, float, float, float]:
+        """The gradient of the outputs; policy loss, entropy, KL and clip fraction."""
+        config, size = self.config, len(outputs)
+        action, mask = as_array(batch.action), batch.inputs.action_mask
         if self._discrete:
             log_probs = _log_softmax(outputs, mask)
             places = action * size  # of the actions taken
@@ -191,9 +219,9 @@ class NumpyPPO:
             z = (action - outputs) * inverse_std
             log_prob = self._log_density(z)
 
-        log_ratio = log_prob - _numpy(batch.log_prob)
+        log_ratio = log_prob - as_array(batch.log_prob)
         ratio = np.exp(log_ratio)
-        advantage = _numpy(batch.advantage)
+        advantage = as_array(batch.advantage)
         if config.normalize_advantage and size > 1:
             advantage = advantage - np.add.reduce(advantage) / np.float32(size)
             advantage /= math.sqrt(float(advantage @ advantage) / size) + 1e-8
@@ -222,7 +250,7 @@ class NumpyPPO:
                 grad += weighted
             grad = grad.T.copy()  # the rounding of products depends on the layout
             if mask is not None:
-                grad *= _numpy(mask)
+                grad *= as_array(mask)
         else:
             entropy = float(np.add.reduce(self._log_std)) + len(self._log_std) * (
                 LOG_SQRT_2PI + 0.5
@@ -231,29 +259,29 @@ class NumpyPPO:
             grad *= inverse_std
             np.matmul(grad_log_prob, z * z - 1.0, out=self._log_std_grad)
             self._log_std_grad -= entropy_coef
-        self.actor.backward(passed, grad)
 
         policy_loss = -float(np.add.reduce(bounded)) / size
         kl = float(np.add.reduce(ratio - log_ratio)) / size - 1.0
         n_clipped = np.count_nonzero(ratio != clipped)
-        return policy_loss, entropy, kl, n_clipped / size
+        return grad, policy_loss, entropy, kl, n_clipped / size
 
-    def _critic_gradient(self, x: Array, batch: Minibatch, clip_range: float) -> float:
-        size = len(x)
-        passed = self.critic.forward(x)
-        value, target = passed[-1][:, 0], _numpy(batch.value_target)
+    def _value_gradient(
+        self, value: Array, batch: Minibatch, clip_range: float
+    ) -> tuple[Array, float]:
+        """The gradient of the values, [B, 1], and the value loss."""
+        size, target = len(value), as_array(batch.value_target)
         error = value - target
         grad, squared = error, error * error
         if self.config.clip_value_loss:
-            old = _numpy(batch.value)
+            old = as_array(batch.value)
             moved = value - old
             bounded = np.minimum(np.maximum(moved, -clip_range), clip_range)
             other = old + bounded - target
             counts = other * other > squared
             grad = np.where(counts, other * (moved == bounded), error)
             squared = np.maximum(squared, other * other)
-        self.critic.backward(passed, (grad * (self.config.value_coef / size))[:, None])
-        return 0.5 * float(np.add.reduce(squared)) / size
+        value_loss = 0.5 * float(np.add.reduce(squared)) / size
+        return (grad * (self.config.value_coef / size))[:, None], value_loss
 
     def _log_density(self, z: Array) -> Array:
         """Log density of a diagonal Gaussian, ``z`` standard deviations from its mean."""
@@ -262,7 +290,7 @@ class NumpyPPO:
 
 
 def _masked(outputs: Array, mask: Tensor | None) -> Array:
-    return outputs if mask is None else np.where(_numpy(mask), outputs, np.float32(FORBIDDEN))
+    return outputs if mask is None else np.where(as_array(mask), outputs, np.float32(FORBIDDEN))
 
 
 def _columns(outputs: Array, mask: Tensor | None) -> Array:
@@ -279,6 +307,7 @@ def _log_softmax(outputs: Array, mask: Tensor | None) -> Array:
     return log_probs
 
 
-def _numpy(numbers: Any) -> NDArray[Any]:
+def as_array(numbers: Any) -> NDArray[Any]:
+    """A tensor of host memory as an array, or the array itself."""
     array: NDArray[Any] = numbers if isinstance(numbers, np.ndarray) else numbers.numpy()
     return array
