@@ -217,6 +217,30 @@ class ReplayBuffer:
         self._tell_device()
         self._set_priority(first_drawn, self.first, 0.0 * self._top)
 
+    def current_row(self) -> dict[str, Tensor]:
+        """A copy of the row at the write head, by table."""
+        return {name: table[self.place(self.n_written)].clone() for name, table in self._rows()}
+
+    def restore_row(self, row: Mapping[str, Tensor]) -> None:
+        """Put back what ``current_row`` returned."""
+        for name, table in self._rows():
+            table[self.place(self.n_written)] = row[name]
+
+    def _rows(self) -> list[tuple[str, Tensor]]:
+        """The tables without the slots of final observations, which have an owner."""
+        return [(name, table) for name, table in self.tables.items() if name != "final"]
+
+    def cut_before(self, row: int) -> None:
+        """Truncate the episodes before ``row``, of which only the observations are known.
+
+        The rows before it came from other places, so they get the priority of new ones.
+        """
+        kept = self.n_written, self.n_saved, self._is_reset
+        self.n_written = row
+        self.end_episodes()
+        self.n_written, self.n_saved, self._is_reset = kept
+        self._set_priority(self.first_drawn, row, self._top)
+
     def write(self, action: ArrayOrTensor, step: EnvStep) -> None:
         """Complete the current row, and store the observations that follow it.
 

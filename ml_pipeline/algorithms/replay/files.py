@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,12 @@ from ml_pipeline.records import StateDict
 from ml_pipeline.training.contracts import FileStore
 
 
-class LostRows(NamedTuple):
-    """What a salvage could not read."""
+class LostFile(NamedTuple):
+    """A file of transitions that cannot be read."""
 
-    errors: list[str]  # one per file
-    last: int  # the row after the newest that is lost, counted from the start of the run; 0: none
+    first: int  # its rows, counted from the start of the run
+    last: int
+    error: str
 
 
 _FILE_BYTES = 2**28  # about the size of a file at most, since saving copies its content in memory
@@ -46,51 +48,80 @@ def _write(files: FileStore, buffer: ReplayBuffer, first: int, last: int) -> Non
     buffer.n_saved = last
 
 
+Segment = Mapping[str, Any]  # name, first, last
+
+
+def find_lost(
+    files: FileStore, buffer: ReplayBuffer, rank_segments: Sequence[Sequence[Segment]] | None = None
+) -> list[LostFile]:
+    """The files that ``read_replay`` could not read; the arguments are the same."""
+    lost = []
+    for segment in chain(*([buffer.segments] if rank_segments is None else rank_segments)):
+        try:
+            files.read(str(segment["name"]))
+        except UserError as error:
+            lost.append(LostFile(segment["first"], segment["last"], str(error)))
+    return lost
+
+
 def read_replay(
     files: FileStore,
     buffer: ReplayBuffer,
-    rank_segments: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+    rank_segments: Sequence[Sequence[Segment]] | None = None,
     rank: int = 0,
-) -> LostRows:
+    lost: Sequence[LostFile] | None = None,
+) -> None:
     """Read the files that the state of ``buffer`` names.
 
     ``rank_segments``: the files of another number of ranks; ``buffer`` takes the envs of ``rank``.
-    A file that cannot be read raises an error, or its rows are lost if ``files.salvages``. Then
-    call ``forget_before`` with the last of all ranks.
+    ``lost``: leave out the rows of these files, those of all ranks; the rows before them move up.
     """
     segments = buffer.segments if rank_segments is None else rank_segments[0]
     others = [] if rank_segments is None else rank_segments[1:]
     own = slice(rank * buffer.n_envs, (rank + 1) * buffer.n_envs)
-    lost = LostRows([], 0)
-    # In order: a later file replaces rows of an earlier one.
-    for segment, *rest in zip(segments, *others, strict=True):
-        span = first, last = segment["first"], segment["last"]
-        if any((each["first"], each["last"]) != span for each in rest):
-            raise UserError("the ranks of the checkpoint saved different rows; train it again")
-        try:
-            parts = [files.read(str(each["name"])) for each in (segment, *rest)]
-        except UserError as error:
-            if not files.salvages:
-                raise
-            lost = LostRows([*lost.errors, str(error)], last)
-            continue
-        rows = parts[0] if rank_segments is None else own_rows(parts, last - first, own)
-        load_rows(buffer, first, last, rows)
-    _check_complete(buffer, segments)
-    return lost
-
-
-def _check_complete(buffer: ReplayBuffer, segments: Sequence[Mapping[str, Any]]) -> None:
-    first = buffer.n_written
-    for segment in reversed(segments):
-        if segment["last"] >= first:
-            first = min(first, segment["first"])
-    if first == buffer.n_written > buffer.oldest:
+    spans = [(each.first, each.last) for each in lost or ()]
+    kept = [
+        each
+        for each in zip(segments, *others, strict=True)
+        if (each[0]["first"], each[0]["last"]) not in spans
+    ]
+    shifts = _shifts(buffer, [segment for segment, *_ in kept])
+    is_cut_at_head = bool(kept) and shifts[-2] != 0
+    if lost is None and (is_cut_at_head or not kept) and buffer.n_written > buffer.oldest:
         raise UserError(
             "the checkpoint was saved without its newest transitions; resume from latest"
         )
-    if first > buffer.oldest:  # agent.buffer_size is larger than it was
+    current = buffer.current_row()
+    # In order: a later file replaces rows of an earlier one.
+    for (segment, *rest), shift, next_shift in zip(kept, shifts, shifts[1:], strict=False):
+        span = first, last = segment["first"], segment["last"]
+        if any((each["first"], each["last"]) != span for each in rest):
+            raise UserError("the ranks of the checkpoint saved different rows; train it again")
+        parts = [files.read(str(each["name"])) for each in (segment, *rest)]
+        rows = parts[0] if rank_segments is None else own_rows(parts, last - first, own)
+        load_rows(buffer, first + shift, last + shift, rows)
+        if shift != next_shift:
+            buffer.cut_before(last + shift - 1)
+    if is_cut_at_head:
+        buffer.restore_row(current)
+    first = kept[0][0]["first"] + shifts[0] if kept else buffer.n_written
+    if first > buffer.oldest:  # agent.buffer_size is larger than it was, or rows are lost
         buffer.forget_before(first)
+    if any(shifts) or not kept:
+        buffer.segments, buffer.n_saved = [], 0  # the next checkpoint writes all rows
+
+
+def _shifts(buffer: ReplayBuffer, segments: Sequence[Segment]) -> list[int]:
+    """By how many rows each segment moves up to close the gaps after it; the last is 0.
+
+    The row after a gap replaces the one before it, whose next observation is lost.
+    """
+    shifts, follows = [0], buffer.n_written
+    for segment in reversed(segments):
+        gap = follows - segment["last"]
+        shifts.append(shifts[-1] + (gap + 1 if gap > 0 else 0))
+        follows = segment["first"]
+    return shifts[::-1]
 
 
 def replay_names(state: StateDict) -> set[str]:

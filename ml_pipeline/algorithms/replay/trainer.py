@@ -20,7 +20,7 @@ from ml_pipeline.algorithms.replay.agent import RatesT, ReplayAgent
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
 from ml_pipeline.algorithms.replay.config import OffPolicyConfig
 from ml_pipeline.algorithms.replay.files import (
-    LostRows,
+    find_lost,
     read_replay,
     replay_names,
     write_replay,
@@ -263,22 +263,18 @@ class OffPolicyTrainer(Generic[RatesT]):
         write_replay(files, self.replay)
 
     def load_files(self, files: FileStore, state: StateDict) -> None:
-        lost = read_replay(files, self.replay, state.get("rank_segments"), self.world.rank)
+        replay, segments = self.replay, state.get("rank_segments")
+        lost = None
         if files.salvages:
-            self._drop(lost)
-
-    def _drop(self, lost: LostRows) -> None:
-        """Drop the rows that a rank has lost, and those before them: the ring has no gaps."""
-        errors, (last,) = self.world.joined(lost.errors), self.world.max([lost.last])
-        if not errors:
-            return
-        n_before = len(self.replay)
-        self.replay.forget_before(last)
-        n_left = len(self.replay)
-        self._tell(
-            f"salvage=true: {n_before - n_left:,} of {n_before:,} transitions are lost, and "
-            f"{n_left:,} are kept: {'; '.join(errors)}"
-        )
+            lost = self.world.joined(find_lost(files, replay, segments))
+        n_before = len(replay)
+        read_replay(files, replay, segments, self.world.rank, lost)
+        if lost is not None and len(replay) < n_before:
+            errors = dict.fromkeys(each.error for each in lost)  # ranks may share files
+            self._tell(
+                f"salvage=true: {n_before - len(replay):,} of {n_before:,} transitions are lost, "
+                f"and {len(replay):,} are kept: {'; '.join(errors) or 'they were not saved'}"
+            )
 
     def files_in(self, state: StateDict) -> set[str]:
         return replay_names(state)

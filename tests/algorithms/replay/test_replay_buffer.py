@@ -10,9 +10,16 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from ml_pipeline.algorithms.replay import files as replay_files
 from ml_pipeline.algorithms.replay.audit import audit
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.files import load_rows, read_replay, rows_of, write_replay
+from ml_pipeline.algorithms.replay.files import (
+    find_lost,
+    load_rows,
+    read_replay,
+    rows_of,
+    write_replay,
+)
 from ml_pipeline.algorithms.replay.priorities import SumTree
 from ml_pipeline.policy.distributions import Categorical
 from ml_pipeline.policy.observations import ObservationReader
@@ -299,3 +306,52 @@ def test_rows_that_a_tensor_env_inserts_equal_those_that_the_host_writes(
     restored.begin(obs(*seen), None)
     batch, other = restored.sample(uniform)[0], device.sample(uniform)[0]
     assert torch.equal(batch.next_inputs.obs, other.next_inputs.obs)  # type: ignore[arg-type]
+
+
+# Lost files of 4 rows each, of rows 4 to 20 -> the actions left. Of the row before a gap only the
+# observation is left, as the successor of the row before it.
+LOST: dict[str, tuple[list[int], list[int]]] = {
+    "none": ([], [*range(4, 20)]),
+    "oldest": ([0], [*range(8, 20)]),
+    "middle": ([1], [4, 5, 6, *range(12, 20)]),
+    "newest": ([3], [*range(4, 15)]),
+    "two": ([1, 3], [4, 5, 6, 12, 13, 14]),
+    "all": ([0, 1, 2, 3], []),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize(("n_envs", "n_step", "exponent"), [(1, 1, 0.0), (1, 1, 0.6), (2, 3, 0.6)])
+def test_rows_around_a_lost_file_keep_their_successors(
+    name: str,
+    n_envs: int,
+    n_step: int,
+    exponent: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files, (numbers, left) = LargeFiles(RunFolder(tmp_path), salvages=True), LOST[name]
+    settings: dict[str, Any] = {"n_step": n_step, "priority_exponent": exponent}
+    buffer = made(16 * n_envs, n_envs, **settings)
+    restored = made(16 * n_envs, n_envs, **settings)
+    fill(buffer, 20, ends={5: "terminated", 13: "truncated"})
+    monkeypatch.setattr(replay_files, "_FILE_BYTES", 4 * buffer.row_bytes)
+    write_replay(files, buffer)
+    for number in numbers:
+        (tmp_path / "replay" / buffer.segments[number]["name"]).write_bytes(b"")
+
+    restored.load_state_dict(buffer.state_dict())
+    restored.begin(obs(*(100.0 * i + 20 for i in range(n_envs))), None)
+    read_replay(files, restored, lost=find_lost(files, restored))
+
+    assert (restored.n_written, len(restored)) == (20, len(left) * n_envs)
+    assert audit(restored).fault == ""
+    if left and n_step == 1:
+        expected = transitions(buffer)
+        assert transitions(restored) == {action: expected[action] for action in left}
+    write_replay(files, restored)  # a new checkpoint needs none of the lost files
+    again = made(16 * n_envs, n_envs, **settings)
+    again.load_state_dict(restored.state_dict())
+    again.begin(obs(*(100.0 * i + 20 for i in range(n_envs))), None)
+    read_replay(files, again)
+    assert len(again) == len(restored)

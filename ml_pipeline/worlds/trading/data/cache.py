@@ -21,7 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ml_pipeline.errors import UserError
-from ml_pipeline.foreign import TEXT_BYTES, absolute_folder, check_folder, read_regular
+from ml_pipeline.foreign import (
+    TEXT_BYTES,
+    absolute_folder,
+    check_folder,
+    check_size,
+    half_of_memory,
+    read_regular,
+)
 from ml_pipeline.locks import FileLock
 from ml_pipeline.worlds.trading.data.market import DataError, Market
 
@@ -95,7 +102,7 @@ def _opened(path: Path) -> Entry | None:
     """The entry in a folder; None if it is missing or damaged."""
     try:
         check_folder(path)
-        manifest = json.loads(read_regular(path / _MANIFEST))
+        manifest = json.loads(read_regular(path / _MANIFEST, most_bytes=TEXT_BYTES))
         files = manifest["files"]
         arrays = {name: _array(path / f"{name}.npy", files[name]) for name in _ARRAYS}
         symbols, features = tuple(manifest["symbols"]), tuple(manifest["features"])
@@ -105,6 +112,7 @@ def _opened(path: Path) -> Entry | None:
 
 
 def _array(path: Path, known: Mapping[str, object]) -> NDArray[Any]:
+    check_size(path, most_bytes=half_of_memory())
     # An unchanged stamp saves reading every byte again in each worker.
     if _stamp(path) != known["stamp"] and _checksum(path) != known["sha256"]:
         raise ValueError(f"{path} is damaged")

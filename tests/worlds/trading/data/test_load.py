@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,25 @@ def _truncate(entry: Path) -> None:
         file.truncate(500)
 
 
+def _replace(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(entry: Path) -> None:
+        (entry / name).unlink()
+        make(entry / name)
+
+    return damage
+
+
+def _link_out(path: Path) -> None:
+    outside = path.parents[2] / "outside"
+    outside.write_bytes(b"x")
+    path.symlink_to(outside)
+
+
+def _make_huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**43)  # of holes, without room on the disk
+
+
 DAMAGES = {
     "byte": _flip_a_byte,
     "truncated": _truncate,
@@ -161,6 +182,18 @@ DAMAGES = {
     "empty manifest": lambda entry: (entry / "manifest.json").write_text(""),
     "other manifest": lambda entry: (entry / "manifest.json").write_text("[]"),
 }
+
+if os.name == "posix":  # Windows has no FIFOs and devices
+    DAMAGES |= {
+        f"{kind} {name}": _replace(name, make)
+        for name in ("manifest.json", "close.npy")
+        for kind, make in {
+            "fifo": os.mkfifo,
+            "zero": lambda path: path.symlink_to("/dev/zero"),
+            "link": _link_out,
+            "huge": _make_huge,
+        }.items()
+    }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
