@@ -74,13 +74,10 @@ def check_words(command_line: Sequence[str], agent: str | None = None) -> None:
     words = list(command_line[1:])
     if not any(translated(words, {}, {})[1:]):
         return
-    groups = {each.name for folder in (CONF, *conf_folders()) for each in folder.iterdir()}
-    options = {group: list(preset_files(group)) for group in groups - {"study", "train.yaml"}}
-    for path in (each for folder in own_folders(None) for each in folder.glob("*/*.yaml")):
-        options.setdefault(path.parent.name, []).append(path.stem)
+    options = group_options()
     # A second time, as flags may change the agent or the size of a rollout.
-    first, _, _ = translated(words, _config_of(words, agent), options)
-    arguments, replaced, unknown = translated(words, _config_of(first, agent), options)
+    first, _, _ = translated(words, config_of(words, agent), options)
+    arguments, replaced, unknown = translated(words, config_of(first, agent), options)
     line = f"{', '.join([*replaced, *unknown])}: settings are key=value"
     if unknown:
         line += f"; no setting is like {', '.join(unknown)}, --help lists them"
@@ -89,7 +86,18 @@ def check_words(command_line: Sequence[str], agent: str | None = None) -> None:
     raise ConfigError(line)
 
 
-def _config_of(words: Sequence[str], agent: str | None) -> dict[str, object]:
+def group_options() -> dict[str, list[str]]:
+    """The groups of the config and their options, also those of conf/ in this folder."""
+    groups = {each.name for folder in (CONF, *conf_folders()) for each in folder.iterdir()}
+    options = {
+        group: list(preset_files(group)) for group in sorted(groups - {"study", "train.yaml"})
+    }
+    for path in (each for folder in own_folders(None) for each in folder.glob("*/*.yaml")):
+        options.setdefault(path.parent.name, []).append(path.stem)
+    return options
+
+
+def config_of(words: Sequence[str], agent: str | None) -> dict[str, object]:
     """The config of the key=value words; of fewer if they contain a mistake, reported later."""
     pairs = [word for word in words if "=" in word and not word.startswith("-")]
     if agent is not None and not any(each.startswith("agent=") for each in pairs):
