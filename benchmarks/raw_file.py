@@ -18,8 +18,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ml_pipeline.envs.workers.cores import available_cores
-
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _PACKAGES = ("torch", "numpy", "gymnasium", "stable-baselines3", "fastapi", "wandb")
 
@@ -39,6 +37,9 @@ def write_raw(path: Path | None, figures: Any) -> None:
     """Write the figures and where they come from, unless ``path`` is None."""
     if path is None:
         return
+    # Late: ml_pipeline sets how long the threads of torch spin, which the peers shall not inherit.
+    from ml_pipeline.envs.workers.cores import available_cores
+
     content = {
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "commit": _commit(),
