@@ -57,6 +57,7 @@ COMMANDS: dict[str, Callable[[str], int]] = {
     "export": lambda run: main(["export", run]),
     "play": lambda run: main(["play", run, "--episodes", "1"]),
     "compare": lambda run: main(["compare", run]),
+    "paper": lambda run: main(["compare", run, "--paper", "figures"]),
     "tournament": lambda run: main(["tournament", run, run]),
     "judge": lambda run: main(["judge", run]),
     "replay": replay,
@@ -162,6 +163,35 @@ def test_links_of_wandb_and_inside_the_folder_are_accepted(run: Path, here: Path
     (run / "policy.onnx").symlink_to("policy.pt2")
 
     assert main(["evaluate", RUN, "--episodes", "1"]) == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_link_inside_the_folder_of_tensorboard_is_refused(
+    command: str, run: Path, here: Path, capsys: Capture
+) -> None:
+    (run / "tensorboard").mkdir()
+    SPECIAL["link"](run / "tensorboard" / "events.out.tfevents.1")
+    before = contents(here / "precious")
+
+    assert COMMANDS[command](RUN) == 1
+
+    assert "tensorboard/events.out.tfevents.1 is a link out" in capsys.readouterr().err
+    assert contents(here / "precious") == before
+
+
+@pytest.mark.parametrize("command", ["evaluate", "compare", "export", "resume"])
+def test_content_of_the_folder_of_wandb_is_neither_read_nor_changed(
+    command: str, run: Path, here: Path
+) -> None:
+    (run / "wandb" / "latest-run").mkdir(parents=True)
+    for kind, make in SPECIAL.items():
+        make(run / "wandb" / kind.replace(" ", "-"))
+        make(run / "wandb" / "latest-run" / kind.replace(" ", "-"))
+    before = contents(here / "precious")
+
+    assert COMMANDS[command](RUN) == 0
+
+    assert contents(here / "precious") == before
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json", "metrics.csv", "latest.pt"])
