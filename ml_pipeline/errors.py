@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from errno import EACCES, EDQUOT, ENOSPC, EPERM, EROFS
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
+_FORBIDDEN = (EACCES, EPERM, EROFS)
+_FULL = (ENOSPC, EDQUOT)
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -15,6 +18,18 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return printable(super().__str__())
+
+
+def refused_path(error: BaseException) -> str:
+    """One line if the system refused to read or write a file or folder; an empty text if not."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return ""
+    fact = f"{shorten(str(error.filename), 300)}: {error.strerror}"
+    if error.errno in _FULL:
+        return printable(f"{fact}; free some space, or name a folder on another disk")
+    if error.errno in _FORBIDDEN:
+        return printable(f"{fact}; change its permissions, or name another file or folder")
+    return ""
 
 
 def printable(text: str) -> str:

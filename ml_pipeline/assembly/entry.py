@@ -41,7 +41,7 @@ from ml_pipeline.assembly.compose import (
 from ml_pipeline.assembly.explain import ConfigError, explained
 from ml_pipeline.assembly.sweeps import SweepReport, check_launcher
 from ml_pipeline.assembly.words import pasteable, translated
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, refused_path
 from ml_pipeline.foreign import TEXT_BYTES, read_regular
 from ml_pipeline.moved import moved
 from ml_pipeline.runs.console import numbered_output, say, user_command
@@ -290,6 +290,9 @@ def _run_in_sweep(cfg: DictConfig, job: HydraConf) -> float:
         # Raised, an error would reach the user twice, through Hydra after all other jobs.
         except UserError as error:
             print(f"failed: {error}", file=sys.stderr)
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            if line := refused_path(error):
+                print(f"failed: {line}", file=sys.stderr)
+            else:
+                traceback.print_exc()
     return math.nan

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, refused_path
 from ml_pipeline.extras import CORE_COMMAND, CORE_PACKAGES
 from ml_pipeline.ranks.rendezvous import RankError, launched_rank
 
@@ -43,7 +43,8 @@ def _train(agent: str | None, preset: str | None) -> None:
 def exit_code(command: Callable[[], object]) -> int:
     """Run ``command``; return 0, 1 after a ``UserError``, or the code of the stop signal.
 
-    A missing package that ml_pipeline always needs also ends in one line and code 1.
+    A missing package that ml_pipeline always needs also ends in one line and code 1, and so does a
+    file or folder that this user may not read or write.
 
     If nobody reads the output any more, it ends quietly.
 
@@ -87,6 +88,12 @@ def _code_of(command: Callable[[], object]) -> int:
             raise
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, stays open
         return _CLOSED_PIPE
+    except OSError as error:
+        line = refused_path(error)
+        if not line:
+            raise
+        print(line, file=sys.stderr)
+        return 1
     return 0
 
 

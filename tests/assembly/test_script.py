@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, TESTS, Door, call, small
+from conftest import REPOSITORY, TESTS, Capture, Door, call, small
 
 from ml_pipeline.assembly.script import exit_code
 from ml_pipeline.extras import CORE_PACKAGES
@@ -71,6 +73,51 @@ def test_program_whose_output_nobody_reads_ends_quietly(command: str) -> None:
     result = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=TESTS)
 
     assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_file_that_the_system_refuses_is_one_line(code: int, capsys: Capture) -> None:
+    def command() -> None:
+        raise OSError(code, "so the system says", "runs/a.mp4")
+
+    assert exit_code(command) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("runs/a.mp4: so the system says; ")
+
+
+def test_other_errors_of_the_system_keep_their_traceback() -> None:
+    def command() -> None:
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", "runs")
+
+    with pytest.raises(IsADirectoryError):
+        exit_code(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate RUN --video --episodes 1",
+        "compare RUN --report new",
+        "export RUN",
+        "runs prune --status finished --yes",
+        "train resume=RUN total_steps=128",
+        "train device=cpu logger=none",
+        "train -m device=cpu logger=none seed=1,2",
+    ],
+)
+def test_read_only_folder_is_one_line(finished_run: Path, here: Path, command: str) -> None:
+    words = command.replace("RUN", str(finished_run)).split()
+    program = shlex.join([sys.executable, "-m", "ml_pipeline", *words])
+    mount = f"mount --bind {here} {here} && mount -o remount,ro,bind {here} && cd {here}"
+    if subprocess.run(["unshare", "-rm", "true"], check=False).returncode != 0:
+        pytest.skip("this machine does not allow a mount in a user namespace")
+
+    result = call("unshare", "-rm", "bash", "-c", f"{mount} && {program}", cwd=here)
+
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "Read-only file system" in result.stderr.splitlines()[-1]
 
 
 def test_other_broken_pipe_is_an_error() -> None:
