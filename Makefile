@@ -103,10 +103,15 @@ train-20k: setup  ## train for 20,000 steps with 2 envs
 bench-scaling: setup-dev  ## measure 1 to 16 envs in every mode; recommend settings for this machine
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
+# With PYTHONDONTWRITEBYTECODE, each of many processes would compile the package again.
+COMPILE = $(BIN)/python -m compileall -q ml_pipeline
+
 test: setup-dev  ## run the fast tests
+	@$(COMPILE)
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not gpu" $(ARGS)
 
 test-all: setup-dev  ## run every test that this machine can run
+	@$(COMPILE)
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
 
 notebooks: setup-dev  ## run every notebook

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import runpy
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,12 +27,21 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[s
     return of_two_ranks(tmp_path_factory.mktemp("ranks"), *CASES)
 
 
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Trains a case once in one process with all envs."""
+    folder = tmp_path_factory.mktemp("one_process")
+    return cache(lambda case: trained(folder, case, n_envs=8))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_of_four_envs_equal_one_process_with_eight(
-    case: str, two_ranks: dict[str, list[dict[str, Any]]], tmp_path: Path
+    case: str,
+    two_ranks: dict[str, list[dict[str, Any]]],
+    one_process: Callable[[str], dict[str, Any]],
 ) -> None:
-    alone = trained(tmp_path, case, n_envs=8)
+    alone = one_process(case)
 
     for rank in two_ranks[case]:
         assert rank["env_steps"] == alone["env_steps"] == 3 * 16 * 8
@@ -54,9 +64,11 @@ def test_ranks_have_equal_weights_after_every_gradient_step(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_metrics_cover_the_envs_of_all_ranks(
-    case: str, two_ranks: dict[str, list[dict[str, Any]]], tmp_path: Path
+    case: str,
+    two_ranks: dict[str, list[dict[str, Any]]],
+    one_process: Callable[[str], dict[str, Any]],
 ) -> None:
-    alone = trained(tmp_path, case, n_envs=8)
+    alone = one_process(case)
 
     leader, follower = two_ranks[case]
     assert follower["rows"] == []  # callbacks run on rank 0

@@ -126,9 +126,10 @@ def test_a_replay_buffer_that_is_too_large_is_explained(here: Path, agent: str) 
         r"\d.* TB, .* per transition; cpu has .* Lower agent.buffer_size; lower agent.batch_size="
     )
 
+    settings = [f"agent={agent}", "n_envs=2", "vec_env=serial", "device=cpu", "logger=none"]
     with pytest.raises(DeviceMemoryError, match=words):
         # Beyond the address space, so nothing is allocated.
-        train([f"agent={agent}", "n_envs=2", "logger=none", "agent.buffer_size=100000000000000"])
+        train([*settings, "agent.buffer_size=100000000000000"])
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,7 @@ def test_train_ppo_resumes_old_runs_and_own_algorithms(here: Path, text: str) ->
 
 
 def test_run_that_ends_before_its_first_update_says_so(here: Path, capsys: Capture) -> None:
-    train([*DQN, "total_steps=32", "~callbacks.evaluation"])
+    train([*DQN, "vec_env=serial", "total_steps=32", "~callbacks.evaluation"])
 
     assert "this run of 32 env steps ends before its first update" in capsys.readouterr().out
 
