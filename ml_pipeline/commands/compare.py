@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="run folder, folder of a sweep or a study, or wandb:ENTITY/PROJECT[/RUN]",
+        help="run folder, folder of runs, of a sweep or a study, or wandb:ENTITY/PROJECT[/RUN]",
     )
     parser.add_argument(
         "--by",
@@ -125,7 +125,7 @@ def _read_runs(arguments: Sequence[str], metric: str | None, *, trust: bool) -> 
 
 
 def _run_folders(given: str) -> Sequence[Path | str]:
-    """The runs that an argument names: one, or those of a sweep, a study or a W&B project."""
+    """The runs that an argument names: one, or those of a folder, sweep, study or W&B project."""
     from ml_pipeline.analysis.wandb_runs import PREFIX, download
     from ml_pipeline.assembly.sweeps import job_runs, read_jobs
 
@@ -138,7 +138,11 @@ def _run_folders(given: str) -> Sequence[Path | str]:
         return [given]
     if (Path(given) / "study.yaml").is_file():
         return _study_runs(Path(given))
-    return job_runs(Path(given)) if read_jobs(Path(given)) else [given]
+    if read_jobs(Path(given)):
+        return job_runs(Path(given))
+    inside = sorted(path.parent for path in Path(given).glob("*/config.yaml"))
+    is_run = (Path(given) / "config.yaml").is_file()
+    return inside if inside and not is_run else [given]
 
 
 def _study_runs(path: Path) -> list[Path]:

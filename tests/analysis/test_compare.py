@@ -403,6 +403,20 @@ def test_star_that_the_shell_left_is_expanded(
     assert left_out.startswith("left out: runs/none* is not a run folder: it does not exist")
 
 
+@pytest.mark.parametrize("given", ["runs/CartPole-v1", "runs/*", "runs/CartPole-v1/*"])
+def test_folder_of_runs_stands_for_its_runs(
+    runs: dict[str, str], here: Path, given: str, capsys: Capture
+) -> None:
+    paths = local(runs)
+
+    assert main(["compare", given, "--report", "report"]) == 0
+
+    printed = capsys.readouterr()
+    shown = [line.split()[0] for line in printed.out.splitlines() if line.startswith("runs/")]
+    assert sorted(shown) == paths
+    assert printed.err == ""
+
+
 @pytest.mark.parametrize("old_path", [False, True])
 def test_auto_and_the_network_that_it_chose_are_one_group(
     run: str, old_path: bool, capsys: Capture

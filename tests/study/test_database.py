@@ -30,6 +30,9 @@ from ml_pipeline.study.folder import StudyFolder, StudySettings, finished  # noq
 
 PASSWORD = "s3cret/@:pw"
 QUOTED = "s3cret%2F%40%3Apw"
+# Debian does not put the programs of a server into PATH.
+_DEBIAN = sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin")), reverse=True)
+PROGRAMS = os.pathsep.join([os.environ.get("PATH", ""), *_DEBIAN])
 SPACE = "agent.gamma: {choices: [0.9, 0.99]}\n"
 
 
@@ -58,7 +61,9 @@ class Server:
         self._call("pg_ctl", "-D", self.data, "-m", "immediate", "-w", "stop")
 
     def _call(self, *command: str | Path) -> None:
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._user, cwd="/")
+        program = shutil.which(str(command[0]), path=PROGRAMS)
+        call = [str(program), *command[1:]]
+        subprocess.run(call, check=True, stdout=subprocess.DEVNULL, user=self._user, cwd="/")
 
     def url(self, password: str = "") -> str:
         return f"postgresql://me{password}@127.0.0.1:{self.port}/postgres"
@@ -71,8 +76,8 @@ class Server:
 @pytest.fixture(scope="module")
 def started() -> Iterator[Server]:
     for program in ("postgres", "initdb", "pg_ctl"):
-        if shutil.which(program) is None:
-            pytest.skip(f"needs PostgreSQL: {program} is not in PATH")
+        if shutil.which(program, path=PROGRAMS) is None:
+            pytest.skip(f"needs a PostgreSQL server: there is no {program} in PATH")
     folder = Path(tempfile.mkdtemp(prefix="ml_pipeline_pg_"))  # not below a folder that is 0700
     server = Server(folder)
     yield server
