@@ -77,13 +77,13 @@ class MLflowLogger:
         root = run.path.absolute().parent.parent
         local = f"sqlite:///{root / 'mlflow.db'}"
         trouble = ""
-        if address and _is_server(address) and not server_answers(address, seconds=5.0):
+        if address and _is_server(address) and not server_answers(_shown(address), seconds=5.0):
             trouble, address = f"; {_shown(address)} does not answer", None
         for uri in dict.fromkeys([address or local, local]):
             try:
                 self._start(uri, str(name), root, run_config, sweep)
             except Exception as error:  # MLflow raises many types; training continues
-                trouble = trouble or f"; {_shown(uri)}: {first_line(error)}"
+                trouble = trouble or f"; {_shown(uri)}: {_shown(first_line(error))}"
                 self.status = f"MLflow off{trouble}"
                 continue
             self.status = f"MLflow, experiment {name} in {_shown(uri)}{trouble}"
@@ -171,7 +171,8 @@ class MLflowLogger:
             self._client.set_terminated(run_id)
         except Exception as error:  # as at the start
             self._run_id = None
-            self.status = f"MLflow stopped at env step {env_steps:,}: {first_line(error)}"
+            reason = _shown(first_line(error))
+            self.status = f"MLflow stopped at env step {env_steps:,}: {reason}"
 
     def _write(self, run_id: str, item: _Metrics) -> None:
         from mlflow.entities import Metric
@@ -200,6 +201,6 @@ def _is_server(uri: str) -> bool:
     return uri.startswith(("http://", "https://"))
 
 
-def _shown(uri: str) -> str:
-    """A URI without a user and password."""
-    return re.sub(r"://[^/@]*@", "://", uri)
+def _shown(text: str) -> str:
+    """A URI, or a text with one, without a user and password."""
+    return re.sub(r"://[^/@\s]*@", "://", text)

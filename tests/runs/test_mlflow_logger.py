@@ -137,8 +137,12 @@ def dying() -> Iterator[str]:
         server.shutdown()
 
 
-def test_server_that_dies_ends_the_logging_and_not_the_run(root: Path, dying: str) -> None:
-    logger = MLflowLogger(new_run(root, "dying"), CONFIG, None, dying, timeout_seconds=8)
+@pytest.mark.parametrize("user", ["", "me:s3cret@"])
+def test_server_that_dies_ends_the_logging_and_not_the_run(
+    user: str, root: Path, dying: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", dying.replace("://", f"://{user}"))
+    logger = MLflowLogger(new_run(root, "dying"), CONFIG, None, timeout_seconds=8)
     assert logger.status == f"MLflow, experiment CartPole-v1 in {dying}"
 
     _Dying.is_dead = True
@@ -149,6 +153,7 @@ def test_server_that_dies_ends_the_logging_and_not_the_run(root: Path, dying: st
     logger.log({"a": 1.0}, env_steps=28)
 
     assert logger.status.startswith("MLflow stopped at env step 7: ")
+    assert "s3cret" not in logger.status
 
 
 def test_password_in_the_config_is_refused(root: Path) -> None:

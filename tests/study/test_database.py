@@ -110,6 +110,7 @@ def files_with(text: str, folder: Path) -> list[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_workers_share_a_database_and_the_password_is_in_no_file(
     server: Server, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -132,6 +133,7 @@ def test_two_workers_share_a_database_and_the_password_is_in_no_file(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_study_waits_for_a_server_that_goes_away_and_loses_nothing(
     server: Server, here: Path
 ) -> None:
