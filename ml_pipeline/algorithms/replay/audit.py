@@ -40,7 +40,7 @@ class ReplayAudit(NamedTuple):
 def audit(buffer: ReplayBuffer) -> ReplayAudit:
     """Look at every transition of a buffer whose rows are loaded."""
     n_envs, size = buffer.n_envs, buffer.size
-    first = buffer.first_drawn * n_envs
+    first = min(buffer.first_drawn, buffer.n_written) * n_envs
     numbers = torch.arange(first, buffer.n_written * n_envs, device=buffer.device)
     # How many episodes of its env ended before each transition.
     done = buffer.tables["done"][numbers % size].view(-1, n_envs)

@@ -271,7 +271,7 @@ class ReplayBuffer:
             self._observe(seen, done)
         if self.tree is not None:
             new, left = self.n_written - 1, self.n_written - 1 - self.capacity_rows
-            self._set_priority(new, new + 1, self._top)
+            self._set_priority(max(new, self.first), new + 1, self._top)
             self._set_priority(left, left + 1, 0.0 * self._top)
 
     def _insert(self, row: dict[str, Tensor], is_cut: Tensor, final_obs: Tensor) -> None:

@@ -74,7 +74,8 @@ def read_replay(
     """Read the files that the state of ``buffer`` names.
 
     ``rank_segments``: the files of another number of ranks; ``buffer`` takes the envs of ``rank``.
-    ``lost``: leave out the rows of these files, those of all ranks; the rows before them move up.
+    ``lost``: leave out the rows of these files, those of all ranks. The rows before them move up,
+    or are lost too if frames are stacked.
     """
     segments = buffer.segments if rank_segments is None else rank_segments[0]
     others = [] if rank_segments is None else rank_segments[1:]
@@ -86,6 +87,10 @@ def read_replay(
         if (each[0]["first"], each[0]["last"]) not in spans
     ]
     shifts = _shifts(buffer, [segment for segment, *_ in kept])
+    if buffer.stacks.n_frames > 1 and any(shifts):
+        # The stacks after a gap need its frames, so the rows before it cannot move up.
+        kept = [each for each, shift in zip(kept, shifts, strict=False) if shift == 0]
+        shifts = [0] * (len(kept) + 1)
     is_cut_at_head = bool(kept) and shifts[-2] != 0
     if lost is None and (is_cut_at_head or not kept) and buffer.n_written > buffer.oldest:
         raise UserError(
@@ -107,7 +112,7 @@ def read_replay(
     first = kept[0][0]["first"] + shifts[0] if kept else buffer.n_written
     if first > buffer.oldest:  # agent.buffer_size is larger than it was, or rows are lost
         buffer.forget_before(first)
-    if any(shifts) or not kept:
+    if any(shifts) or len(kept) < len(segments):
         buffer.segments, buffer.n_saved = [], 0  # the next checkpoint writes all rows
 
 

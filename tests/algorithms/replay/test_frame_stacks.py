@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -13,10 +14,20 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tiny_envs import FramesEnv
 
+from ml_pipeline.algorithms.replay import files as replay_files
+from ml_pipeline.algorithms.replay.audit import audit
 from ml_pipeline.algorithms.replay.buffer import ReplayBuffer
-from ml_pipeline.algorithms.replay.files import load_rows, rows_of
+from ml_pipeline.algorithms.replay.files import (
+    find_lost,
+    load_rows,
+    read_replay,
+    rows_of,
+    write_replay,
+)
 from ml_pipeline.policy.distributions import Categorical
 from ml_pipeline.policy.observations import ObservationReader
+from ml_pipeline.runs.large_files import LargeFiles
+from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.training.checks import TrainingError
 from ml_pipeline.training.env_batch import EnvStep, FinalObservation
 
@@ -127,6 +138,38 @@ def test_rows_in_files_and_new_episodes_keep_their_stacks(n_step: int) -> None:
     assert all(map(torch.equal, *drawn))
     for _ in play([restored, whole], 30, seed=9):  # the envs start new episodes
         assert_same(restored, whole)
+
+
+@pytest.mark.parametrize("lost", [[], [0], [1], [3], [1, 3]], ids=str)
+def test_stacks_after_a_lost_file_are_complete(
+    lost: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space, files = stacked().observation_space, LargeFiles(RunFolder(tmp_path), salvages=True)
+    buffer = made(space, stacked_frames=N_FRAMES, priority_exponent=0.6)
+    for _ in play([buffer], 30):
+        pass
+    monkeypatch.setattr(replay_files, "_FILE_BYTES", 6 * buffer.row_bytes)  # rows 7 to 30
+    write_replay(files, buffer)
+    last_lost = max((buffer.segments[number]["last"] for number in lost), default=buffer.oldest)
+    for number in lost:
+        (tmp_path / "replay" / buffer.segments[number]["name"]).unlink()
+    head = buffer.windows.observed(torch.arange(N_ENVS) + buffer.place(30).start)
+
+    restored = made(space, stacked_frames=N_FRAMES, priority_exponent=0.6)
+    restored.load_state_dict(buffer.state_dict())
+    restored.begin({"": head["obs "].numpy()}, None)
+    read_replay(files, restored, lost=find_lost(files, restored))
+
+    first = last_lost + N_FRAMES - 1
+    assert restored.first_drawn == max(first, buffer.first_drawn)
+    assert len(restored) == max(30 - first, 0) * N_ENVS
+    assert audit(restored).fault == ""
+    for row in range(first, 30):
+        index = torch.arange(N_ENVS) + buffer.place(row).start
+        ours, theirs = (each.windows.observed(index)["obs "] for each in (restored, buffer))
+        assert torch.equal(ours, theirs)
+    for _ in play([restored], 6, seed=9):
+        assert audit(restored).fault == ""
 
 
 def test_a_forgotten_row_is_not_drawn() -> None:
