@@ -44,6 +44,10 @@ TRAIN = $(if $(TRAIN_BATCH_SIZE),minibatches=$(MINIBATCHES) &&) $(BIN)/python tr
 	$(if $(TRAIN_GAME),"env.kwargs.game=$(TRAIN_GAME)") \
 	$(if $(TRAIN_STATE),"env.kwargs.state=$(TRAIN_STATE)")
 
+LOWEST := .venv-lowest
+# They need no other extra.
+TESTS_OF_CORE := $(foreach each,algorithms envs ground policy runs training,tests/$(each))
+
 # A misspelt variable would train with the default, without a word.
 VARIABLES := PYTHON VENV ARGS TRAIN_ENV TRAIN_ENVS TRAIN_STEPS TRAIN_EPISODE_LENGTH TRAIN_UPDATE_EPOCHS \
 	TRAIN_BATCH_SIZE TRAIN_OUTPUT_DIR TRAIN_ROM TRAIN_GAME TRAIN_STATE
@@ -55,7 +59,7 @@ $(error $(UNKNOWN)=$($(UNKNOWN)): make has no such variable; choose from $(VARIA
 endif
 endif
 
-.PHONY: help setup setup-dev train train-parallel train-pure-rl train-20k bench-scaling test test-all notebooks check format
+.PHONY: help setup setup-dev train train-parallel train-pure-rl train-20k bench-scaling test test-all test-lowest notebooks check format
 .PHONY: box2d mujoco atari clean
 
 help:  ## show this list
@@ -114,6 +118,11 @@ test-all: setup-dev  ## run every test that this machine can run
 	@$(COMPILE)
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
 
+test-lowest:  ## run the tests of the core with the lowest versions that pyproject.toml allows
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet -e ".[pettingzoo,sweep]" $$($(LOWEST)/bin/python tests/lowest.py) pytest==8.0 pytest-timeout==2.3.1 pytest-xdist==3.6.0
+	$(LOWEST)/bin/python -m pytest -n auto --dist loadgroup -m "not slow and not gpu" $(TESTS_OF_CORE) $(ARGS)
+
 notebooks: setup-dev  ## run every notebook
 	$(BIN)/python -m pytest --nbmake -n auto notebooks $(ARGS)
 
@@ -139,4 +148,4 @@ atari: setup  ## install the Arcade Learning Environment, for env=pong, breakout
 	$(BIN)/python -m pip install --quiet -e ".[atari]"
 
 clean:  ## remove .venv, builds and caches; keep runs/
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info build
+	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .pytest_cache *.egg-info build

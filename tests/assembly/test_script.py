@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, TESTS, Capture, Door, call, small
+from lowest import lowest_versions
 
 from ml_pipeline.assembly.script import exit_code
 from ml_pipeline.extras import CORE_PACKAGES
@@ -184,3 +185,15 @@ def test_every_dependency_is_a_core_package() -> None:
 
     assert {name.removesuffix("-core") for name in names} <= {*CORE_PACKAGES}
     assert len(names) > 5
+
+
+def test_lowest_versions_are_those_of_every_dependency() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    listed = text.partition("\ndependencies = [\n")[2].partition("\n]\n")[0]
+    names = re.findall(r'^ +"([\w-]+)', listed, flags=re.MULTILINE)
+
+    lowest = lowest_versions(text)
+
+    assert [each.partition("==")[0] for each in lowest] == names
+    example = '\ndependencies = [\n    # a comment\n    "torch>=2.6,<2.14",\n]\n'
+    assert lowest_versions(example) == ["torch==2.6"]

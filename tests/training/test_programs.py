@@ -21,6 +21,10 @@ from ml_pipeline.training.graphs import Programs
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="there is no compiler"
 )
+needs_torch_28 = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8),
+    reason="torch < 2.8 compiles nothing",
+)
 
 
 def on_gpu(test: Any) -> Any:
@@ -65,6 +69,7 @@ class Uncompilable:
         return x + 1.0
 
 
+@needs_torch_28
 @pytest.mark.parametrize("name", ["branches_on_data", "breaks_the_graph"])
 def test_a_function_that_cannot_be_compiled_runs_as_written_and_says_so_once(name: str) -> None:
     cases, lines = Uncompilable(), list[str]()
