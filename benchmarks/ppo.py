@@ -3,6 +3,7 @@
     python benchmarks/ppo.py --envs CartPole-v1 LunarLander-v3 HalfCheetah-v5 --seeds 1 2 3
     python benchmarks/ppo.py --envs CartPole-v1 --cleanrl path/to/cleanrl/ppo.py
     python benchmarks/ppo.py --envs LunarLander-v3 --peers ours-parallel ours-double
+    python benchmarks/ppo.py --network lstm   # SB3: sb3-contrib's RecurrentPPO; also gru, wide
     python benchmarks/ppo.py --parts          # times an update, in NumPy and with autograd
 
 Each training is a separate process with one torch thread; Breakout learns from images and has one
@@ -54,6 +55,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "entropy": 0.01, "normalize": False,
     },
 }  # fmt: skip
+# Ours; ``train_sb3`` has the same layers. SB3 has no GRU, so ``gru`` is compared with its LSTM.
+NETWORKS = {
+    "mlp": [],
+    "wide": ["network=mlp", "network.hidden_sizes=[256,256]"],
+    "lstm": ["network=lstm"],
+    "gru": ["network=lstm", "network.cell=gru"],
+}
 IMAGES = ["BreakoutNoFrameskip-v4"]
 
 
@@ -76,6 +84,7 @@ def train_ours(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> di
     result = train(
         [
             *env,
+            *NETWORKS[setting.get("network", "mlp")],
             f"seed={seed}",
             f"n_envs={setting['n_envs']}",
             f"total_steps={setting['steps']}",
@@ -137,9 +146,19 @@ def train_sb3(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> dic
     def schedule(value: float, anneal: bool) -> Any:
         return (lambda left: left * value) if anneal else value
 
-    model = PPO(
-        "CnnPolicy" if env_id in IMAGES else "MlpPolicy",
+    algorithm, policy, layers = PPO, "CnnPolicy" if env_id in IMAGES else "MlpPolicy", {}
+    network = setting.get("network", "mlp")
+    if network == "wide":
+        layers = {"net_arch": [256, 256]}
+    elif network != "mlp":
+        from sb3_contrib import RecurrentPPO
+
+        algorithm, policy = RecurrentPPO, "MlpLstmPolicy"
+        layers = {"lstm_hidden_size": 64, "net_arch": [64], "enable_critic_lstm": True}
+    model = algorithm(
+        policy,
         env,
+        policy_kwargs=layers,
         device="cpu",
         seed=seed,
         n_steps=setting["n_steps"],
@@ -210,16 +229,17 @@ def compare(args: argparse.Namespace) -> None:
     for env_id in args.envs:
         setting = dict(SETTINGS[env_id])
         setting["steps"] = args.steps or setting["steps"]
+        setting["network"] = args.network
         peers = ["sb3-dummy", *(["sb3-subproc"] if setting["n_envs"] > 1 else [])]
         is_plain = env_id not in IMAGES and not setting["normalize"]
-        peers += ["cleanrl"] if args.cleanrl and is_plain else []
+        peers += ["cleanrl"] if args.cleanrl and is_plain and args.network == "mlp" else []
         peers += ["ours-serial", *(["ours-auto"] if setting["n_envs"] > 1 else [])]
         peers = args.peers or peers
         results: dict[str, list[dict[str, float]]] = {peer: [] for peer in peers}
         for seed in args.seeds:
             for peer in peers:
                 results[peer].append(run_once(peer, env_id, setting, seed, args.cleanrl))
-        print(f"\n{env_id}, {setting['steps']:,} steps")
+        print(f"\n{env_id}, {setting['steps']:,} steps, network {args.network}")
         print(f"| | steps/s | over {peers[0]} | cpu | over {peers[0]} | return |")
         print("|---|---|---|---|---|---|")
         base = results[peers[0]]
@@ -322,6 +342,7 @@ def main() -> None:
     parser.add_argument("--envs", nargs="+", choices=list(SETTINGS), default=["CartPole-v1"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, help="env steps per training; overrides the settings")
+    parser.add_argument("--network", choices=list(NETWORKS), default="mlp")
     parser.add_argument("--cleanrl", default="", help="CleanRL's ppo.py, for Discrete actions")
     parser.add_argument("--peers", nargs="+", metavar="PEER", choices=PEERS)
     parser.add_argument("--parts", action="store_true")

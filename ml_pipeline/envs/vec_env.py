@@ -38,6 +38,7 @@ from ml_pipeline.envs.workers.errors import (
     env_names,
 )
 from ml_pipeline.envs.workers.handle import StartMethod, WorkerHandle, end_workers
+from ml_pipeline.envs.workers.lazy_infos import unpacked
 from ml_pipeline.envs.workers.pool import WorkerPool
 from ml_pipeline.envs.workers.shared_arrays import SharedBlock
 from ml_pipeline.envs.workers.slice import (
@@ -481,7 +482,7 @@ class ParallelEnv(SliceVectorEnv):
             else:
                 copy_rows(self._last_obs, arrays.obs, rows)
                 self._pool.ask([worker], "end_episodes", [()])
-        known = {row: info for row, _, _, info in reset_infos}
+        known = {row: unpacked(info) for row, _, _, info in reset_infos}
         infos: list[StepInfo] = [
             (row, None, {}, {**known.get(row, {}), "worker_restarted": True}) for row in rows
         ]

@@ -17,6 +17,10 @@ from ml_pipeline.policy.optimiser import FlatAdam
 
 Array = NDArray[np.float32]
 
+# OpenBLAS takes twice as long for a few rows times a large transposed matrix as for the transposed
+# product: 98 and 50 microseconds for 8 rows and 256 x 256 weights.
+_FEW_ROWS, _WIDE = 32, 2**16
+
 # What ``Tower`` and ``Normaliser`` repeat.
 MIRRORED: Mirrored = {
     "ml_pipeline.policy.networks._ACTIVATIONS": "6fb51b64ffd8",
@@ -70,7 +74,11 @@ class Layer:
         self.weight, self.weight_grad, self.bias, self.bias_grad = arrays  # weight: [out, in]
 
     def forward(self, x: Array) -> Array:
-        z: Array = x @ self.weight.T
+        z: Array
+        if len(x) <= _FEW_ROWS and self.weight.size >= _WIDE:
+            z = np.ascontiguousarray((self.weight @ x.T).T)
+        else:
+            z = x @ self.weight.T
         z += self.bias
         return z
 

@@ -280,6 +280,24 @@ def test_arrays_get_the_same_actions_and_values_as_tensors(
     assert agent.backend.outputs(arrays)[0].equal(agent.backend.outputs(seen(obs, mask))[0])
 
 
+@pytest.mark.parametrize("n_rows", [1, 2, 8, 32, 33])
+def test_wide_layers_equal_torchs_for_any_number_of_rows(n_rows: int) -> None:
+    network = partial(MLP, hidden_sizes=(256, 300))
+    fast, plain = (agent_for(OBS, BOX, network, fast=each) for each in (True, False))
+    for agent in (fast, plain):
+        agent.model.policy_head.weight.data.mul_(100.0)
+    batch = minibatch(plain, size=n_rows)
+    noise = plain.draw_noise(1, n_rows, torch.Generator().manual_seed(2))[0]
+
+    actions = [agent.sample_batch(batch.inputs, noise).action for agent in (fast, plain)]
+    torch.testing.assert_close(*actions, rtol=1e-5, atol=1e-5)
+    for agent in (fast, plain):
+        agent.update(batch, RATES._replace(learning_rate=1e-5))
+
+    direction, expected = (agent.adam.grad / agent.adam.grad.norm() for agent in (fast, plain))
+    torch.testing.assert_close(direction, expected, rtol=1e-3, atol=1e-5)
+
+
 @both
 def test_an_edited_distribution_decides_the_greedy_action(
     fast: bool, monkeypatch: pytest.MonkeyPatch

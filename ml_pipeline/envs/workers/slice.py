@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot
 from ml_pipeline.envs.workers.errors import WorkerError, error_from
+from ml_pipeline.envs.workers.lazy_infos import PackedInfo, packed
 from ml_pipeline.envs.workers.shared_arrays import EnvArrays
 from ml_pipeline.envs.workers.trees import (
     Tree,
@@ -61,9 +62,10 @@ class Description(NamedTuple):
 
 # Plain tuples, because they are pickled during a step.
 # StepInfo: index of the env, last observation and info of an episode that ended in this step, info
-# that belongs to the observation. The last observation is None if it is in the arrays as the env
-# returned it; a single number is not, because the arrays do not tell an int from a NumPy integer.
-StepInfo = tuple[int, object, Info, Info]
+# that belongs to the observation, packed if it holds only floats. The last observation is None if
+# it is in the arrays as the env returned it; a single number is not, because the arrays do not tell
+# an int from a NumPy integer.
+StepInfo = tuple[int, object, Info, PackedInfo | Info]
 # SliceReport: infos, objects of the observations, objects of the final observations (see
 # take_objects), and casts to warn about. A slice with nothing to report sends None.
 SliceReport = tuple[list[StepInfo], list[list[object]], list[list[object]], list[str]]
@@ -75,6 +77,7 @@ class EnvSlice:
     def __init__(self, options: SliceOptions, *, in_worker: bool = False) -> None:
         self.options = options
         self._in_worker = in_worker
+        self._kept: Callable[[Info], PackedInfo | Info] = packed if in_worker else dict
         self._same_step = options.autoreset_mode is AutoresetMode.SAME_STEP
         self._all_infos = options.infos == "all"
         self._check_finite = options.check_finite
@@ -187,7 +190,7 @@ class EnvSlice:
                 if terminated is False and truncated is False:
                     terminated_of[row] = truncated_of[row] = False
                     if info and self._all_infos:
-                        infos.append((row, None, {}, dict(info)))
+                        infos.append((row, None, {}, self._kept(info)))
                 else:
                     obs = self._handle_flags(offset, terminated, truncated, obs, info, infos)
                 write_value(obs_views[offset], obs, self._casts)
@@ -218,7 +221,7 @@ class EnvSlice:
         self._truncated[row] = _flag(truncated, "truncated")
         if not (self._terminated[row] or self._truncated[row]):
             if info and self._all_infos:
-                infos.append((row, None, {}, dict(info)))
+                infos.append((row, None, {}, self._kept(info)))
         elif self._same_step:
             # Copy before the reset: an env may reuse the buffers of observation and info.
             write_value(self._final_obs_views[offset], obs, self._casts)

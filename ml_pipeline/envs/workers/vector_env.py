@@ -24,6 +24,7 @@ from ml_pipeline.envs.kinds import AnyVectorEnv, Info
 from ml_pipeline.envs.workers.env_spaces import EnvSpaces, ObservationMode
 from ml_pipeline.envs.workers.errors import AnswerPendingError, WorkerError
 from ml_pipeline.envs.workers.handle import CLOSE_SECONDS, WorkerHandle
+from ml_pipeline.envs.workers.lazy_infos import LazyInfos, can_wait, joined, unpacked
 from ml_pipeline.envs.workers.pool import WorkerPool
 from ml_pipeline.envs.workers.seeds import EnvSeeds, Seeds
 from ml_pipeline.envs.workers.shared_arrays import EnvArrays, Layout, SharedBlock
@@ -332,9 +333,12 @@ class SliceVectorEnv(AnyVectorEnv):
         infos: Info = {}
         if may_have_ended and b"\x01" in arrays.terminated.tobytes() + arrays.truncated.tobytes():
             infos = self._final_infos(step_infos)
+        elif step_infos and all(can_wait(info) for _, _, _, info in step_infos):
+            kept = [(row, info) for row, _, _, info in step_infos]
+            return LazyInfos(partial(joined, kept, self.num_envs))
         for row, _, _, info in step_infos:
             if info:
-                infos = self._add_info(infos, info, row)
+                infos = self._add_info(infos, unpacked(info), row)
         return infos
 
     def _final_infos(self, step_infos: list[StepInfo]) -> Info:

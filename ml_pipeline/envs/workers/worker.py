@@ -37,6 +37,7 @@ from ml_pipeline.envs.workers.channel import (
     Spin,
 )
 from ml_pipeline.envs.workers.errors import WorkerError, error_from
+from ml_pipeline.envs.workers.lazy_infos import unpacked
 from ml_pipeline.envs.workers.shared_arrays import Layout, SharedBlock
 from ml_pipeline.envs.workers.slice import Description, EnvSlice, SliceOptions
 from ml_pipeline.signals import STOP_SIGNALS
@@ -199,7 +200,7 @@ def _parts(result: object, rows: list[int]) -> Iterator[tuple[int, str, object]]
         infos, obs, final_obs, _ = result
         for row, last, final_info, info in infos:
             yield row, "its observation", last
-            for name, value in [*final_info.items(), *info.items()]:
+            for name, value in [*final_info.items(), *unpacked(info).items()]:
                 yield row, f"info[{name!r}]", value
         for objects in [*obs, *final_obs]:
             for row, value in zip(rows, objects, strict=True):
