@@ -10,7 +10,7 @@ from types import ModuleType
 
 from ml_pipeline.errors import UserError
 
-# The modules of the dependencies in pyproject.toml; hydra-core brings omegaconf and yaml.
+# The modules of the dependencies in pyproject.toml; hydra-core brings yaml.
 CORE_PACKAGES = (
     *("torch", "numpy", "cloudpickle", "gymnasium", "wandb", "hydra", "omegaconf", "yaml"),
     *("rich", "threadpoolctl", "filelock"),
