@@ -146,7 +146,9 @@ def train_sb3(env_id: str, setting: dict[str, Any], seed: int, mode: str) -> dic
     def schedule(value: float, anneal: bool) -> Any:
         return (lambda left: left * value) if anneal else value
 
-    algorithm, policy, layers = PPO, "CnnPolicy" if env_id in IMAGES else "MlpPolicy", {}
+    algorithm: Any = PPO
+    policy = "CnnPolicy" if env_id in IMAGES else "MlpPolicy"
+    layers: dict[str, Any] = {}
     network = setting.get("network", "mlp")
     if network == "wide":
         layers = {"net_arch": [256, 256]}
