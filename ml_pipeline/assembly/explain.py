@@ -17,7 +17,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from ml_pipeline.assembly.words import meant, option_meant, with_sizes
+from ml_pipeline.assembly.words import meant, needless, option_meant, with_sizes
 from ml_pipeline.errors import UserError, first_line
 
 _TYPES = {
@@ -76,6 +76,8 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
 
 def unknown_key(key: str, value: object, known: Sequence[str], config: Mapping[str, object]) -> str:
     """An error for a key that the class of one part of ``config`` does not have."""
+    if does := needless(key):
+        return f"{key}={value}: unknown key; {does}"
     part, is_inner, _ = key.partition(".")
     correct = {name: config[name] for name in config if is_inner or name in known}
     if is_inner:
@@ -93,6 +95,8 @@ def _unknown_key(
     key, has_value, value = override.partition("=")
     parent = key.rpartition(".")[0]
     line = f"{override}: unknown key"
+    if does := needless(key):
+        return f"{line}; {does}"
     replacement = meant(key, value, _config_around(cause.parent_node, words))
     if replacement is not None:
         line += f"; did you mean {replacement if has_value else replacement.rstrip('=')}?"

@@ -16,7 +16,9 @@ _NAMES = {
     "agent.learning_rate_schedule": "lr_schedule schedule lr_scheduler",
     "agent.gamma": "discount discount_factor",
     "agent.gae_lambda": "lam lambda lmbda lambda_ gae",
-    "agent.n_steps": "num_steps rollout_steps rollout_length nsteps",
+    "agent.n_steps": (
+        "num_steps rollout_steps rollout_length nsteps rollout_fragment_length train_batch_size"
+    ),
     "agent.n_step": "n_steps n_step_returns multi_step",
     "agent.n_epochs": "epochs num_epochs update_epochs ppo_epochs k_epochs num_sgd_iter",
     "agent.batch_size": "minibatch_size mini_batch_size sgd_minibatch_size",
@@ -57,10 +59,13 @@ _NAMES = {
     "network.hidden_sizes": "net_arch hidden_size hidden_dim hidden hidden_layers layers",
     "network.size": "hidden_size lstm_size lstm_hidden_size hidden_dim",
     "network.activation": "activation_fn act activation_function",
-    "callbacks.evaluation.eval_every_steps": "eval_freq eval_every eval_interval evaluate_every",
+    "callbacks.evaluation.eval_every_steps": (
+        "eval_freq eval_every eval_interval evaluate_every freq every interval"
+    ),
     "callbacks.evaluation.n_episodes": "eval_episodes n_eval_episodes num_eval_episodes",
     "callbacks.checkpoints.every_steps": (
-        "save_freq save_every checkpoint_every checkpoint_interval save_interval checkpoint_freq"
+        "save_freq save_every checkpoint_every checkpoint_interval save_interval checkpoint_freq "
+        "freq every interval"
     ),
     "run_root": (
         "checkpoint_dir log_dir logdir save_dir output_dir out_dir save_path runs_dir results_dir"
@@ -84,7 +89,7 @@ _SWITCHES = (
     ("cpu", "device=cpu", "device=auto"),
     ("mps", "device=mps", "device=auto"),
     ("track wandb use_wandb", "logger=wandb", "logger=none"),
-    ("tensorboard", "logger=tensorboard", "logger=none"),
+    ("tensorboard tensorboard_log use_tensorboard", "logger=tensorboard", "logger=none"),
     ("capture_video record_video video", "callbacks=video", "callbacks=default"),
     ("parallel", "vec_env=parallel", "vec_env=serial"),
     ("lstm recurrent use_lstm", "network=lstm", "network=mlp"),
@@ -107,6 +112,15 @@ _OPTIONS = {
     "agent=dqn agent.n_quantiles=50": ("agent", "qrdqn"),
     "agent=td3": ("agent", "ddpg"),
     "callbacks=[]": ("callbacks", "none off false"),
+    "env.id=MiniGrid-Empty-5x5-v0": ("env", "minigrid"),
+    "env.id=BabyAI-GoToObj-v0": ("env", "babyai"),
+}
+# Words without a key, because a run does so without being told.
+_NEEDLESS = {
+    "verbose": "a run shows its progress",
+    "progress_bar": "a run shows its progress",
+    "save_model": "a run saves its checkpoints",
+    "monitor": "a run records its episodes",
 }
 _OFF = ("false", "0", "no", "off", "none", "null")
 # By group: the key that takes a dotted path instead.
@@ -125,6 +139,8 @@ def meant(key: str, value: str, config: Mapping[str, object]) -> str | None:
     parent, _, name = _plain(key).rpartition(".")
     paths = list(_paths(config))
     siblings = [path for path in paths if path.rpartition(".")[0] == parent]
+    if not siblings and (inner := _close_parent(parent, paths)):
+        siblings, parent = [path for path in paths if path.rpartition(".")[0] == inner], inner
     near = _close(name, siblings)
     if parent not in ("", "agent") and siblings:
         known = _from_another_library(name, value, siblings, config)
@@ -135,6 +151,12 @@ def meant(key: str, value: str, config: Mapping[str, object]) -> str | None:
     same_name = [path for path in paths if path.rpartition(".")[2] == name]
     found = next(iter(same_name), None) or near or _close(name, paths, cutoff=_GUESS)
     return f"{found}={value}" if found else None
+
+
+def needless(key: str) -> str | None:
+    """What a run does without this word of another library; None for every other word."""
+    does = _NEEDLESS.get(_plain(key).rpartition(".")[2])
+    return f"{does} without this word; leave it out" if does else None
 
 
 def option_meant(group: str, option: str, options: Sequence[str]) -> str | None:
@@ -158,8 +180,17 @@ def option_meant(group: str, option: str, options: Sequence[str]) -> str | None:
 def env_key(option: str) -> str | None:
     """The override for an env that is a registered id or a dotted path; None for another word."""
     if re.search(r"-v\d+$", option) or re.fullmatch(r"\w+[/:][\w:/-]+", option):
-        return f"env.id={option}"
+        return f"env.id={_known_version(option)}"
     return f"{_PATHS['env']}={option}" if _is_dotted(option) else None
+
+
+def _known_version(env_id: str) -> str:
+    """The newest version of an env whose version Gymnasium does not have; else the id itself."""
+    import gymnasium as gym
+
+    name = env_id.rpartition("-v")[0]
+    known = [each for each, spec in gym.registry.items() if each == f"{name}-v{spec.version}"]
+    return env_id if env_id in gym.registry or not known else known[-1]
 
 
 def _is_dotted(path: str) -> bool:
@@ -300,6 +331,9 @@ def _from_another_library(
         is_number = re.fullmatch(r"[1-9]\d*", value) is not None
         if path == "agent.n_minibatches" and name.endswith("_size"):
             value = _n_minibatches(int(value), config) if is_number else "8"
+        elif name == "train_batch_size" and is_number:
+            n_envs = config.get("n_envs")
+            value = str(max(1, int(value) // n_envs)) if isinstance(n_envs, int) else value
         elif name.startswith("train_freq") and is_number:
             value = f"{1 / int(value):g}"
         elif path == "network.hidden_sizes" and is_number:
@@ -343,6 +377,14 @@ def _close(word: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
     names = {path.rpartition(".")[2]: path for path in reversed(known)}
     found = get_close_matches(word, list(names), n=1, cutoff=cutoff)
     return names[found[0]] if found else None
+
+
+def _close_parent(parent: str, paths: Sequence[str]) -> str | None:
+    """The part of the config that ``parent`` misspells or shortens, as callbacks.eval does."""
+    group, has_group, name = parent.rpartition(".")
+    parts = [path for path in paths if has_group and path.rpartition(".")[0] == group]
+    longer = (path for path in parts if path.rpartition(".")[2].startswith(name))
+    return next(longer, None) or _close(name, parts)
 
 
 def _plain(key: str) -> str:

@@ -69,10 +69,24 @@ def suggested(*words: str) -> str:
         ("vec_env=subproc", "vec_env=parallel"),
         ("logger=[wandb,tb]", "logger=tensorboard"),
         ("experiment=CartPole-v1", "experiment=cartpole"),
+        ("rollout_fragment_length=200", "agent.n_steps=200"),
+        ("train_batch_size=4000", "agent.n_steps=500"),  # of 8 envs
+        ("tensorboard_log=./logs", "logger=tensorboard"),
+        ("callbacks.eval.freq=9", "callbacks.evaluation.eval_every_steps=9"),
+        ("callbacks.checkpoint.freq=9", "callbacks.checkpoints.every_steps=9"),
+        ("env=minigrid", "env.id=MiniGrid-Empty-5x5-v0"),
+        ("env=LunarLander-v2", "env.id=LunarLander-v3"),  # v2 is no longer registered
+        ("env=CartPole-v9", "env.id=CartPole-v1"),
+        ("env=CartPole-v0", "env.id=CartPole-v0"),
     ],
 )
 def test_word_of_another_library_leads_to_the_key(typed: str, meant: str) -> None:
     assert suggested(*typed.split()) == meant
+
+
+@pytest.mark.parametrize("word", ["verbose=1", "agent.verbose=1", "save_model=true"])
+def test_word_that_a_run_does_not_need_is_named(word: str) -> None:
+    assert suggested(word).endswith(" without this word; leave it out")
 
 
 def test_word_without_a_likely_meaning_gets_the_choices() -> None:
