@@ -115,8 +115,9 @@ def _named(what: str) -> Iterator[None]:
     except (gym.error.DependencyNotInstalled, ImportError) as error:
         raise missing_extra(what.removesuffix(" cannot be made"), error) from error
     except (Exception, SystemExit) as error:  # envs may raise anything
-        text = f"{type(error).__name__}: {error}" if str(error).strip() else type_and_line(error)
-        raise EnvError(f"{what}: {text}") from error
+        text = f": {error}" if str(error).strip() else ""
+        place = place_of(error)
+        raise EnvError(f"{what}: {type(error).__name__}{text}{place}") from error
 
 
 @contextmanager
