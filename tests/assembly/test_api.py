@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import call, small
+from gymnasium import spaces
 
 import ml_pipeline
 from ml_pipeline import load, train
 from ml_pipeline.assembly.arguments import as_overrides
 from ml_pipeline.assembly.compose import ConfigError, plain_config, stored_config
 from ml_pipeline.assembly.load import load_policy
-from ml_pipeline.assembly.loaded_policy import LoadedPolicy
+from ml_pipeline.assembly.loaded_policy import LoadedPolicy, as_batch
 from ml_pipeline.policy.observations import ObservationError
 
 
@@ -190,7 +191,7 @@ def test_dict_observations_match_by_key_in_any_order_and_as_lists(here: Path) ->
             r"obs\['vector'\] has the shape \[5\]; expected \[3\], or \[n, 3\]",
         ),
         ({"vector": [[0.0] * 3] * 2}, r"obs\['choice'\] is one .* obs\['vector'\] is a batch of 2"),
-        ({"vector": [0.0, [1.0], 2.0]}, r"obs\['vector'\] is not an array"),
+        ({"vector": [0.0, [1.0], 2.0]}, r"obs\['vector'\] has parts of different shapes"),
         ({"vector": ["a", "b", "c"]}, r"obs\['vector'\] holds <U1; expected numbers"),
         ({"vector": {"x": 1.0}}, r"obs\['vector'\] is a dict; expected an array"),
         ({"vector": [0.0, np.inf, 0.0]}, r"obs\['vector'\] has the value inf; it must be finite"),
@@ -220,6 +221,16 @@ def test_observation_of_another_kind_is_refused(mixed_policy: LoadedPolicy) -> N
         mixed_policy.predict({**batch, "vector": batch["vector"][:1]})
     with pytest.raises(ValueError, match=r"obs\[1\] is a batch; a list holds single"):
         mixed_policy.predict([one, batch])
+
+
+@pytest.mark.parametrize("n_values", [2, 5])
+def test_tuple_that_reset_or_step_returns_is_named(n_values: int) -> None:
+    obs = np.zeros(3, np.float32)
+    returned = (obs, *[0.0, False, False][: n_values - 2], {})
+
+    with pytest.raises(ValueError, match=f"obs is a tuple of {n_values}, as reset and step .* fir"):
+        as_batch(spaces.Box(-1, 1, (3,)), returned)
+    assert as_batch(spaces.Box(-1, 1, (3,)), tuple(obs)).is_one  # a tuple of numbers
 
 
 @pytest.fixture
