@@ -215,7 +215,7 @@ def test_field_without_a_default_is_asked_for_by_name(here: Path) -> None:
 
     assert config("agent=patient", "agent.patience=2").agent.patience == 2
     with pytest.raises(
-        ConfigError, match="agent.patience: must be set; write agent.patience=VALUE"
+        ConfigError, match=r"agent\.patience: must be set; write agent\.patience=VALUE"
     ):
         config("agent=patient")
 
