@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import call, small
+from conftest import Capture, call, small
 from gymnasium import spaces
 
 import ml_pipeline
 from ml_pipeline import load, train
+from ml_pipeline.__main__ import main
 from ml_pipeline.assembly.arguments import as_overrides
 from ml_pipeline.assembly.compose import ConfigError, plain_config, stored_config
 from ml_pipeline.assembly.load import load_policy
@@ -236,6 +237,20 @@ def test_tuple_that_reset_or_step_returns_is_named(n_values: int) -> None:
 @pytest.fixture
 def mixed_policy(here: Path) -> LoadedPolicy:
     return load(_mixed_run())
+
+
+def test_resume_of_latest_continues_the_newest_run(here: Path, capsys: Capture) -> None:
+    with pytest.raises(ConfigError, match="resume=latest: latest: runs/ has no runs"):
+        train(resume="latest")
+    older = train(small(), quiet=True)
+    newer = train(small(), seed=9, quiet=True)
+    goal = 2 * newer.env_steps
+
+    again = train(resume="latest", total_steps=goal, quiet=True)
+    assert (again.run_dir, again.env_steps) == (newer.run_dir, goal)
+    assert main(["train", "resume=latest", f"total_steps={2 * goal}"]) == 0
+    assert f"env step {2 * goal:,}" in capsys.readouterr().out
+    assert again.run_dir != older.run_dir
 
 
 def test_masks_of_one_env_and_of_a_batch(here: Path) -> None:
