@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, place_of
 from ml_pipeline.extras import INSTALL_COMMANDS, missing_extra
 from ml_pipeline.given import MAIN, find_given
 from ml_pipeline.moved import moved
@@ -153,6 +153,8 @@ def instantiate(
     except (TypeError, ValueError) as error:
         # Our own errors start with the name of an argument; then the full key can be shown.
         is_named = re.split(r"\W", str(error))[0] in arguments
-        raise TargetError(f"{key}{'.' if is_named else ': '}{error}") from error
+        place = place_of(error)
+        raise TargetError(f"{key}{'.' if is_named else ': '}{error}{place}") from error
     except Exception as error:  # a user's class may raise anything
-        raise TargetError(f"{key}: {type(error).__name__}: {error}") from error
+        place = place_of(error)
+        raise TargetError(f"{key}: {type(error).__name__}: {error}{place}") from error

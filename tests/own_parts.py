@@ -160,6 +160,23 @@ class WrongSize(Wide):
         self.out_features = 9
 
 
+class Flat(Wide):
+    """Loses the dimension of the batch."""
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.layer(obs).mean(0)
+
+
+class Pair(Wide):
+    def forward(self, obs: Tensor) -> Any:
+        return self.layer(obs), None
+
+
+class Detached(Wide):
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.layer(obs).detach()
+
+
 class Lazy(Wide):
     def __init__(self, observation_space: gym.Space[Any]) -> None:
         super().__init__(observation_space)

@@ -34,7 +34,7 @@ from ml_pipeline.assembly.explain import ConfigError as ConfigError
 from ml_pipeline.assembly.explain import explained, unknown_key
 from ml_pipeline.assembly.trust import check_algorithm, check_names
 from ml_pipeline.config.curriculum import CurriculumConfig
-from ml_pipeline.config.train import TrainConfig
+from ml_pipeline.config.train import RUN_ROOT, TrainConfig
 from ml_pipeline.errors import UserError, first_line, shorten
 from ml_pipeline.foreign import TEXT_BYTES, read_regular
 from ml_pipeline.runs.console import say
@@ -244,6 +244,21 @@ def checked_config(cfg: DictConfig, *, imports_algorithm: bool = True) -> TrainC
 
 def _plain(value: Any) -> Any:
     return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+
+
+def with_newest_run(words: Sequence[str]) -> list[str]:
+    """The overrides with the path of the newest run in resume=latest, unless a file has that name.
+
+    The path, because every part of a run reads the key, and another run may start meanwhile.
+    """
+    if "resume=latest" not in words or Path("latest").exists():
+        return list(words)
+    from ml_pipeline.analysis.listing import newest_run
+
+    roots = [word.partition("=")[2] for word in words if word.startswith("run_root=")]
+    with errors_of_resume("latest"):
+        newest = newest_run(Path(roots[-1] if roots else RUN_ROOT))
+    return [f"resume={newest.path}" if word == "resume=latest" else word for word in words]
 
 
 def resumed_folder(path: str, *, trust: bool) -> RunFolder:

@@ -37,6 +37,7 @@ from ml_pipeline.assembly.compose import (
     preset_files,
     resumed_folder,
     store_schema,
+    with_newest_run,
 )
 from ml_pipeline.assembly.explain import ConfigError, explained
 from ml_pipeline.assembly.sweeps import SweepReport, check_launcher
@@ -189,6 +190,7 @@ def train(command_line: Sequence[str]) -> None:
     failure: Exception | None = None
     all_finished = True
     check_launcher(command_line)
+    command_line = with_newest_run(command_line)
     own = [*own_conf(command_line), *_own_folder(command_line)]
     callers = sys.argv
     sys.argv = opened(with_overrides(command_line, own))  # Hydra reads it

@@ -12,7 +12,9 @@ from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    ConfigTypeError,
     InterpolationKeyError,
+    MissingMandatoryValue,
     OmegaConfBaseException,
     ValidationError,
 )
@@ -42,6 +44,8 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         return _no_option(str(error.missing_cfg_file), error.options or ())
+    if isinstance(error, OverrideParseException) and "==" in str(error.override):
+        return f"{error.override}: write {re.sub('==+', '=', str(error.override))}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: expected key=value; quote special characters: 'key=\"value\"'"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -57,6 +61,11 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
         return _broken_file(*composing.groups())
     if str(error).startswith("Config group override must be a string or a list"):
         return _no_name(words)
+    if isinstance(cause, MissingMandatoryValue):
+        value = "my_module.MyClass" if str(cause.full_key).endswith("_target_") else "VALUE"
+        return f"{cause.full_key}: must be set; write {cause.full_key}={value}"
+    if isinstance(cause, ConfigTypeError) and "with ListConfig" in str(cause):
+        return f"{cause.full_key}: {_needs_names(str(cause.full_key))}"
     if isinstance(cause, InterpolationKeyError):
         return f"{cause.full_key}: {first_line(cause)}"
     if str(error).startswith("Only one of --run"):
@@ -98,8 +107,11 @@ def _unknown_key(
     if does := needless(key):
         return f"{line}; {does}"
     replacement = meant(key, value, _config_around(cause.parent_node, words))
-    if replacement is not None:
-        line += f"; did you mean {replacement if has_value else replacement.rstrip('=')}?"
+    if parent in ("env", "eval_env") and replacement is None:
+        name = key.rpartition(".")[2]
+        return f"{line}; an argument of the env is +{parent}.kwargs.{name}={value}"
+    if replacement not in (None, override):
+        line += f"; did you mean {replacement if has_value else str(replacement).rstrip('=')}?"
     else:
         line += _choice([str(each) for each in cause.parent_node or ()])
     is_free_form = cause.object_type is dict and parent != "agent"
@@ -161,11 +173,20 @@ def _wrong_type(cause: ValidationError) -> str:
         return "must be true or false"
     if "is not a ListConfig" in message:
         return "must be a list, as in [a,b]"
+    if "to Dict[" in message:
+        return _needs_names(str(cause.full_key))
     if "is not Optional" in message:
         return _needed_type(cause)
     named = re.search(r"could not be converted to (\w+)|for field of type '(\w+)'", message)
     wanted = (named[1] or named[2]) if named else ""
     return f"must be {_TYPES[wanted]}" if wanted in _TYPES else message.splitlines()[0]
+
+
+def _needs_names(key: str) -> str:
+    """The rule of a mapping that got another value."""
+    entry = "_target_=my_module.MyWrapper" if key.endswith("wrappers") else "3"
+    dot = "." if key.endswith("wrappers") else "="
+    return f"must map names to values; write +{key}.my_name{dot}{entry}"
 
 
 def _needed_type(cause: ValidationError) -> str:

@@ -51,7 +51,7 @@ class LoadedPolicy:
             if mask is not None:
                 raise ValueError(f"action_mask: {error}") from error
             raise ValueError(
-                f"this policy was trained with action masks: {error}; pass "
+                "this policy was trained with action masks; pass "
                 'predict(obs, action_mask=info["action_mask"])'
             ) from error
         return actions[0] if is_one else actions
@@ -86,6 +86,11 @@ def as_batch(space: AnySpace, obs: Any) -> Batch:
             if not row.is_one:
                 raise ValueError(f"obs[{index}] is a batch; a list holds single observations")
         return Batch(_joined([row.obs for row in rows]), len(rows), False)
+    is_returned = isinstance(obs, tuple) and len(obs) in (2, 5) and isinstance(obs[-1], Mapping)
+    if is_returned and not is_nested:
+        raise ValueError(
+            f"obs is a tuple of {len(obs)}, as reset and step return it; pass its first value"
+        )
     tree = _read(space, obs, "obs")
     leaves = list(_leaves(tree))
     first = leaves[0]
@@ -139,6 +144,7 @@ def _read(space: AnySpace, obs: Any, key: str) -> Any:
 
 def _read_leaf(space: AnySpace, obs: Any, key: str) -> _Leaf:
     shape = list(space.shape or ())
+    wanted = f"{shape}, or [n{''.join(f', {size}' for size in shape)}] for a batch"
     if isinstance(obs, Mapping):
         raise ValueError(f"{key} is a dict; expected an array of the shape {shape}")
     if isinstance(obs, Tensor):
@@ -146,15 +152,12 @@ def _read_leaf(space: AnySpace, obs: Any, key: str) -> _Leaf:
     try:
         array = np.asarray(obs)
     except ValueError as error:
-        raise ValueError(f"{key} is not an array: {error}") from error
+        raise ValueError(f"{key} has parts of different shapes; expected {wanted}") from error
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{key} holds {array.dtype}; expected numbers")
     is_one = list(array.shape) == shape
     if not is_one and (array.ndim != len(shape) + 1 or list(array.shape[1:]) != shape):
-        raise ValueError(
-            f"{key} has the shape {list(array.shape)}; expected {shape}, or "
-            f"[n{''.join(f', {size}' for size in shape)}] for a batch"
-        )
+        raise ValueError(f"{key} has the shape {list(array.shape)}; expected {wanted}")
     _check_values(array, np.dtype(space.dtype), key)
     array = array.astype(space.dtype, copy=False)
     return _Leaf(key, array[np.newaxis] if is_one else array, is_one)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from gymnasium import spaces
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ml_pipeline.assembly.agent import build_agent, find_algorithm, mask_key, with_mask_source
@@ -37,9 +37,10 @@ from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.trial import EnvTrial, in_worker, slow_trial, try_env
 from ml_pipeline.envs.workers.cores import available_cores
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, place_of
 from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.opponent_report import OpponentReport
+from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.policy.networks import out_features
 from ml_pipeline.policy.observations import ObservationReader, batched
@@ -444,13 +445,14 @@ def _try_agent(agent: Agent, trial: EnvTrial) -> None:
     except Exception as error:  # a user's network may raise anything
         if ran_out_of_memory(error):
             raise
-        _check_out_features(agent)
-        reason = f"{type(error).__name__}: {error}"
+        _check_features(agent)
+        reason = f"{type(error).__name__}: {error}{place_of(error)}"
         shapes = dict(ObservationReader(trial.observation_space).shapes)
         shape = shapes[""] if list(shapes) == [""] else shapes
         raise ConfigError(
             f"network cannot process an observation of shape {shape}: {reason}"
         ) from error
+    _check_features(agent)
 
 
 def _advise_on_images(config: TrainConfig, trial: EnvTrial) -> None:
@@ -461,17 +463,36 @@ def _advise_on_images(config: TrainConfig, trial: EnvTrial) -> None:
         say(f"network=mlp: the observation is an image of shape {space.shape}; try network=cnn")
 
 
-def _check_out_features(agent: Agent) -> None:
-    """Refuse a network whose output does not have the size that it declares."""
+def _check_features(agent: Agent) -> None:
+    """Refuse a network whose output is not one tensor of the shape that it declares."""
     policy = agent.greedy()
+    if not isinstance(policy, GreedyPolicy):
+        return
+    name, declared = type(policy.trunk).__name__, out_features(policy.trunk)
+    policy.trunk.requires_grad_(True)
+    inputs = policy.example_inputs()
     try:
-        features, _ = policy.features(policy.example_inputs())
-        actual = features.shape[-1]
+        features, _ = policy.features(inputs)
     except Exception:  # the network does not even accept the observation
         return
-    declared = out_features(policy.trunk)
-    if actual != declared:
+    if not isinstance(features, Tensor):
+        kind = type(features).__name__
         raise ConfigError(
-            f"network {type(policy.trunk).__name__} has out_features={declared}, but its forward "
-            f"returns {actual} features; make them equal"
+            f"network {name}: forward returned a {kind}; return one tensor, [batch, out_features]"
+        )
+    n_rows, shape = len(next(iter(inputs.values()))), tuple(features.shape)
+    if len(shape) != 2 or shape[0] != n_rows:
+        raise ConfigError(
+            f"network {name}: forward returned features of shape {shape} for a batch of {n_rows} "
+            f"observations; return ({n_rows}, {declared})"
+        )
+    if shape[1] != declared:
+        raise ConfigError(
+            f"network {name} has out_features={declared}, but its forward "
+            f"returns {shape[1]} features; make them equal"
+        )
+    if not features.requires_grad and any(True for _ in policy.trunk.parameters()):
+        say(
+            f"network {name}: its features have no gradient, so training does not change it; "
+            "remove detach and no_grad from forward if it should learn"
         )

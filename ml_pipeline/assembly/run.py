@@ -24,6 +24,7 @@ from ml_pipeline.assembly.compose import (
     resumed_config,
     resumed_folder,
     stored_text,
+    with_newest_run,
 )
 from ml_pipeline.assembly.load import load_agent, load_policy
 from ml_pipeline.assembly.plan import RunPlan, make_plan
@@ -79,6 +80,7 @@ def train(
 
     ``callbacks`` are called after those of the config.
     """
+    overrides = with_newest_run(overrides)
     return run(compose_config(overrides), overrides, callbacks=callbacks)
 
 

@@ -121,6 +121,8 @@ _NEEDLESS = {
     "progress_bar": "a run shows its progress",
     "save_model": "a run saves its checkpoints",
     "monitor": "a run records its episodes",
+    "optimizer": "agents learn with Adam",
+    "optimiser": "agents learn with Adam",
 }
 _OFF = ("false", "0", "no", "off", "none", "null")
 # By group: the key that takes a dotted path instead.

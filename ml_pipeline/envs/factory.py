@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from ml_pipeline.targets import (
 
 # How ids begin, and the package that registers them when it is imported.
 _PACKAGES = {"ALE/": "ale_py", "MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
+# The ids of Atari games before ALE/, of which ale_py registers none by itself.
+_ATARI_OF_GYM = re.compile(r"(\w+?)(?:-ram)?(?:NoFrameskip|Deterministic)-v\d+")
 
 
 class EnvError(UserError):
@@ -115,8 +118,9 @@ def _named(what: str) -> Iterator[None]:
     except (gym.error.DependencyNotInstalled, ImportError) as error:
         raise missing_extra(what.removesuffix(" cannot be made"), error) from error
     except (Exception, SystemExit) as error:  # envs may raise anything
-        text = f"{type(error).__name__}: {error}" if str(error).strip() else type_and_line(error)
-        raise EnvError(f"{what}: {text}") from error
+        text = f": {error}" if str(error).strip() else ""
+        place = place_of(error)
+        raise EnvError(f"{what}: {type(error).__name__}{text}{place}") from error
 
 
 @contextmanager
@@ -200,7 +204,9 @@ def check_env_id(env_id: str) -> None:
             ) from error
         near = difflib.get_close_matches(env_id, list(gym.registry), n=3, cutoff=0.6)
         hint = _how_to_register(module, registered)
-        if near:
+        if game := _ATARI_OF_GYM.fullmatch(registered):
+            hint = f"write env=atari env.id=ALE/{game[1]}-v5"
+        elif near:
             hint = f"did you mean {' or '.join(near)}?"
         raise EnvError(f"env.id={env_id} is not a registered environment; {hint}") from error
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from difflib import get_close_matches
+from pathlib import PurePath
 from typing import Any, NamedTuple, TypeVar
 
 import gymnasium as gym
@@ -25,6 +26,7 @@ from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.envs.workers.pool import call_in_worker
 from ml_pipeline.envs.workers.shared_arrays import Layout
+from ml_pipeline.envs.workers.slice import as_flag, as_number
 from ml_pipeline.envs.workers.trees import view_of_row, write_value
 from ml_pipeline.envs.wrappers.without_text import WithoutText
 from ml_pipeline.errors import UserError, first_line, place_of
@@ -66,10 +68,11 @@ def try_env(
     env = make_env()
     try:
         with _errors_of(env, name):
+            _check_spaces(env)
             env.action_space.seed(0)
-            obs, info = deepcopy(env.reset(seed=0))
+            obs, info = deepcopy(_reset(env, seed=0))
             check = _ObservationCheck(env, allow_nonfinite=allow_nonfinite)
-            check(obs)
+            check(obs, "reset")
             step_info, durations, has_ended = _play(
                 env,
                 obs,
@@ -160,13 +163,14 @@ def _check_attribute(env: AnyEnv, name: str, key: str) -> None:
 
 def _last_numbers(env: AnyEnv, mask_key: str, seconds: float, most_steps: int) -> list[str] | None:
     """The names of the numbers in the last info of one episode; None if it takes too long."""
-    obs, info = env.reset(seed=0)
+    obs, info = _reset(env, seed=0)
     check = _ObservationCheck(env)
-    check(obs)
+    check(obs, "reset")
     deadline = time.perf_counter() + seconds
     for _ in range(most_steps):
-        obs, _, terminated, truncated, info = env.step(allowed_action(env, obs, info, mask_key))
-        check(obs)
+        action = allowed_action(env, obs, info, mask_key)
+        obs, _, terminated, truncated, info = _checked_step(env, env.step(action))
+        check(obs, "step")
         if terminated or truncated:
             return list(final_numbers(info))
         if time.perf_counter() > deadline:
@@ -209,19 +213,86 @@ def _play(
             return first_info or {}, durations, has_ended
         action = allowed_action(env, obs, info, mask_key)
         start = time.perf_counter()
-        obs, reward, terminated, truncated, info = env.step(action)
+        returned = env.step(action)
         stepped = time.perf_counter() - start
-        check(obs)
+        obs, reward, terminated, truncated, info = _checked_step(env, returned)
+        check(obs, "step")
         if not (check.allow_nonfinite or np.isfinite(np.asarray(reward)).all()):
-            raise ValueError(f"the reward of step {len(durations) + 1} is {reward}, not finite")
-        if not isinstance(info, dict):
-            raise TypeError(f"info must be a dict, got {info!r}")
+            raise ValueError(
+                f"the reward of step {len(durations) + 1} is {reward}, not finite"
+                f"{_place(env, 'step')}"
+            )
         first_info = deepcopy(info) if first_info is None else first_info
         start = time.perf_counter()
         if terminated or truncated:
             has_ended = True
-            obs, info = env.reset()
+            obs, info = _reset(env)
+            check(obs, "reset")
         durations.append(stepped + time.perf_counter() - start)
+
+
+def _check_spaces(env: AnyEnv) -> None:
+    for name in ("observation_space", "action_space"):
+        space = getattr(env, name)
+        if not isinstance(space, spaces.Space):
+            raise TypeError(f"{name} is {space!r}; set it to a space of gymnasium.spaces")
+
+
+def _reset(env: AnyEnv, seed: int | None = None) -> tuple[Any, Info]:
+    """What the reset of an env returns, once it is known to be two values."""
+    returned: Any = env.reset() if seed is None else env.reset(seed=seed)
+    if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
+        raise TypeError(
+            f"reset must return obs, info; got {_brief(returned)}{_place(env, 'reset')}"
+        )
+    obs, info = returned
+    if not isinstance(info, dict):
+        raise TypeError(f"info must be a dict, got {_brief(info)}{_place(env, 'reset')}")
+    return obs, info
+
+
+def _checked_step(env: AnyEnv, returned: Any) -> tuple[Any, float, bool, bool, Info]:
+    """What a step returned, once it is known to be five values of the right kind."""
+    if not (isinstance(returned, (tuple, list)) and len(returned) == 5):
+        raise TypeError(
+            "step must return obs, reward, terminated, truncated, info; got "
+            f"{_brief(returned)}{_place(env, 'step')}"
+        )
+    obs, reward, terminated, truncated, info = returned
+    try:
+        number = as_number(reward)
+        flags = as_flag(terminated, "terminated"), as_flag(truncated, "truncated")
+    except TypeError as error:
+        raise TypeError(f"{error}{_place(env, 'step')}") from error
+    if not isinstance(info, dict):
+        raise TypeError(f"info must be a dict, got {_brief(info)}{_place(env, 'step')}")
+    return obs, number, *flags, info
+
+
+def _brief(returned: object) -> str:
+    if isinstance(returned, (tuple, list)):
+        kinds = ", ".join(type(each).__name__ for each in returned)
+        return f"{len(returned)} values: {kinds}"
+    return "None" if returned is None else f"one {type(returned).__name__}"
+
+
+def _place(env: AnyEnv, method: str) -> str:
+    """The file and line of the outermost layer's own ``reset`` or ``step``."""
+    layer: Any = env
+    while isinstance(layer, gym.Wrapper) and not _is_own(type(layer), method):
+        layer = layer.env
+    if not _is_own(type(layer), method):
+        return ""
+    code = getattr(type(layer), method).__code__
+    file = PurePath(code.co_filename).name
+    return f" ({file}:{code.co_firstlineno} in {type(layer).__name__}.{method})"
+
+
+def _is_own(layer: type, method: str) -> bool:
+    """Whether a class has Python code for ``method`` that is not from Gymnasium or from us."""
+    function = getattr(layer, method, None)
+    library = str(getattr(function, "__module__", "")).partition(".")[0]
+    return hasattr(function, "__code__") and library not in ("gymnasium", "ml_pipeline")
 
 
 def _left_out(env: AnyEnv) -> list[str]:
@@ -239,12 +310,10 @@ def _errors_of(env: AnyEnv, name: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # envs may raise anything
-        rule = "it must work as in Gymnasium 1.x"
-        if "(expected 5, got 4)" in str(error):  # an env for the older Gym
-            rule += ", where step returns obs, reward, terminated, truncated, info"
         raise EnvError(
             f"env {name} failed in its trial before training: {type(error).__name__}: "
-            f"{first_line(error, n_lines=5)}{place_of(error)}; {rule}"
+            f"{first_line(error, n_lines=5)}{place_of(error)}; it must work as in "
+            "Gymnasium 1.x"
         ) from error
 
 
@@ -253,15 +322,21 @@ class _ObservationCheck:
 
     def __init__(self, env: AnyEnv, *, allow_nonfinite: bool = True) -> None:
         self.allow_nonfinite = allow_nonfinite
+        self._env = env
         self._space = env.observation_space
         arrays = Layout(env.observation_space, env.action_space, 1, 0).arrays()
         self._view = view_of_row(arrays.obs, 0)
         self._casts: set[str] = set()
         self._bounds: dict[str, str] = {}  # leaf -> remark
 
-    def __call__(self, obs: Any) -> None:
-        write_value(self._view, obs, self._casts)
-        self._check_bounds(self._space, obs, "")
+    def __call__(self, obs: Any, method: str) -> None:
+        """``method``: the one that returned it."""
+        try:
+            write_value(self._view, obs, self._casts)
+            self._check_bounds(self._space, obs, "")
+        except (TypeError, ValueError) as error:
+            place = place_of(error) or _place(self._env, method)
+            raise type(error)(f"{first_line(error, n_lines=5)}{place}") from error
 
     def _check_bounds(self, space: AnySpace, obs: Any, leaf: str) -> None:
         if isinstance(space, spaces.Dict):

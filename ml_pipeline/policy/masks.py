@@ -120,6 +120,8 @@ def _flat(mask: Any) -> Mask:
 def checked_mask(mask: Mask, distribution: Distribution) -> Mask:
     """The mask, if it has the right size and allows every env an action."""
     size = distribution.mask_size
+    if not size:
+        raise MaskError("the actions of this env take no mask; leave it out")
     if mask.shape != (len(mask), size):
         raise MaskError(f"an action mask must have {size} entries, got shape {mask.shape[1:]}")
     stuck = np.flatnonzero(~distribution.leaves_a_choice(mask))

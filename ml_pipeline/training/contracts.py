@@ -275,6 +275,15 @@ class RunningLoop(Protocol):
         """Everything that a resumed run continues from."""
 
 
+_SB3_HOOKS = {  # of Stable-Baselines3, and the closest hook here
+    "_on_training_start": "on_train_start",
+    "_on_rollout_start": "on_iteration_end",
+    "_on_step": "on_iteration_end",
+    "_on_rollout_end": "on_iteration_end",
+    "_on_training_end": "on_train_end",
+}
+
+
 class Callback:
     """Reacts to events of a run; override the hooks you need.
 
@@ -288,8 +297,10 @@ class Callback:
         """Refuse a method that looks like a hook but would never be called."""
         hooks = [name for name in vars(Callback) if name.startswith("on_")]
         for name in dir(cls):
-            if name.startswith("on_") and name not in hooks and callable(getattr(cls, name)):
-                close = get_close_matches(name, hooks, n=1)
+            is_foreign = name in _SB3_HOOKS
+            is_like_one = is_foreign or (name.startswith("on_") and name not in hooks)
+            if is_like_one and callable(getattr(cls, name)):
+                close = [_SB3_HOOKS[name]] if is_foreign else get_close_matches(name, hooks, n=1)
                 fix = f"did you mean {close[0]}?" if close else f"hooks are {', '.join(hooks)}"
                 raise TypeError(f"{cls.__name__}.{name} is not a hook of Callback; {fix}")
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import call, small
+from conftest import Capture, call, small
+from gymnasium import spaces
 
 import ml_pipeline
 from ml_pipeline import load, train
+from ml_pipeline.__main__ import main
 from ml_pipeline.assembly.arguments import as_overrides
 from ml_pipeline.assembly.compose import ConfigError, plain_config, stored_config
 from ml_pipeline.assembly.load import load_policy
-from ml_pipeline.assembly.loaded_policy import LoadedPolicy
+from ml_pipeline.assembly.loaded_policy import LoadedPolicy, as_batch
 from ml_pipeline.policy.observations import ObservationError
 
 
@@ -190,7 +192,7 @@ def test_dict_observations_match_by_key_in_any_order_and_as_lists(here: Path) ->
             r"obs\['vector'\] has the shape \[5\]; expected \[3\], or \[n, 3\]",
         ),
         ({"vector": [[0.0] * 3] * 2}, r"obs\['choice'\] is one .* obs\['vector'\] is a batch of 2"),
-        ({"vector": [0.0, [1.0], 2.0]}, r"obs\['vector'\] is not an array"),
+        ({"vector": [0.0, [1.0], 2.0]}, r"obs\['vector'\] has parts of different shapes"),
         ({"vector": ["a", "b", "c"]}, r"obs\['vector'\] holds <U1; expected numbers"),
         ({"vector": {"x": 1.0}}, r"obs\['vector'\] is a dict; expected an array"),
         ({"vector": [0.0, np.inf, 0.0]}, r"obs\['vector'\] has the value inf; it must be finite"),
@@ -222,9 +224,33 @@ def test_observation_of_another_kind_is_refused(mixed_policy: LoadedPolicy) -> N
         mixed_policy.predict([one, batch])
 
 
+@pytest.mark.parametrize("n_values", [2, 5])
+def test_tuple_that_reset_or_step_returns_is_named(n_values: int) -> None:
+    obs = np.zeros(3, np.float32)
+    returned = (obs, *[0.0, False, False][: n_values - 2], {})
+
+    with pytest.raises(ValueError, match=f"obs is a tuple of {n_values}, as reset and step .* fir"):
+        as_batch(spaces.Box(-1, 1, (3,)), returned)
+    assert as_batch(spaces.Box(-1, 1, (3,)), tuple(obs)).is_one  # a tuple of numbers
+
+
 @pytest.fixture
 def mixed_policy(here: Path) -> LoadedPolicy:
     return load(_mixed_run())
+
+
+def test_resume_of_latest_continues_the_newest_run(here: Path, capsys: Capture) -> None:
+    with pytest.raises(ConfigError, match="resume=latest: latest: runs/ has no runs"):
+        train(resume="latest")
+    older = train(small(), quiet=True)
+    newer = train(small(), seed=9, quiet=True)
+    goal = 2 * newer.env_steps
+
+    again = train(resume="latest", total_steps=goal, quiet=True)
+    assert (again.run_dir, again.env_steps) == (newer.run_dir, goal)
+    assert main(["train", "resume=latest", f"total_steps={2 * goal}"]) == 0
+    assert f"env step {2 * goal:,}" in capsys.readouterr().out
+    assert again.run_dir != older.run_dir
 
 
 def test_masks_of_one_env_and_of_a_batch(here: Path) -> None:

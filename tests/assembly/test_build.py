@@ -220,6 +220,9 @@ def own_network(name: str) -> list[str]:
         (own_network("Lazy"), "network Lazy has lazy layers"),
         (own_network("Failing"), "network: RuntimeError: out of luck"),
         (own_network("WrongSize"), "network WrongSize has out_features="),
+        (own_network("Flat"), "network Flat: forward returned features of shape (8,) for a batch"),
+        (own_network("Pair"), "network Pair: forward returned a tuple; return one tensor"),
+        (own_network("Failing"), "own_parts.py:"),  # its line
         (own_network("OneAtATime"), "network cannot process an observation of shape (4,)"),
     ],
 )
@@ -235,6 +238,16 @@ def test_mistake_is_found_before_anything_is_created(
 
     assert not list(here.glob("runs/*/*"))
     assert set(multiprocessing.active_children()) <= set(before)
+
+
+@pytest.mark.parametrize(("name", "is_said"), [("Detached", True), ("Wide", False)])
+def test_network_without_a_gradient_is_said(
+    here: Path, capsys: Capture, name: str, is_said: bool
+) -> None:
+    train([*small(), *own_network(name)])
+
+    line = f"network {name}: its features have no gradient, so training does not change it"
+    assert (line in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize(

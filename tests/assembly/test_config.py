@@ -214,7 +214,9 @@ def test_field_without_a_default_is_asked_for_by_name(here: Path) -> None:
     write("conf/agent/patient.yaml", "algorithm: asking_ppo.PATIENT\n")
 
     assert config("agent=patient", "agent.patience=2").agent.patience == 2
-    with pytest.raises(ConfigError, match="missing mandatory value: patience"):
+    with pytest.raises(
+        ConfigError, match=r"agent\.patience: must be set; write agent\.patience=VALUE"
+    ):
         config("agent=patient")
 
 

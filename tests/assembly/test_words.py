@@ -84,7 +84,9 @@ def test_word_of_another_library_leads_to_the_key(typed: str, meant: str) -> Non
     assert suggested(*typed.split()) == meant
 
 
-@pytest.mark.parametrize("word", ["verbose=1", "agent.verbose=1", "save_model=true"])
+@pytest.mark.parametrize(
+    "word", ["verbose=1", "agent.verbose=1", "save_model=true", "optimizer=adam"]
+)
 def test_word_that_a_run_does_not_need_is_named(word: str) -> None:
     assert suggested(word).endswith(" without this word; leave it out")
 
@@ -110,6 +112,31 @@ def test_word_without_a_likely_meaning_gets_the_choices() -> None:
 )
 def test_null_is_refused_in_the_words_of_the_config(key: str, rule: str) -> None:
     assert suggested(f"{key}=null") == f"{key}=null: must be {rule}"
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        (
+            "env.wrappers=[my.Wrapper]",
+            "env.wrappers: must map names to values; write "
+            "+env.wrappers.my_name._target_=my_module.MyWrapper",
+        ),
+        (
+            "env.kwargs=3",
+            "env.kwargs=3: must map names to values; write +env.kwargs.my_name=3",
+        ),
+        ("network=own", "network._target_: must be set; write network._target_=my_module.MyClass"),
+        ("network={a: 1}", "network={a: 1}: unknown key; choose from "),
+        ("n_envs==8", "n_envs==8: write n_envs=8"),
+        (
+            "env.gravity=3",
+            "env.gravity=3: unknown key; an argument of the env is +env.kwargs.gravity=3",
+        ),
+    ],
+)
+def test_value_of_the_wrong_form_is_answered_with_the_right_form(word: str, line: str) -> None:
+    assert suggested(word).startswith(line)
 
 
 @pytest.mark.parametrize("group", ["callbacks", "logger", "env", "network", "agent", "vec_env"])

@@ -488,6 +488,12 @@ def test_callback_with_a_misspelt_hook_is_refused_in_one_line(
     assert not (here / "runs").exists()
 
 
+def test_hook_of_stable_baselines_is_refused_with_the_hook_to_write() -> None:
+    with pytest.raises(TypeError, match=r"Mine\._on_step is not a hook .* mean on_iteration_end"):
+        type("Mine", (Callback,), {"_on_step": lambda self: True})
+    type("Mine", (Callback,), {"_on_fire": lambda self: True})  # a method of its own
+
+
 def test_unknown_hook_without_a_close_name_lists_the_hooks() -> None:
     with pytest.raises(TypeError, match=r"Mine\.on_fire is not a hook .*on_train_start, on_iter"):
         type("Mine", (Callback,), {"on_fire": lambda self: None})

@@ -49,6 +49,8 @@ def test_a_factory_can_be_pickled() -> None:
 @pytest.mark.parametrize(
     ("factory", "words"),
     [
+        (EnvFactory("PongNoFrameskip-v4"), "write env=atari env.id=ALE/Pong-v5"),
+        (EnvFactory("Pong-ramDeterministic-v4"), "write env=atari env.id=ALE/Pong-v5"),
         (EnvFactory("CartPol-v1"), "CartPol-v1 is not a registered .* did you mean CartPole-v1"),
         (EnvFactory("CartPole-v99"), "did you mean CartPole-v1"),
         (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from conftest import Capture, small
@@ -87,14 +88,62 @@ def test_a_value_that_is_not_finite_is_refused_unless_training_skips_it(
     assert try_env(breaking, "breaking", least_steps=5, allow_nonfinite=True).remarks == []
 
 
-def test_an_env_for_the_older_gym_is_told_what_step_returns() -> None:
-    class OldEnv(CountingEnv):
-        def step(self, action: Any) -> Any:
-            obs, reward, terminated, _, info = super().step(action)
-            return obs, reward, terminated, info
+class ReturningEnv(CountingEnv):
+    """Returns ``from_reset`` and ``from_step`` instead of the right values, unless None."""
 
-    with pytest.raises(EnvError, match="where step returns obs, reward, terminated, truncated"):
-        try_env(OldEnv, "old")
+    from_reset: ClassVar[Any] = None
+    from_step: ClassVar[Any] = None
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        right = super().reset(seed=seed, options=options)
+        return right if self.from_reset is None else self.from_reset
+
+    def step(self, action: Any) -> Any:
+        right = super().step(action)
+        return right if self.from_step is None else self.from_step(*right)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "wrong", "words"),
+    [
+        ("from_reset", np.zeros(3), "reset must return obs, info; got one ndarray"),
+        ("from_reset", (0, []), "info must be a dict, got 0 values"),
+        (
+            "from_step",
+            lambda o, r, *more: (o, r, False, {}),
+            "step must return obs, reward, terminated, truncated, info; got 4 values: ",
+        ),
+        ("from_step", lambda *right: "no", "truncated, info; got one str"),
+        ("from_step", lambda o, r, *more: (o, None, *more), "returned reward=None"),
+        ("from_step", lambda o, r, *more: (o, np.zeros(2), *more), "returned reward=array"),
+        ("from_step", lambda o, r, t, *more: (o, r, None, *more), "terminated=None, which is not"),
+        ("from_step", lambda o, r, t, *more: (o, r, "x", *more), "terminated='x', which is not"),
+        ("from_step", lambda o, r, t, u, i: (o, r, t, u, 3), "info must be a dict, got one int"),
+        ("from_step", lambda o, *more: (np.zeros((9, 9)), *more), r"observation of shape \(9, 9\)"),
+    ],
+)
+def test_wrong_return_value_names_the_method_and_its_line(
+    attribute: str, wrong: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReturningEnv, attribute, staticmethod(wrong) if callable(wrong) else wrong)
+    method = attribute.removeprefix("from_")
+    place = rf"\(test_trial.py:\d+ in ReturningEnv.{method}\)"
+
+    with pytest.raises(EnvError, match=f"failed in its trial before training: .*{words}.*{place}"):
+        try_env(ReturningEnv, "wrong")
+    with pytest.raises(EnvError, match=place):  # not the wrapper, which only passes it on
+        try_env(lambda: gym.Wrapper(ReturningEnv()), "wrapped")
+
+
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+def test_space_that_is_not_a_space_is_refused(name: str) -> None:
+    def make() -> Any:
+        env = CountingEnv()
+        setattr(env, name, 2)
+        return env
+
+    with pytest.raises(EnvError, match=f"{name} is 2; set it to a space of gymnasium.spaces"):
+        try_env(make, "spaceless")
 
 
 def test_the_error_of_an_env_names_its_line() -> None:

@@ -93,6 +93,11 @@ def test_a_policy_with_masks_does_not_act_without_them() -> None:
         agent_for(OBS, DISCRETE, action_mask="info").act_batch(np.zeros((1, 3)))
 
 
+def test_mask_for_actions_that_take_none_is_refused() -> None:
+    with pytest.raises(MaskError, match="the actions of this env take no mask; leave it out"):
+        agent_for(OBS, BOX).act_batch(np.zeros((1, 3)), action_mask=np.ones((1, 2), bool))
+
+
 @pytest.mark.parametrize(
     ("spaces_of_env", "source", "error", "words"),
     [

@@ -186,7 +186,7 @@ class EnvSlice:
                     self._start_next_episode(offset, infos)
                     continue
                 obs, reward, terminated, truncated, info = self.envs[offset].step(action)
-                reward_of[row] = reward if isinstance(reward, float) else _number(reward)
+                reward_of[row] = reward if isinstance(reward, float) else as_number(reward)
                 if terminated is False and truncated is False:
                     terminated_of[row] = truncated_of[row] = False
                     if info and self._all_infos:
@@ -217,8 +217,8 @@ class EnvSlice:
     ) -> object:
         """Store the flags and autoreset an ended episode; returns the observation to show."""
         row = self.rows[offset]
-        self._terminated[row] = _flag(terminated, "terminated")
-        self._truncated[row] = _flag(truncated, "truncated")
+        self._terminated[row] = as_flag(terminated, "terminated")
+        self._truncated[row] = as_flag(truncated, "truncated")
         if not (self._terminated[row] or self._truncated[row]):
             if info and self._all_infos:
                 infos.append((row, None, {}, self._kept(info)))
@@ -369,13 +369,13 @@ def _copied(info: Info) -> Info:
         return dict(info)
 
 
-def _flag(value: Any, name: str) -> bool:
+def as_flag(value: Any, name: str) -> bool:
     if isinstance(value, (bool, np.bool_)) or (np.ndim(value) == 0 and value in (0, 1)):
         return bool(value)
     raise TypeError(f"the env returned {name}={value!r}, which is not a bool")
 
 
-def _number(value: Any) -> float:
+def as_number(value: Any) -> float:
     if value is None or isinstance(value, str) or np.ndim(value) > 1 or np.size(value) != 1:
         kind = type(value).__name__
         raise TypeError(f"the env returned reward={value!r} of {kind}, which is not a number")
