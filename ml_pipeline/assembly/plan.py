@@ -498,7 +498,7 @@ def _check_features(agent: Agent) -> None:
         )
     elif features.requires_grad:
         try:
-            features.sum().backward()
+            features.sum().backward()  # type: ignore[no-untyped-call]  # of torch
         except Exception as error:  # an operation in place, or a user's own backward
             raise ConfigError(
                 f"network {name}: the gradient of forward fails: {type_and_line(error)}"
