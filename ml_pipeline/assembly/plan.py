@@ -37,7 +37,7 @@ from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.trial import EnvTrial, in_worker, slow_trial, try_env
 from ml_pipeline.envs.workers.cores import available_cores
-from ml_pipeline.errors import UserError, place_of
+from ml_pipeline.errors import UserError, place_of, type_and_line
 from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.opponent_report import OpponentReport
 from ml_pipeline.policy.actor_critic import GreedyPolicy
@@ -496,3 +496,10 @@ def _check_features(agent: Agent) -> None:
             f"network {name}: its features have no gradient, so training does not change it; "
             "remove detach and no_grad from forward if it should learn"
         )
+    elif features.requires_grad:
+        try:
+            features.sum().backward()  # type: ignore[no-untyped-call]  # of torch
+        except Exception as error:  # an operation in place, or a user's own backward
+            raise ConfigError(
+                f"network {name}: the gradient of forward fails: {type_and_line(error)}"
+            ) from error

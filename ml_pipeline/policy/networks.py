@@ -84,6 +84,5 @@ def activation_class(name: str) -> type[nn.Module]:
 def check_sizes(name: str, sizes: Sequence[int]) -> None:
     is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str) and len(sizes) > 0
     if not is_list or any(not isinstance(size, int) or size < 1 for size in sizes):
-        raise ValueError(
-            f"{name} must be a list of positive layer sizes, such as [64,64], got {sizes}"
-        )
+        form = "" if is_list else ", a list such as [64,64]"
+        raise ValueError(f"{name} must be positive layer sizes{form}, got {sizes}")

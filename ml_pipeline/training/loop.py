@@ -122,11 +122,11 @@ class Loop:
         except TrainingError as error:
             raise TrainingError(f"iteration {self.iteration + 1}: {error}") from error
         except Exception as error:  # a user's loss or network may raise anything
-            if isinstance(error, UserError) or ran_out_of_memory(error) or not place_of(error):
+            place = place_of(error)
+            if isinstance(error, UserError) or ran_out_of_memory(error) or not place:
                 raise
-            raise PartError(
-                f"iteration {self.iteration + 1}: {type_and_line(error)}{place_of(error)}"
-            ) from error
+            what = type_and_line(error).removesuffix(place)
+            raise PartError(f"iteration {self.iteration + 1}: {what}{place}") from error
         self.iteration += 1
         self.env_steps += n_steps
         seconds = time.perf_counter() - start
@@ -279,7 +279,9 @@ def _errors_of(part: str) -> Iterator[None]:
     except Exception as error:  # it may raise anything
         if isinstance(error, UserError) or ran_out_of_memory(error):
             raise
-        raise PartError(f"{part}: {type_and_line(error)}{place_of(error)}") from error
+        place = place_of(error)
+        what = type_and_line(error).removesuffix(place)
+        raise PartError(f"{part}: {what}{place}") from error
 
 
 def state_of_rank(state: StateDict, world: World) -> tuple[StateDict, list[StateDict]]:

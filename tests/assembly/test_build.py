@@ -222,6 +222,10 @@ def own_network(name: str) -> list[str]:
         (own_network("WrongSize"), "network WrongSize has out_features="),
         (own_network("Flat"), "network Flat: forward returned features of shape (8,) for a batch"),
         (own_network("Pair"), "network Pair: forward returned a tuple; return one tensor"),
+        (
+            own_network("InPlace"),
+            "network InPlace: the gradient of forward fails: RuntimeError: one",
+        ),
         (own_network("Failing"), "own_parts.py:"),  # its line
         (own_network("OneAtATime"), "network cannot process an observation of shape (4,)"),
     ],

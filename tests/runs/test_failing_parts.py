@@ -156,3 +156,12 @@ def test_on_the_command_line_the_error_is_one_line(here: Path, door: Door) -> No
     (line,) = failed.stderr.splitlines()
     assert line.startswith("callbacks.mine: RuntimeError: error at iteration 2 (own_parts.py:")
     assert "resume with:" in failed.stdout
+
+
+def test_error_without_text_names_its_place_once(here: Path) -> None:
+    def bare(loop: RunningLoop, metrics: Any) -> None:
+        raise AssertionError
+
+    with pytest.raises(PartError) as raised:
+        train(small(), callbacks={"mine": bare}, quiet=True)
+    assert str(raised.value).count("test_failing_parts.py:") == 1
