@@ -520,6 +520,8 @@ def test_comparison_shows_values_of_a_config_as_they_are(
 ) -> None:
     other = RunFolder(here / "other")
     shutil.copytree(run.path, other.path)
+    for each in (run, other):  # not auto, whose choice summary.json has
+        change(each, "network._target_", "ml_pipeline.policy.networks.MLP")
     change(run, "network.activation", "$\\frac{$ </script><script>alert(1)</script>")
     change(other, "network.activation", "[/x] <img src=x onerror=alert(1)>")
 
