@@ -35,7 +35,7 @@ from ml_pipeline.targets import (
 
 # How ids begin, and the package that registers them when it is imported.
 _PACKAGES = {"ALE/": "ale_py", "MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
-# The ids of Atari games before ALE/, of which ale_py registers none by itself.
+# The ids of Atari games before ALE/; they come without the usual wrappers.
 _ATARI_OF_GYM = re.compile(r"(\w+?)(?:-ram)?(?:NoFrameskip|Deterministic)-v\d+")
 
 

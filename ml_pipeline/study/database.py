@@ -6,6 +6,7 @@ command line goes to PGPASSWORD of this process and its workers.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import threading
@@ -81,6 +82,7 @@ class Database:
                 # Before each use, a connection is tested, and replaced if it is broken.
                 engine_kwargs={"creator": self._connect, "pool_pre_ping": True},
             )
+        atexit.register(self._rdb.engine.dispose)  # closes its connections
         self.storage: BaseStorage = optuna.storages.get_storage(self._rdb)
 
     def _connect(self) -> Any:

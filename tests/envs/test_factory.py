@@ -69,7 +69,11 @@ def test_a_factory_can_be_pickled() -> None:
         ),
     ],
 )
-def test_an_unknown_id_or_argument_is_named(factory: EnvFactory, words: str) -> None:
+def test_an_unknown_id_or_argument_is_named(
+    factory: EnvFactory, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Registered once another test has imported ale_py.
+    monkeypatch.delitem(gym.registry, "PongNoFrameskip-v4", raising=False)
     with pytest.raises(EnvError, match=words):
         factory()
 
