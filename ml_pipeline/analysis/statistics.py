@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import combinations
 from typing import NamedTuple
 
@@ -156,15 +156,23 @@ def rank_sum_p(pairs: Sequence[tuple[Array, Array]]) -> float:
         found += float(ranks[:n_ours].sum())
         variance += n_ours * (n - n_ours) / n * float(ranks.var(ddof=1))
         if is_exact:
-            possible = [sum(each) for each in combinations(ranks.tolist(), n_ours)]
-            own, counts = np.unique(possible, return_counts=True)
+            own, own_shares = _rank_sums(tuple(sorted(ranks.tolist())), n_ours)
             sums, places = np.unique(np.add.outer(sums, own).ravel(), return_inverse=True)
-            weights = np.multiply.outer(shares, counts / counts.sum()).ravel()
+            weights = np.multiply.outer(shares, own_shares).ravel()
             shares = np.asarray(np.bincount(places.ravel(), weights=weights), dtype=np.float64)
     if is_exact:
         return float(shares[abs(sums) >= abs(found) - 1e-9].sum())
     z = max(abs(found) - 0.5, 0.0) / math.sqrt(variance) if variance > 0 else 0.0
     return math.erfc(z / math.sqrt(2))
+
+
+@lru_cache(maxsize=1_000)  # without ties, it is the same for all pairs of a size
+def _rank_sums(ranks: tuple[float, ...], n_ours: int) -> tuple[Array, Array]:
+    """The sums that ``n_ours`` of the ranks can have, and the share of the choices that have it."""
+    values, counts = np.unique(
+        [sum(each) for each in combinations(ranks, n_ours)], return_counts=True
+    )
+    return values, counts / counts.sum()
 
 
 def needed_seeds(n_groups: int, n_envs: int = 1) -> int:
