@@ -56,6 +56,15 @@ _SEED_LINE = re.compile(rb"^seed: (\d{1,9})\n", re.MULTILINE)  # all are valid
 _configs: dict[tuple[bytes, bool, bool], TrainConfig] = {}
 _MOST_CONFIGS = 100  # a longer sweep over one key checks each config anyway
 _OPEN = "++"  # Hydra's prefix of a key that may be new
+# Entries whose keys are those of a function or class that the user names.
+_ENTRIES = tuple(
+    f"{name}."
+    for name in (
+        "network.critic",
+        *(f"agent.{each}" for each in ("loss", "optimizer", "advantage", "on_rollout")),
+        "agent.obs_groups",
+    )
+)
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
@@ -170,20 +179,21 @@ def preset_files(group: str) -> dict[str, Path]:
 
 
 def opened(words: Sequence[str]) -> list[str]:
-    """Let Hydra accept every key of agent if its file does not decide which keys exist.
+    """Let Hydra accept the keys of an entry that names the user's own function.
 
-    With resume= the stored run decides, and with agent.algorithm= the class of that algorithm;
-    ``checked_config`` checks the keys.
+    Also every key of agent if its file does not decide which keys exist: with resume= the stored
+    run decides, and with agent.algorithm= the class of that algorithm. ``checked_config`` checks
+    the keys.
     """
-    if not any(word.startswith(("resume=", "agent.algorithm=")) for word in words):
-        return list(words)
-    return [f"{_OPEN}{word}" if word.startswith("agent.") else word for word in words]
+    is_any = any(word.startswith(("resume=", "agent.algorithm=")) for word in words)
+    free = ("agent.", *_ENTRIES) if is_any else _ENTRIES
+    return [f"{_OPEN}{word}" if word.startswith(free) else word for word in words]
 
 
 def as_typed(words: Sequence[str]) -> list[str]:
     """The overrides as the user typed them, without what ``opened`` added."""
-    mark = f"{_OPEN}agent."
-    return [word.removeprefix(_OPEN) if word.startswith(mark) else word for word in words]
+    marks = tuple(f"{_OPEN}{name}" for name in ("agent.", *_ENTRIES))
+    return [word.removeprefix(_OPEN) if word.startswith(marks) else word for word in words]
 
 
 def own_conf(arguments: Sequence[str]) -> list[str]:
