@@ -1,6 +1,6 @@
 """Symmetry: learn from each transition and from its mirror image (Mittal et al., 2024).
 
-    python train_ppo.py agent.loss._target_=ml_pipeline.algorithms.ppo.ideas.symmetry.symmetric_loss \
+    python train_ppo.py agent.loss._target_=ml_pipeline.algorithms.ppo.ideas.symmetry.symmetric_loss
         agent.loss.mirror_obs=my_robot.mirror_obs agent.loss.mirror_action=my_robot.mirror_action
 
 Two functions of the user mirror a batch of observations, as the env returns them, and a batch of
@@ -35,8 +35,8 @@ def symmetric_loss(
     image = batch._replace(inputs=batch.inputs._replace(obs=obs), action=action)
     own = ppo_loss(now, batch, rates, config)
     other = ppo_loss(now.on(image), image, rates, config)
-    halves = zip(own[:4], other[:4], strict=True)
-    return LossTerms(*(0.5 * (one + two) for one, two in halves))
+    means = [0.5 * (one + two) for one, two in zip(own[:4], other[:4], strict=True)]
+    return LossTerms._make([*means, {}])
 
 
 def _function(path: str, name: str) -> Callable[[Any], Any]:
