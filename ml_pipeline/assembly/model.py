@@ -20,7 +20,7 @@ from ml_pipeline.analysis.evaluate import Evaluation, evaluate
 from ml_pipeline.assembly import api
 from ml_pipeline.assembly.agent import agent_name, config_class
 from ml_pipeline.assembly.arguments import Callbacks, named_callbacks
-from ml_pipeline.assembly.compose import preset_files, stored_config
+from ml_pipeline.assembly.compose import stored_config
 from ml_pipeline.assembly.load import TrainedAgent, chosen, load_agent
 from ml_pipeline.assembly.loaded_policy import LoadedPolicy
 from ml_pipeline.envs.factory import close_env
@@ -28,6 +28,7 @@ from ml_pipeline.errors import UserError
 from ml_pipeline.given import name_of
 from ml_pipeline.runs.checkpoint import LATEST
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.shelves import preset_files
 from ml_pipeline.training.contracts import Callback
 
 ModelT = TypeVar("ModelT", bound="Model")

@@ -66,6 +66,7 @@ class EnvFactory:
                 raise TargetError(
                     f"{key}: {entry['_target_']} returned {type(env).__name__}, not a gymnasium.Env"
                 )
+            _check_made(env, key)
         space = env.observation_space
         # An observation of texts alone is refused later.
         if isinstance(space, spaces.Dict) and 0 < len(text_keys(space)) < len(space):
@@ -101,6 +102,7 @@ class EnvFactory:
             raise TargetError(
                 f"env.target={self.target} returned {type(env).__name__}, not a gymnasium.Env"
             )
+        _check_made(env, f"env.target={self.target}")
         return env
 
     def _make_id(self) -> AnyEnv:
@@ -108,6 +110,16 @@ class EnvFactory:
         given = f" with env.kwargs {dict(self.kwargs)}" if self.kwargs else ""
         with _named(f"env.id={self.id}{given} cannot be made"):
             return gym.make(str(self.id), **self.kwargs)
+
+
+def _check_made(env: AnyEnv, key: str) -> None:
+    """Refuse an env without spaces, and a wrapper that does not know its env."""
+    kind = type(env).__name__
+    if isinstance(env, gym.Wrapper) and "env" not in vars(env):
+        raise EnvError(f"{key}: {kind}.__init__ must call super().__init__(env)")
+    for name in ("observation_space", "action_space"):
+        if not hasattr(env, name):
+            raise EnvError(f"{key}: {kind} has no {name}; set self.{name} in {kind}.__init__")
 
 
 @contextmanager
