@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.envs.kinds import AnySpace
-from ml_pipeline.policy.contracts import Policy
+from ml_pipeline.policy.contracts import ActsOnPart, Policy
 from ml_pipeline.policy.masks import MaskError
 
 
@@ -27,6 +27,8 @@ class LoadedPolicy:
     ) -> None:
         self.policy = policy
         self.env_name = env_name
+        if isinstance(policy, ActsOnPart):
+            observation_space = policy.acting_reader.space
         self.observation_space = observation_space
         self.action_space = action_space
         self._memory: Tensor | None = None

@@ -137,8 +137,8 @@ def test_edit_of_code_that_the_run_does_not_use_changes_nothing(
 
 def huber(given: Any, terms: LossTerms) -> LossTerms:
     """A value loss that differs only for errors above 10."""
-    _, _, value, batch, _, config = given
-    loss = nn.functional.huber_loss(value, batch.value_target, delta=10.0)
+    now, batch, _, config = given
+    loss = nn.functional.huber_loss(now.value, batch.value_target, delta=10.0)
     return terms._replace(total=terms.total + config.value_coef * (loss - terms.value), value=loss)
 
 
