@@ -499,6 +499,13 @@ class Product(Distribution):
         ]
         return torch.cat(each, dim=-1)
 
+    def by_choice(self, outputs: Tensor) -> Tensor:
+        each = zip(self._each(), self._outputs, strict=True)
+        rows = [part.by_choice(outputs[..., own]) for part, own in each]
+        size = max(row.shape[-1] for row in rows)
+        padded = [nn.functional.pad(r, (0, size - r.shape[-1]), value=FORBIDDEN) for r in rows]
+        return torch.cat(padded, dim=-2)
+
     def leaves_a_choice(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         allowed = [
             part.leaves_a_choice(mask[:, place])

@@ -23,19 +23,6 @@ LANES = [*small(), "env=lanes", "+env.kwargs.length=8"]
 FEW = ["network.hidden_sizes=[8]"]
 
 
-class OnePart(gym.Wrapper[Any, Any, Any, Any]):
-    """The env with its action in a tuple or dict."""
-
-    def __init__(self, env: Any, *, as_dict: bool = False) -> None:
-        super().__init__(env)
-        space = env.action_space
-        self._key = "only" if as_dict else 0
-        self.action_space = spaces.Dict(only=space) if as_dict else spaces.Tuple((space,))
-
-    def step(self, action: Any) -> Any:
-        return self.env.step(action[self._key])
-
-
 class Deep(gym.Wrapper[Any, Any, Any, Any]):
     """Lanes with a tuple in a dict, and masks in the form of the space or in the observation."""
 
@@ -70,20 +57,24 @@ class Deep(gym.Wrapper[Any, Any, Any, Any]):
         return obs, {"action_mask": parts if self._masks == "parts" else flat}
 
 
-def wrapped(name: str, **options: Any) -> str:
-    given = {"_target_": f"test_several_parts.{name}", **options}
+def wrapped(target: str, **options: Any) -> str:
+    given = {"_target_": target, **options}
     return f"+env.wrappers.mine={{{', '.join(f'{k}: {v}' for k, v in given.items())}}}"
 
 
+DQN = ["agent=dqn", "env=cartpole", "agent.learning_starts=16", "agent.batch_size=8"]
+
+
 @pytest.mark.parametrize("as_dict", [False, True])
-@pytest.mark.parametrize("env", ["cartpole", "pendulum"])
+@pytest.mark.parametrize("run", [["env=cartpole"], ["env=pendulum"], DQN], ids=" ".join)
 def test_one_part_trains_bit_for_bit_like_the_action_itself(
-    here: Path, env: str, as_dict: bool
+    here: Path, run: list[str], as_dict: bool
 ) -> None:
-    settings = [*small(), f"env={env}", "agent.fast=off", *FEW]
+    own = [each for each in small() if run is not DQN or not each.startswith("agent")]
+    settings = [*own, *run, "agent.fast=off", *FEW]
 
     alone = train(settings).run_dir
-    one = train([*settings, wrapped("OnePart", as_dict=as_dict)]).run_dir
+    one = train([*settings, wrapped("tiny_envs.OnePart", as_dict=as_dict)]).run_dir
 
     assert read_rows(one) == read_rows(alone)
     ours, theirs = (weights(each) for each in (one, alone))
@@ -98,7 +89,7 @@ def weights(run: Path) -> list[Any]:
 
 @pytest.mark.parametrize("network", ["mlp", "lstm"])
 def test_workers_and_shared_memory_give_the_run_of_one_process(here: Path, network: str) -> None:
-    settings = [*LANES, f"network={network}", wrapped("Deep")]
+    settings = [*LANES, f"network={network}", wrapped("test_several_parts.Deep")]
     workers = ["vec_env.n_workers=2", "vec_env.start_method=fork"]
 
     rows = [
@@ -114,16 +105,19 @@ def test_workers_and_shared_memory_give_the_run_of_one_process(here: Path, netwo
 
 def test_masks_of_all_forms_train_the_same_policy(here: Path) -> None:
     runs = [
-        train([*LANES, *FEW, wrapped("Deep", masks=form)]).run_dir for form in ("parts", "flat")
+        train([*LANES, *FEW, wrapped("test_several_parts.Deep", masks=form)]).run_dir
+        for form in ("parts", "flat")
     ]
 
     assert weights(runs[0]) == weights(runs[1])
-    seen = train([*LANES, *FEW, wrapped("Deep", masks="obs")])  # the env refuses forbidden actions
+    seen = train(
+        [*LANES, *FEW, wrapped("test_several_parts.Deep", masks="obs")]
+    )  # the env refuses forbidden actions
     assert seen.env_steps == 64
 
 
 def test_predict_returns_what_the_env_takes(here: Path) -> None:
-    run = train([*LANES, *FEW, wrapped("Deep")]).run_dir
+    run = train([*LANES, *FEW, wrapped("test_several_parts.Deep")]).run_dir
     policy, env = load(run), Deep(Lanes())
     obs, info = env.reset(seed=1)
     mask = info["action_mask"]
