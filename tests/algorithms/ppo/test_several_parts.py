@@ -14,6 +14,7 @@ from gymnasium import spaces
 from stopped_runs import checkpoint_numbers
 
 from ml_pipeline import load, train
+from ml_pipeline.__main__ import main
 from ml_pipeline.assembly.compose import ConfigError
 from ml_pipeline.envs.tasks.lanes import Lanes
 from ml_pipeline.errors import UserError
@@ -153,6 +154,22 @@ def test_what_several_parts_do_not_support_is_refused(
         train([*settings, "device=cpu", "logger=none"])
 
     assert not list(here.iterdir())
+
+
+def test_check_env_is_ready_and_names_the_part_of_wide_bounds(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forked = ["vec_env.start_method=fork", "--seconds", "0.1"]
+    parts = wrapped("tiny_envs.OnePart", as_dict=True)
+
+    assert main(["check-env", "ml_pipeline.envs.tasks.lanes.Lanes", *forked]) == 0
+    lanes = capsys.readouterr().out
+    wide = ["staged_envs.Bounded", "+env.kwargs.bound=200.0", parts]
+    assert main(["check-env", *wide, *forked]) == 0
+    bounded = capsys.readouterr().out
+
+    assert lanes.endswith("ready to train\n")
+    assert "remark: actions/only go from -200 to 200, but agent.box_policy=gaussian" in bounded
 
 
 @pytest.mark.slow
