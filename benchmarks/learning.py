@@ -67,6 +67,7 @@ GOALS = {
     "half_cheetah_tuned": Goal("greedy", 5819.1, "rl-baselines3-zoo, one run, HalfCheetah-v3"),
     "hopper": Goal("greedy", 2410.4, "rl-baselines3-zoo, one run, Hopper-v3"),
     "walker2d": Goal("greedy", 3478.8, "rl-baselines3-zoo, one run, Walker2d-v3"),
+    "mujoco": Goal("greedy", None, "one set of settings for all"),
     "pong": Goal("train", 21.0, "rl-baselines3-zoo, one run"),
     "breakout": Goal("train", 398.0, "rl-baselines3-zoo, one run"),
     "dqn_cartpole": Goal("greedy", 500.0, "rl-baselines3-zoo"),
@@ -79,7 +80,21 @@ GOALS = {
     "sac_walker2d": Goal("greedy", 5007.0, "Tianshou"),
 }
 
+_MUJOCO = {  # Tianshou's best points after 1M steps, 10 seeds
+    "HalfCheetah": 5783.9,
+    "Hopper": 2609.3,
+    "Walker2d": 3588.5,
+    "Ant": 3258.4,
+    "Humanoid": 787.1,
+    "InvertedDoublePendulum": 9231.3,
+}
+GOALS_OF_VARIANTS = {
+    f"mujoco@env.id={name}-v5": Goal("greedy", score, f"Tianshou, {name}-v3")
+    for name, score in _MUJOCO.items()
+}
+
 VARIANTS = (
+    *GOALS_OF_VARIANTS,
     "crowded_keys@agent.action_mask=none",
     "dqn_cartpole@n_envs=1",
     "dqn_cartpole@n_envs=32",
@@ -104,7 +119,7 @@ def known_name(name: str) -> str:
 
 
 def goal_of(name: str) -> Goal:
-    return GOALS[parts_of(name)[0]]
+    return GOALS_OF_VARIANTS.get(name) or GOALS[parts_of(name)[0]]
 
 
 def folder_of(out: Path, name: str, seed: int) -> Path:

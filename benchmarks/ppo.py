@@ -49,6 +49,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "anneal_lr": True, "gamma": 0.99, "lam": 0.95, "clip": 0.2, "anneal_clip": False,
         "entropy": 0.0, "normalize": True,
     },
+    "Walker2d-v5": {
+        "steps": 81_920, "n_envs": 8, "n_steps": 512, "minibatches": 64, "epochs": 10, "lr": 3e-4,
+        "anneal_lr": True, "gamma": 0.99, "lam": 0.95, "clip": 0.2, "anneal_clip": False,
+        "entropy": 0.0, "normalize": True,
+    },
     "BreakoutNoFrameskip-v4": {
         "steps": 5_120, "n_envs": 8, "n_steps": 128, "minibatches": 4, "epochs": 4, "lr": 2.5e-4,
         "anneal_lr": True, "gamma": 0.99, "lam": 0.95, "clip": 0.1, "anneal_clip": True,

@@ -19,10 +19,10 @@ from small_agents import agent_for
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
-from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult
+from ml_pipeline.algorithms.ppo.loss import COLUMNS, Minibatch, Rates, UpdateResult
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.policy.networks import MLP
-from ml_pipeline.training.returns import RolloutOutcome
+from ml_pipeline.training.returns import RolloutOutcome, gae
 
 TWO, FIVE = spaces.Discrete(2), spaces.Discrete(5)
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -146,7 +146,7 @@ class Pair:
         """The results of one epoch of the fast agent and one of the plain agent."""
         agents = self.fast, self.plain
         ours, theirs = (agent.epoch(rollout, self.order, self.rates) for agent in agents)
-        return UpdateResult._make(ours.unbind(1)), UpdateResult._make(theirs.unbind(1))
+        return UpdateResult(*ours.unbind(1)), UpdateResult(*theirs.unbind(1))  # type: ignore[arg-type]
 
 
 def differences(
@@ -174,10 +174,7 @@ def differences(
         outputs = [each.backend.outputs(inputs)[0] for each in (fast, plain)]
     found["outputs"] = _apart(*outputs)
     result, expected = pair.epochs(pair.rollout)
-    found |= {
-        name: _apart(getattr(result, name), getattr(expected, name))
-        for name in UpdateResult._fields[:-1]
-    }
+    found |= {name: _apart(getattr(result, name), getattr(expected, name)) for name in COLUMNS[:-1]}
     found["finite"] = _flag(_bools(result) == _bools(expected) == [True, True])
     # NumPy clips gradients in place, torch does not; grad_norm compares their lengths.
     found["gradient"] = _relative(
@@ -265,7 +262,8 @@ def gae_differences(n_steps: int, n_envs: int, device: torch.device) -> dict[str
 
     outcome = random_outcome(n_steps, n_envs, 1, device)
     ours = gae_in_one_kernel(*outcome, gamma=0.99, lam=0.95)
-    return {"advantage": _apart(ours, outcome.advantage(gamma=0.99, lam=0.95))}
+    theirs, _ = outcome.estimate(gae, gamma=0.99, lam=0.95)
+    return {"advantage": _apart(ours, theirs)}
 
 
 def _apart(ours: Tensor, theirs: Tensor) -> float:

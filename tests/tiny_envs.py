@@ -265,6 +265,13 @@ class EndlessEnv(CountingEnv):
         super().__init__(length=10**9)
 
 
+class UnseededEnv(EndlessEnv):
+    """Ignores the seed of reset."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return super().reset()
+
+
 class SlowEnv(CountingEnv):
     """A step takes ``seconds``."""
 

@@ -14,10 +14,11 @@ import yaml
 from rich.table import Table
 
 from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
-from ml_pipeline.errors import UserError, shorten
+from ml_pipeline.errors import UserError, first_line, shorten
 from ml_pipeline.foreign import TEXT_BYTES, read_regular
 from ml_pipeline.metrics import shown_return
 from ml_pipeline.runs.run_folder import YAML_LOADER, RunFolder, check_yaml
+from ml_pipeline.runs.signatures import report_change, warn_once
 
 _TOP_LEVEL = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # before each key of a config
 _LABELS = ("name", "tags", "notes")  # config keys that describe a run
@@ -72,7 +73,8 @@ def _started(info: RunInfo) -> datetime | None:
 def _info(run: RunFolder) -> RunInfo:
     try:
         summary = run.read_summary()
-    except UserError:  # a damaged run is also listed
+    except UserError as error:  # the run is also listed
+        warn_once(str(error))
         summary = {}
     status = str(summary.get("status", "unknown"))
     if status == "running" and not run.is_locked():
@@ -125,9 +127,11 @@ def _shown_label(value: object) -> str:
 def stored_values(run: RunFolder) -> dict[str, object]:
     """The config of a run with dotted keys; empty if it is damaged."""
     try:
-        text = read_regular(run.config, most_bytes=TEXT_BYTES).decode("utf-8")
-        return _values(text)
-    except (UserError, OSError, ValueError, yaml.YAMLError):  # a damaged run is also listed
+        content = read_regular(run.config, most_bytes=TEXT_BYTES)
+        report_change(run.config, content)
+        return _values(content.decode("utf-8"))
+    except (UserError, OSError, ValueError, yaml.YAMLError) as error:  # the run is also listed
+        warn_once(f"{run.config} cannot be read: {first_line(error)}")
         return {}
 
 

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from gymnasium import spaces
 from omegaconf import DictConfig, OmegaConf
@@ -17,6 +18,7 @@ from ml_pipeline.config.agent import AgentConfig
 from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.moved import moved
+from ml_pipeline.policy.contracts import Networks
 from ml_pipeline.policy.space_data import named_parts
 from ml_pipeline.targets import (
     ALGORITHM_OF_OLD_RUNS,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     from ml_pipeline.envs.kinds import AnySpace
     from ml_pipeline.envs.trial import EnvTrial
-    from ml_pipeline.policy.contracts import Spaces
+    from ml_pipeline.policy.contracts import NetworkBuilder, Spaces
 
 ConfigT = TypeVar("ConfigT", AgentConfig, CurriculumConfig)
 
@@ -143,17 +145,30 @@ def build_agent(config: TrainConfig, env_spaces: Spaces, context: RunContext) ->
 
     from ml_pipeline.device import torch_threads
 
-    network = partial(build_network, config)
+    network: NetworkBuilder = partial(build_network, config)
+    if own := config.network.get("critic"):
+        network = Networks(network, partial(build_network, _for_critic(config, own)))
     # The last bits of the first weights depend on the number of threads.
     with torch_threads(torch.device("cpu")):
         return find_algorithm(config).make_agent(env_spaces, network, config.agent, context)
 
 
+def _for_critic(config: TrainConfig, own: Mapping[str, Any]) -> TrainConfig:
+    """The config for the critic: with another _target_ it has none of the actor's keys."""
+    if not config.agent.has_critic:
+        raise ConfigError(
+            f"network.critic={own}: {agent_name(config)} has no critic network; remove the key"
+        )
+    shared = {} if "_target_" in own else config.network
+    return dataclasses.replace(config, network={**shared, **own})
+
+
 def build_network(config: TrainConfig, observation_space: AnySpace) -> torch.nn.Module:
     import torch
 
+    entry = {name: value for name, value in config.network.items() if name != "critic"}
     offers = {"observation_space": observation_space}
-    network = instantiate(config.network, key="network", offers=offers, first="observation_space")
+    network = instantiate(entry, key="network", offers=offers, first="observation_space")
     if not isinstance(network, torch.nn.Module):
         raise ConfigError(
             f"network._target_={config.network['_target_']}: made a {type(network).__name__}; "
@@ -180,8 +195,11 @@ def chosen_network(config: TrainConfig, observation_space: AnySpace) -> dict[str
     source = config.agent.action_mask
     mask = None if source in ("auto", "none", "info") else source
     preprocess = Preprocess(ObservationReader(observation_space), ignored=mask, clip=None)
-    settings = {name: each for name, each in config.network.items() if name != "_target_"}
-    return written_out(preprocess.space, settings)
+    known = "_target_", "critic"
+    settings = {name: each for name, each in config.network.items() if name not in known}
+    chosen = written_out(preprocess.space, settings)
+    own = config.network.get("critic")
+    return {**chosen, "critic": own} if own else chosen
 
 
 def build_trainer(config: TrainConfig, agent: Agent, envs: Envs, context: RunContext) -> Trainer:

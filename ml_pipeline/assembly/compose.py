@@ -39,7 +39,7 @@ from ml_pipeline.errors import UserError, first_line, shorten
 from ml_pipeline.foreign import TEXT_BYTES, read_regular
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml
-from ml_pipeline.runs.signatures import is_signed, signature
+from ml_pipeline.runs.signatures import is_signed, report_change, sealed, unsealed
 from ml_pipeline.shelves import conf_folders
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -49,13 +49,20 @@ CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else REPOSITORY / "conf
 
 
 _PURPOSE = "config"  # of the signature
-_SIGNATURE = "# signature of the user who ran this: "
-_SIGNATURE_LINE = re.compile(rb"^# signature [^\n]*\n\Z", re.MULTILINE)
 _SEED_LINE = re.compile(rb"^seed: (\d{1,9})\n", re.MULTILINE)  # all are valid
 # What plain_config has read and checked: all but the seed, whether it is signed, and ``trust``.
 _configs: dict[tuple[bytes, bool, bool], TrainConfig] = {}
 _MOST_CONFIGS = 100  # a longer sweep over one key checks each config anyway
 _OPEN = "++"  # Hydra's prefix of a key that may be new
+# Entries whose keys are those of a function or class that the user names.
+_ENTRIES = tuple(
+    f"{name}."
+    for name in (
+        "network.critic",
+        *(f"agent.{each}" for each in ("loss", "optimizer", "advantage", "on_rollout")),
+        "agent.obs_groups",
+    )
+)
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
@@ -170,20 +177,21 @@ def preset_files(group: str) -> dict[str, Path]:
 
 
 def opened(words: Sequence[str]) -> list[str]:
-    """Let Hydra accept every key of agent if its file does not decide which keys exist.
+    """Let Hydra accept the keys of an entry that names the user's own function.
 
-    With resume= the stored run decides, and with agent.algorithm= the class of that algorithm;
-    ``checked_config`` checks the keys.
+    Also every key of agent if its file does not decide which keys exist: with resume= the stored
+    run decides, and with agent.algorithm= the class of that algorithm. ``checked_config`` checks
+    the keys.
     """
-    if not any(word.startswith(("resume=", "agent.algorithm=")) for word in words):
-        return list(words)
-    return [f"{_OPEN}{word}" if word.startswith("agent.") else word for word in words]
+    is_any = any(word.startswith(("resume=", "agent.algorithm=")) for word in words)
+    free = ("agent.", *_ENTRIES) if is_any else _ENTRIES
+    return [f"{_OPEN}{word}" if word.startswith(free) else word for word in words]
 
 
 def as_typed(words: Sequence[str]) -> list[str]:
     """The overrides as the user typed them, without what ``opened`` added."""
-    mark = f"{_OPEN}agent."
-    return [word.removeprefix(_OPEN) if word.startswith(mark) else word for word in words]
+    marks = tuple(f"{_OPEN}{name}" for name in ("agent.", *_ENTRIES))
+    return [word.removeprefix(_OPEN) if word.startswith(marks) else word for word in words]
 
 
 def own_conf(arguments: Sequence[str]) -> list[str]:
@@ -365,8 +373,8 @@ def plain_config(path: Path | str, *, trust: bool = False) -> dict[str, Any]:
     except (UserError, OSError):
         content = b""  # stored_config reports it
     seeds = _SEED_LINE.findall(content)
-    shared = _SEED_LINE.sub(b"", _SIGNATURE_LINE.sub(b"", content))
-    key = shared, is_signed(_PURPOSE, content), trust
+    shared = _SEED_LINE.sub(b"", unsealed(content))
+    key = shared, _is_own(run_folder.config, content), trust
     config = _configs.get(key) if len(seeds) == 1 else None
     if config is None:
         config = stored_config(run_folder, check=check_algorithm, imports_algorithm=False)
@@ -396,7 +404,15 @@ def _read_config(run_folder: RunFolder) -> tuple[DictConfig, bool]:
         raise ConfigError(f"{path}: not the config of a run: {reason}") from error
     if not isinstance(merged, DictConfig) or not merged.network:
         raise ConfigError(f"{path}: not the config of a run: it names no network")
-    return merged, is_signed(_PURPOSE, content)
+    return merged, _is_own(path, content)
+
+
+def _is_own(path: Path, content: bytes) -> bool:
+    """Whether this user wrote a config; prints a line if it has changed since it was written."""
+    if is_signed(_PURPOSE, content):
+        return True
+    report_change(path, content)
+    return False
 
 
 def _refuse_interpolations(value: object, key: str) -> None:
@@ -418,8 +434,7 @@ def _container(cfg: DictConfig) -> dict[str, object]:
 def stored_text(config: TrainConfig) -> str:
     """The text of config.yaml: everything that decides the run, except what it resumed."""
     values = {**dataclasses.asdict(config), "resume": None, "trust": False, "salvage": False}
-    text = OmegaConf.to_yaml(OmegaConf.create(values)) + _SIGNATURE
-    return text + (signature(_PURPOSE, text.encode()).decode() or "none\n")
+    return sealed(_PURPOSE, OmegaConf.to_yaml(OmegaConf.create(values)))
 
 
 def find_modules_in_cwd() -> None:

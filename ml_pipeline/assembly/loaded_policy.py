@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ml_pipeline.envs.kinds import AnySpace
 from ml_pipeline.envs.workers.trees import read_row
-from ml_pipeline.policy.contracts import Policy
+from ml_pipeline.policy.contracts import ActsOnPart, Policy
 from ml_pipeline.policy.masks import MaskError, flat_mask
 
 
@@ -28,6 +28,8 @@ class LoadedPolicy:
     ) -> None:
         self.policy = policy
         self.env_name = env_name
+        if isinstance(policy, ActsOnPart):
+            observation_space = policy.acting_reader.space
         self.observation_space = observation_space
         self.action_space = action_space
         self._memory: Tensor | None = None

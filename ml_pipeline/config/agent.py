@@ -26,6 +26,11 @@ class AgentConfig:
         return None
 
     @property
+    def has_critic(self) -> bool:
+        """Whether network.critic makes sense."""
+        return False
+
+    @property
     def needs_processes(self) -> str | None:
         """The key that does not work with tensor envs, and the value that does, or None."""
         return None
@@ -53,6 +58,11 @@ class AgentConfig:
 
     def _check(self, fact: bool, name: str, rule: str) -> None:
         check(fact, f"agent.{name}", rule, getattr(self, name))
+
+    def _check_schedule(self, name: str, more: tuple[str, ...] = ()) -> None:
+        """A known name, or a dotted path, which ``find_schedule`` imports."""
+        if "." not in str(getattr(self, name)):
+            self._check_choice(name, ("constant", "linear", "cosine", *more))
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         self._check(getattr(self, name) in choices, name, " | ".join(choices))

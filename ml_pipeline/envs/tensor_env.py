@@ -244,7 +244,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         """One step without autoreset, with the reward to learn from."""
         after, result = self._advance_all(position, action)
         reward = self.shaped(result.reward, position.state, action, after.state, result.terminated)
-        return after, result._replace(reward=reward)
+        obs, _, *rest = result  # torch 2.6 cannot compile _replace
+        return after, StepResult(obs, reward, *rest)
 
     def _advance_all(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
         """One step without autoreset, with the reward of the task."""
@@ -271,7 +272,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             episode_return=position.episode_return.masked_fill(done, 0.0),
             n_episodes=position.n_episodes + done,
         )
-        return position, result._replace(obs=self.observe(state))
+        _, *rest = result
+        return position, StepResult(self.observe(state), *rest)
 
     def _start(self, n_episodes: Tensor) -> Position:
         """Every env at the start of its episode number ``n_episodes``."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput
+from ml_pipeline.errors import UserError
+from ml_pipeline.policy.contracts import NetworkBuilder, Networks, Obs, PolicyInput
 from ml_pipeline.policy.distributions import Distribution, action_distribution
 from ml_pipeline.policy.masks import ActionMasks
 from ml_pipeline.policy.networks import out_features
 from ml_pipeline.policy.observations import ObservationReader, Preprocess, map_obs
 from ml_pipeline.policy.space_data import named_parts
+from ml_pipeline.ranks.world import World
 
 # Names in exported policies, where the recurrent state is called "state".
 ACTION, MASK, MEMORY, NEXT_MEMORY = "action", "action_mask", "state", "next_state"
@@ -27,6 +30,7 @@ _EXAMPLE_ROWS = 2  # torch.export treats a dimension of 1 as constant
 class ActorCriticSettings(Protocol):
     """The settings that ``ActorCritic`` reads."""
 
+    obs_groups: dict[str, list[str]] | None
     normalize_obs: bool
     clip_obs: float
     shared_trunk: bool
@@ -36,8 +40,21 @@ class ActorCriticSettings(Protocol):
     gsde_every_steps: int
 
 
+class Passed(NamedTuple):
+    """One pass of ``ActorCritic``; a leading T if it is recurrent."""
+
+    outputs: Tensor  # [B, n_outputs], for the action distribution
+    value: Tensor  # [B]
+    memory: Tensor | None  # the next recurrent state
+    features: Tensor  # [B, n], of the actor's network
+    value_features: Tensor  # [B, n], of the critic's network
+
+
 class ActorCritic(nn.Module):
-    """A network for the policy and one of the same kind for the value, or one for both."""
+    """A network for the policy and one for the value, or one for both.
+
+    With ``obs_groups`` they read different leaves of the observation.
+    """
 
     def __init__(
         self,
@@ -51,12 +68,23 @@ class ActorCritic(nn.Module):
     ) -> None:
         super().__init__()
         clip = config.clip_obs if config.normalize_obs else None
-        self.preprocess = Preprocess(reader, ignored=mask_leaf, clip=clip)
+        groups = checked_groups(config, reader)
+        self.preprocess = Preprocess(reader, ignored=mask_leaf, clip=clip, only=groups["actor"])
+        self.critic_preprocess = self.preprocess
+        if groups["critic"] != groups["actor"]:
+            self.critic_preprocess = Preprocess(
+                reader, ignored=mask_leaf, clip=clip, only=groups["critic"]
+            )
+        build_critic = (
+            build_network.critic if isinstance(build_network, Networks) else build_network
+        )
         # Layers draw their first weights from torch's global generator, so seed it here.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(generator.initial_seed())
             self.actor = build_network(self.preprocess.space)
-            self.critic = None if config.shared_trunk else build_network(self.preprocess.space)
+            self.critic = None
+            if not config.shared_trunk:
+                self.critic = build_critic(self.critic_preprocess.space)
             n_features = out_features(self.actor)
             self.distribution = action_distribution(action_space, n_features, config)
             self.policy_head = nn.Linear(n_features, self.distribution.n_outputs)
@@ -70,8 +98,8 @@ class ActorCritic(nn.Module):
             init_orthogonal(self.policy_head, gain=0.01, generator=generator)
             init_orthogonal(self.value_head, gain=1.0, generator=generator)
 
-    def forward(self, inputs: PolicyInput) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Outputs for the action distribution, values, and the next recurrent state."""
+    def forward(self, inputs: PolicyInput) -> Passed:
+        """Actor and critic on the same observations."""
         obs = self.preprocess(inputs.obs)
         memories: list[Tensor | None] = [None, None]
         if inputs.memory is not None:
@@ -79,16 +107,35 @@ class ActorCritic(nn.Module):
         features, memory = _run(self.actor, obs, memories[0], inputs.episode_start)
         value_features = features
         if self.critic is not None:
+            if self.critic_preprocess is not self.preprocess:
+                obs = self.critic_preprocess(inputs.obs)
             value_features, other = _run(self.critic, obs, memories[1], inputs.episode_start)
             if memory is not None and other is not None:
                 memory = torch.cat([memory, other], dim=-1)
         value: Tensor = self.value_head(value_features).squeeze(-1)
-        return self._outputs(features, inputs.action_mask), value, memory
+        outputs = self._outputs(features, inputs.action_mask)
+        return Passed(outputs, value, memory, features, value_features)
 
     def policy(self, inputs: PolicyInput) -> Tensor:
         """Outputs without the value, [B, n_outputs]; not for a recurrent policy."""
         features = self.actor(self.preprocess(inputs.obs))
         return self._outputs(features, inputs.action_mask)
+
+    @torch.no_grad()
+    def learn_moments(self, obs: Obs, world: World) -> None:
+        """Add observations, [N, ...], to the running normalisation."""
+        self.preprocess.learn_moments(obs, world)
+        if self.critic_preprocess is not self.preprocess:
+            self.critic_preprocess.learn_moments(obs, world)
+
+    def acting(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
+        """Outputs for one step without the critic, whose own memory stays as it is."""
+        if inputs.memory is None:
+            return self.policy(inputs), None
+        obs, mask, _, start = one_step(inputs)
+        own, *rest = torch.split(inputs.memory, self.memory_sizes, dim=-1)
+        features, memory = self.actor(self.preprocess(obs), own, start)
+        return self._outputs(features, mask)[0], torch.cat([memory, *rest], dim=-1)
 
     def greedy(self, reader: ObservationReader, masks: ActionMasks) -> GreedyPolicy:
         return GreedyPolicy(
@@ -102,6 +149,29 @@ class ActorCritic(nn.Module):
 
     def _outputs(self, features: Tensor, action_mask: Tensor | None) -> Tensor:
         return policy_outputs(features, self.policy_head, action_mask, self.distribution)
+
+
+def checked_groups(
+    config: ActorCriticSettings, reader: ObservationReader
+) -> dict[str, Sequence[str] | None]:
+    """The leaves that the actor and the critic read; None: all."""
+    groups, key = config.obs_groups, "agent.obs_groups"
+    if groups is None:
+        return {"actor": None, "critic": None}
+    if reader.is_single:
+        raise UserError(f"{key}={groups}: the observation is no Dict, so it has no keys to choose")
+    for name, keys in groups.items():
+        if name not in ("actor", "critic"):
+            raise UserError(f"{key}.{name} is unknown; the groups are actor and critic")
+        unknown = [each for each in keys if each not in reader.leaves]
+        if unknown or not keys:
+            known = ", ".join(reader.leaves)
+            raise UserError(
+                f"{key}.{name}={keys}: choose among the keys of the observation: {known}"
+            )
+    if config.shared_trunk and groups.get("actor") != groups.get("critic"):
+        raise UserError(f"{key}: agent.shared_trunk=true has one network for both; set it to false")
+    return {"actor": groups.get("actor"), "critic": groups.get("critic")}
 
 
 def policy_outputs(

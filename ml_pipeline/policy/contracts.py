@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union, runtime_checkable
 
 if TYPE_CHECKING:
     import gymnasium as gym
@@ -11,8 +12,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
+    from ml_pipeline.policy.observations import ObservationReader
+
 Obs = Union["Tensor", "dict[str, Tensor]"]  # a tensor, or one per leaf: "camera", "arm/angle", "0"
 NetworkBuilder = Callable[["gym.Space[Any]"], "nn.Module"]
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Builders for an agent whose critic has another network than its actor."""
+
+    actor: NetworkBuilder
+    critic: NetworkBuilder
+
+    def __call__(self, space: gym.Space[Any]) -> nn.Module:
+        """The actor's: what an agent without a critic asks for."""
+        return self.actor(space)
 
 
 class Spaces(NamedTuple):
@@ -75,3 +90,10 @@ class Policy(Protocol):
 
     def mask_of(self, infos: Mapping[str, Any]) -> NDArray[np.bool_] | None:
         """The action masks in the infos, or None if this policy does not read masks there."""
+
+
+@runtime_checkable
+class ActsOnPart(Protocol):
+    """A policy whose critic reads leaves of the observation that acting does not need."""
+
+    acting_reader: ObservationReader

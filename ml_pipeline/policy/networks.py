@@ -41,7 +41,9 @@ class MLP(nn.Module):
         observation_space: gym.Space[Any],
         hidden_sizes: Sequence[int] = (64, 64),
         activation: str = "tanh",
+        layer_norm: bool = False,
     ) -> None:
+        """``layer_norm``: normalise the inputs of every activation over the units of the layer."""
         super().__init__()
         self.activation = activation
         make_activation = activation_class(activation)
@@ -52,7 +54,8 @@ class MLP(nn.Module):
         sizes = [sum(math.prod(leaf.shape or ()) for leaf in leaves), *hidden_sizes]
         layers: list[nn.Module] = []
         for n_in, n_out in pairwise(sizes):
-            layers += [nn.Linear(n_in, n_out), make_activation()]
+            norm = [nn.LayerNorm(n_out)] if layer_norm else []
+            layers += [nn.Linear(n_in, n_out), *norm, make_activation()]
         self.layers = nn.Sequential(*layers)
         self.out_features = sizes[-1]
 

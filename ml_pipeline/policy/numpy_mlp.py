@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ml_pipeline.mirrors import Mirrored
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.observations import Preprocess
-from ml_pipeline.policy.optimiser import FlatAdam
+from ml_pipeline.policy.optimiser import FlatParameters
 
 Array = NDArray[np.float32]
 
@@ -24,7 +24,7 @@ _FEW_ROWS, _WIDE = 32, 2**16
 # What ``Tower`` and ``Normaliser`` repeat.
 MIRRORED: Mirrored = {
     "ml_pipeline.policy.networks._ACTIVATIONS": "6fb51b64ffd8",
-    "ml_pipeline.policy.networks.MLP.__init__": "934a2a6559d2",
+    "ml_pipeline.policy.networks.MLP.__init__": "75d83bcb29c8",
     "ml_pipeline.policy.networks.MLP.forward": "b5dcb0c3f503",
     "ml_pipeline.policy.observations.Preprocess.forward": "8d79f94e61d7",
     "ml_pipeline.policy.observations.Preprocess._prepared": "9c3f3bae925a",
@@ -62,7 +62,7 @@ def has_hooks(module: nn.Module) -> bool:
 class Layer:
     """Weights of a dense layer and room for their gradients, as views of torch tensors."""
 
-    def __init__(self, name: str, adam: FlatAdam, values: Tensor | None = None) -> None:
+    def __init__(self, name: str, adam: FlatParameters, values: Tensor | None = None) -> None:
         """``values``: use these weights, which are laid out as those of ``adam``."""
         arrays = []
         for each in ("weight", "bias"):
@@ -103,13 +103,13 @@ class Tower:
         self._has_head = has_head
 
     @classmethod
-    def with_head(cls, trunk: MLP, trunk_name: str, head_name: str, adam: FlatAdam) -> Tower:
+    def with_head(cls, trunk: MLP, trunk_name: str, head_name: str, adam: FlatParameters) -> Tower:
         layers = [Layer(name, adam) for name in [*_layer_names(trunk, trunk_name), head_name]]
         return cls(layers, is_tanh=trunk.activation == "tanh", has_head=True)
 
     @classmethod
     def without_head(
-        cls, trunk: MLP, trunk_name: str, adam: FlatAdam, values: Tensor | None = None
+        cls, trunk: MLP, trunk_name: str, adam: FlatParameters, values: Tensor | None = None
     ) -> Tower:
         layers = [Layer(name, adam, values) for name in _layer_names(trunk, trunk_name)]
         return cls(layers, is_tanh=trunk.activation == "tanh", has_head=False)

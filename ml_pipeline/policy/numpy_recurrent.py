@@ -17,7 +17,7 @@ from torch import nn
 from ml_pipeline.mirrors import Mirrored
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.numpy_mlp import Array, Layer, Tower, is_mirrored
-from ml_pipeline.policy.optimiser import FlatAdam
+from ml_pipeline.policy.optimiser import FlatParameters
 from ml_pipeline.policy.recurrent import Recurrent
 
 # What ``RecurrentTowers`` repeats.
@@ -61,7 +61,7 @@ class Unrolled(NamedTuple):
 class _Weights:
     """The weights of one cell and room for their gradients, as views of torch tensors."""
 
-    def __init__(self, name: str, adam: FlatAdam) -> None:
+    def __init__(self, name: str, adam: FlatParameters) -> None:
         def views(part: str) -> tuple[Array, Array]:
             values, grad = adam.views[f"{name}.{part}_l0"]
             return values.numpy(), grad.numpy()
@@ -83,7 +83,7 @@ class _Cells:
     n_parts: int  # of the state, ``size`` numbers each
     tanh_gate = 2  # the other gates have a sigmoid
 
-    def __init__(self, names: Sequence[str], size: int, adam: FlatAdam) -> None:
+    def __init__(self, names: Sequence[str], size: int, adam: FlatParameters) -> None:
         self.size = size
         self._weights = [_Weights(name, adam) for name in names]
         self._half = np.full((self.n_gates, 1, 1, 1), 0.5, np.float32)
@@ -299,7 +299,7 @@ class _GRUs(_Cells):
 class RecurrentTowers:
     """The networks of the actor and of the critic, which have cells of the same size."""
 
-    def __init__(self, actor: Recurrent, critic: Recurrent, adam: FlatAdam) -> None:
+    def __init__(self, actor: Recurrent, critic: Recurrent, adam: FlatParameters) -> None:
         trunks = {"actor": actor, "critic": critic}
         self._encoders = [
             Tower.without_head(cast("MLP", trunk.encoder), f"{name}.encoder", adam)

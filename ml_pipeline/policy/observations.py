@@ -134,11 +134,23 @@ class Preprocess(nn.Module):
     """
 
     def __init__(
-        self, reader: ObservationReader, *, ignored: str | None, clip: float | None
+        self,
+        reader: ObservationReader,
+        *,
+        ignored: str | None,
+        clip: float | None,
+        only: Sequence[str] | None = None,
     ) -> None:
-        """``ignored``: a leaf to hide from the network, such as an action mask."""
+        """``ignored``: a leaf to hide from the network, such as an action mask.
+
+        ``only``: the leaves that the network reads; None: all.
+        """
         super().__init__()
-        self.leaves = {name: leaf for name, leaf in reader.leaves.items() if name != ignored}
+        self.leaves = {
+            name: leaf
+            for name, leaf in reader.leaves.items()
+            if name != ignored and (only is None or name in only)
+        }
         if not self.leaves:
             raise ObservationSpaceError(
                 f"the observation has no leaf except the action mask {ignored!r}; "
@@ -231,6 +243,18 @@ class RunningMoments(nn.Module):
         # In place: a fast backend holds views of these buffers.
         for own, new in zip(held, merged, strict=True):
             own.copy_(torch.where(finite, new, own))
+
+
+def subspace(space: gym.Space[Any], leaves: Sequence[str], path: str = "") -> gym.Space[Any]:
+    """The part of a Dict, which may hold others, with these leaves."""
+    if not isinstance(space, spaces.Dict):
+        return space
+    parts = {}
+    for name, part in space.items():
+        place = f"{path}{name}"
+        if any(f"{leaf}/".startswith(f"{place}/") for leaf in leaves):
+            parts[name] = subspace(part, leaves, f"{place}/")
+    return spaces.Dict(parts)
 
 
 def is_image(space: gym.Space[Any]) -> bool:

@@ -1,23 +1,26 @@
-"""FlatAdam: Adam on one flat tensor of all parameters, so that a step is a few kernels.
+"""Optimisers: clip the gradients and take a step, unless something is not finite.
 
-The module's parameters and gradients become views of ``values`` and ``grad``. The update equals
-that of ``torch.optim.Adam``.
+``FlatAdam`` is Adam on one flat tensor of all parameters, so that a step is a few kernels. It
+equals ``torch.optim.Adam``. ``TorchOptimiser`` runs any optimiser of torch, or one like them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import UserError, type_and_line
 from ml_pipeline.mirrors import Mirrored, why_not
 from ml_pipeline.ranks.world import ALONE
 from ml_pipeline.records import StateDict
+from ml_pipeline.targets import check_arguments, import_entry
 
 BETA_1, BETA_2 = 0.9, 0.999
+_NEEDED = ("param_groups", "step", "state_dict", "load_state_dict")
 
 # What ``FlatAdam.step_on_cpu`` repeats.
 MIRRORED: Mirrored = {
@@ -64,11 +67,11 @@ def adam_step(
     return norm, finite
 
 
-class FlatAdam:
-    """Adam with gradient clipping; move the module to its device first."""
+class FlatParameters:
+    """All parameters and gradients of a module as two flat tensors; the module's are views."""
 
-    def __init__(self, module: nn.Module, *, eps: float, max_grad_norm: float) -> None:
-        self.eps = eps
+    def __init__(self, module: nn.Module, *, max_grad_norm: float) -> None:
+        """Move the module to its device first."""
         self.max_grad_norm = max_grad_norm
         self.world = ALONE
         self.share = 1.0  # of this rank in the next minibatch
@@ -80,16 +83,9 @@ class FlatAdam:
                 f"network parameters must be float32, got {', '.join(others)}; call .float()"
             )
         self.values = torch.cat([each.detach().flatten() for each in parameters])
-        self._mean, self._square = torch.zeros_like(self.values), torch.zeros_like(self.values)
         self._grad_and_loss = self.values.new_zeros(len(self.values) + 1)  # summed over ranks
         self.grad = self._grad_and_loss[:-1]
         self.n_steps = torch.zeros((), device=self.values.device)
-        self._has_fused: bool | None = None  # whether ``quick_step`` may use ``step_on_cpu``
-        if self.values.device.type == "cpu":
-            self._grad_and_loss_array = self._grad_and_loss.numpy()
-            self._grad_array, self._n_steps_array = self.grad.numpy(), self.n_steps.numpy()
-            held = ([each] for each in (self.values, self.grad, self._mean, self._square))
-            self._fused: tuple[Any, ...] = (*held, [], [self.n_steps])
         self.views: dict[str, tuple[Tensor, Tensor]] = {}  # by name: (values, gradient)
         end = 0
         for name, parameter in zip(self.names, parameters, strict=True):
@@ -97,6 +93,31 @@ class FlatAdam:
             parameter.data = self.values[start:end].view_as(parameter)
             parameter.grad = self.grad[start:end].view_as(parameter)
             self.views[name] = (parameter.data, parameter.grad)
+
+    def place(self, name: str) -> int:
+        """Offset of a parameter in ``values``."""
+        return int(self.views[name][0].storage_offset())
+
+    def broken_gradients(self) -> list[str]:
+        """Names of the parameters whose gradients are not finite."""
+        return [name for name, (_, grad) in self.views.items() if not torch.isfinite(grad).all()]
+
+
+class FlatAdam(FlatParameters):
+    """Adam with gradient clipping."""
+
+    can_be_captured = True  # in a CUDA graph: a step never waits for the device
+
+    def __init__(self, module: nn.Module, *, eps: float, max_grad_norm: float) -> None:
+        super().__init__(module, max_grad_norm=max_grad_norm)
+        self.eps = eps
+        self._mean, self._square = torch.zeros_like(self.values), torch.zeros_like(self.values)
+        self._has_fused: bool | None = None  # whether ``quick_step`` may use ``step_on_cpu``
+        if self.values.device.type == "cpu":
+            self._grad_and_loss_array = self._grad_and_loss.numpy()
+            self._grad_array, self._n_steps_array = self.grad.numpy(), self.n_steps.numpy()
+            held = ([each] for each in (self.values, self.grad, self._mean, self._square))
+            self._fused: tuple[Any, ...] = (*held, [], [self.n_steps])
 
     def step(self, learning_rate: float, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Clip the gradients and take one step; returns their norm, and whether all was finite.
@@ -154,14 +175,6 @@ class FlatAdam:
         """Running means of the gradient and of its square."""
         return self._mean, self._square
 
-    def place(self, name: str) -> int:
-        """Offset of a parameter in ``values``."""
-        return int(self.views[name][0].storage_offset())
-
-    def broken_gradients(self) -> list[str]:
-        """Names of the parameters whose gradients are not finite."""
-        return [name for name, (_, grad) in self.views.items() if not torch.isfinite(grad).all()]
-
     def state_dict(self) -> StateDict:
         return {"mean": self._mean, "square": self._square, "n_steps": self.n_steps}
 
@@ -172,3 +185,69 @@ class FlatAdam:
                     f"optimiser state has {state[name].numel()} values, the network {own.numel()}"
                 )
             own.copy_(state[name])
+
+
+class TorchOptimiser(FlatParameters):
+    """An optimiser that a config names, with the same clipping and schedule as ``FlatAdam``.
+
+    It is called with ``[(name, parameter), ...]`` and ``lr``, as every optimiser of torch may be. A
+    function may make groups of them; their learning rates keep their ratios.
+    """
+
+    can_be_captured = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        entry: Mapping[str, Any],
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        key: str,
+    ) -> None:
+        super().__init__(module, max_grad_norm=max_grad_norm)
+        make, options = import_entry(entry, key=key)
+        check_arguments(make, {"lr": learning_rate, **options}, key=key, given=1)
+        named = list(zip(self.names, self.parameters, strict=True))
+        try:
+            self._made = make(named, **{"lr": learning_rate, **options})
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{key}._target_={entry['_target_']}: {type_and_line(error)}"
+            ) from error
+        missing = [each for each in _NEEDED if not hasattr(self._made, each)]
+        if missing:
+            raise UserError(
+                f"{key}._target_={entry['_target_']}: made a {type(self._made).__name__} without "
+                f"{', '.join(missing)}; name a torch.optim.Optimizer, or what behaves like one"
+            )
+        self._factors = [group["lr"] / learning_rate for group in self._made.param_groups]
+
+    def step(self, learning_rate: Any, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``FlatAdam.step``, but it waits for the device."""
+        loss = self.world.average(self._grad_and_loss, loss, self.share)
+        norm = torch.linalg.vector_norm(self.grad)
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        if finite:
+            self.grad.mul_((self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+            for group, factor in zip(self._made.param_groups, self._factors, strict=True):
+                group["lr"] = float(learning_rate) * factor
+            self._made.step()
+            self.n_steps += 1.0
+        return norm, finite
+
+    def step_on_cpu(self, learning_rate: float, loss: float) -> tuple[float, bool]:
+        norm, finite = self.step(learning_rate, torch.tensor(loss))
+        return float(norm), bool(finite)
+
+    def state_dict(self) -> StateDict:
+        return {"n_steps": self.n_steps, "made": self._made.state_dict()}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        if "made" not in state:
+            raise ValueError("the checkpoint has the state of Adam, not of this optimiser")
+        self.n_steps.copy_(state["n_steps"])
+        self._made.load_state_dict(state["made"])
+
+
+Optimiser = FlatAdam | TorchOptimiser

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +17,10 @@ from ml_pipeline.foreign import read_regular
 from ml_pipeline.runs.run_folder import RunFolder, remove, write_atomically
 from ml_pipeline.runs.signatures import NoKeyError, UntrustedError, user_key
 
-_MAGIC = b"ml_pipeline envs 2\n"
+_MAGIC = b"ml_pipeline envs 3\n"
+_OLD_MAGIC = b"ml_pipeline envs 2\n"  # the token does not name the content
 _SEAL_SIZE = 32
+_NAME_SIZE = 32  # hex digits of the SHA-256 of the content, which the checkpoint stores
 
 
 class SnapshotError(UserError):
@@ -38,10 +39,12 @@ def save_snapshots(
     The file of the previous checkpoint stays until ``sweep_snapshots``. ``numbered`` is the number
     of a checkpoint that keeps this file as long as it exists.
     """
-    token = secrets.token_hex(8) if numbered is None else f"{numbered}x{secrets.token_hex(8)}"
     lengths = [len(each) for each in snapshots]
     body = struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths) + b"".join(snapshots)
-    content = _MAGIC + _seal(token, body, _key()) + body
+    digest = hashlib.sha256(body)
+    name = digest.hexdigest()[:_NAME_SIZE]
+    token = name if numbered is None else f"{numbered}x{name}"
+    content = _MAGIC + _seal(_MAGIC + token.encode() + digest.digest()) + body
     write_atomically(snapshot_path(run, token), lambda file: file.write(content))
     return token
 
@@ -54,13 +57,18 @@ def load_snapshots(run: RunFolder, token: str, *, trust: bool) -> list[bytes]:
     content = read_regular(path)
     start = len(_MAGIC) + _SEAL_SIZE
     seal, body = content[len(_MAGIC) : start], content[start:]
-    if not content.startswith(_MAGIC):
+    is_old = content.startswith(_OLD_MAGIC)
+    if not (is_old or content.startswith(_MAGIC)):
         raise SnapshotError(f"{path.name} is damaged")
-    if not trust and not hmac.compare_digest(seal, _seal(token, body, _key())):
+    digest = hashlib.sha256(body)
+    signed = token.encode() + body if is_old else _MAGIC + token.encode() + digest.digest()
+    if not trust and not hmac.compare_digest(seal, _seal(signed)):
         raise UntrustedError(
             f"{path} was not saved by this user, or has changed since, and loading it can run any "
             "code; use trust=true if you trust its author, or delete it to start new episodes"
         )
+    if not (is_old or token.endswith(digest.hexdigest()[:_NAME_SIZE])):
+        raise SnapshotError(f"{path.name} is damaged: its name does not match its content")
     try:
         (count,) = struct.unpack_from("<I", body)
         lengths = struct.unpack_from(f"<{count}Q", body, 4)
@@ -84,12 +92,8 @@ def sweep_snapshots(run: RunFolder, *, keep: str | None, numbered: Sequence[int]
             remove(path)
 
 
-def _seal(token: str, body: bytes, key: bytes) -> bytes:
-    return hmac.new(key, token.encode() + body, hashlib.sha256).digest()
-
-
-def _key() -> bytes:
+def _seal(message: bytes) -> bytes:
     try:
-        return user_key()
+        return hmac.new(user_key(), message, hashlib.sha256).digest()
     except NoKeyError as error:
         raise SnapshotError(f"no key to seal them with: {error}") from error

@@ -131,7 +131,7 @@ class Record:
                 **self._facts,
                 "status": "running",
                 "what_runs_where": line,
-                "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "started": datetime.now().astimezone().isoformat(timespec="milliseconds"),
                 "commands": [*self._commands_before, self._command],
                 "git_commit": _noted(package_code(), self.run.changes),
                 "user_git_commit": _noted(user_code(self._started_in), self.run.user_changes),

@@ -6,6 +6,7 @@ checkpoints/.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -29,6 +30,7 @@ YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_YAML = 1_000_000  # characters
 _MAX_DEPTH = 50
 _OF_LOGGERS = ("wandb",)  # W&B links to its own logs, and adds a new folder for each process
+_SUMMARY_END = 64 + len('"\n}\n')  # the checksum, and what follows it
 _LIST = "python -m ml_pipeline runs lists the runs"  # the fix of a wrong path
 
 
@@ -148,7 +150,8 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any]:
         """The content of summary.json; empty before the first write."""
         try:
-            summary = json.loads(read_regular(self.summary, most_bytes=TEXT_BYTES))
+            content = read_regular(self.summary, most_bytes=TEXT_BYTES)
+            summary = json.loads(content)
             json.dumps(summary, allow_nan=False)  # Python reads NaN, but JSON has none
         except FileNotFoundError:
             return {}
@@ -158,12 +161,18 @@ class RunFolder:
             raise RunFolderError(f"{self.summary} is not valid JSON: {error}") from error
         if not isinstance(summary, dict):
             raise RunFolderError(f"{self.summary} is not a JSON object")
+        checksum = summary.pop("checksum", None)  # older files have none
+        if checksum not in (None, _checksum(content[:-_SUMMARY_END])):
+            raise RunFolderError(
+                f"{self.summary} is damaged: its checksum does not match its content; restore "
+                "it, or delete it to continue without the times and results that it has"
+            )
         return summary
 
     def update_summary(self, facts: Mapping[str, object]) -> None:
         """Add entries to summary.json, or replace them."""
-        text = json.dumps({**self.read_summary(), **facts}, indent=2, allow_nan=False)
-        write_text(self.summary, text + "\n")
+        summary = {**self.read_summary(), **facts, "checksum": "0" * 64}
+        write_text(self.summary, _sealed(json.dumps(summary, indent=2, allow_nan=False) + "\n"))
 
     def end_in_place(self, status: str) -> None:
         """Replace only the status "running", in the same file: a full disk has no room for more."""
@@ -172,9 +181,19 @@ class RunFolder:
             text = self.summary.read_text(encoding="utf-8")
             text = text.replace(running, f'"status": "{status}"'.ljust(len(running)), 1)
             with self.summary.open("r+", encoding="utf-8") as file:
-                file.write(text)
+                file.write(_sealed(text) if '"checksum": "' in text else text)
         except OSError as error:
             raise RunFolderError(f"could not write {self.summary}: {error}") from error
+
+
+def _sealed(summary: str) -> str:
+    """The text of summary.json with the SHA-256 of all before it in its last entry, checksum."""
+    body, end = summary[:-_SUMMARY_END], summary[-_SUMMARY_END:]
+    return body + _checksum(body.encode()) + end[64:]
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def is_checkpoint_file(path: Path) -> bool:

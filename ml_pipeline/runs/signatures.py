@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import stat
 import sys
@@ -23,6 +24,7 @@ from ml_pipeline.foreign import absolute_folder
 SIGNATURE_SIZE = 65  # 64 hex digits and a newline
 
 _KEY_SIZE = 32
+_SEAL = re.compile(rb"# (?:sha256 ([0-9a-f]{64}), )?signature [^\n]*\n")
 
 
 class UntrustedError(UserError):
@@ -48,6 +50,34 @@ def is_signed(purpose: str, content: bytes) -> bool:
         return hmac.compare_digest(line, _signature(purpose, body))
     except NoKeyError:
         return False
+
+
+def sealed(purpose: str, text: str) -> str:
+    """A YAML text with a comment at its end: its SHA-256, which anybody can check, and a signature.
+
+    Without a key there is no signature.
+    """
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    text += f"# sha256 {checksum}, signature of the user who wrote this: "
+    return text + (signature(purpose, text.encode()).decode() or "none\n")
+
+
+def unsealed(content: bytes) -> bytes:
+    """The text that ``sealed`` was given; all of ``content`` without a seal."""
+    start = _seal_start(content)
+    return content[:start] if _SEAL.fullmatch(content, start) else content
+
+
+def report_change(path: Path, content: bytes) -> None:
+    """Print a line, once per file, if its SHA-256 does not match; older files have none."""
+    start = _seal_start(content)
+    seal = _SEAL.fullmatch(content, start)
+    if seal and seal[1] and seal[1] != hashlib.sha256(content[:start]).hexdigest().encode():
+        warn_once(f"{path}: changed since it was written; if you did not edit it, it is damaged")
+
+
+def _seal_start(content: bytes) -> int:
+    return content.rfind(b"\n# ") + 1
 
 
 def _signature(purpose: str, content: bytes) -> bytes:
@@ -93,7 +123,7 @@ def _read_key(path: Path) -> bytes | None:
     elif sys.platform != "win32" and facts.st_mode & 0o077:
         reason = f"others can read or change it; if they did not, type: chmod 600 {path}"
     if reason:
-        _warn(f"the key {path} is not used: {reason}")
+        warn_once(f"the key {path} is not used: {reason}")
         raise NoKeyError(f"{path}: {reason}")
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     with os.fdopen(descriptor, "rb") as file:
@@ -101,8 +131,8 @@ def _read_key(path: Path) -> bytes | None:
 
 
 @cache
-def _warn(line: str) -> None:
-    """Once: without a key, own files look like those of another user."""
+def warn_once(line: str) -> None:
+    """Once: a command may read the same file several times."""
     print(line, file=sys.stderr)
 
 

@@ -28,7 +28,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from ml_pipeline.errors import UserError, first_line, shorten
 from ml_pipeline.foreign import TABLE_BYTES, TEXT_BYTES, check_folder, check_size, read_regular
 from ml_pipeline.runs.run_folder import check_yaml, write_text
-from ml_pipeline.runs.signatures import UntrustedError, is_signed, signature
+from ml_pipeline.runs.signatures import UntrustedError, is_signed, report_change, sealed
 from ml_pipeline.study.database import Database
 from ml_pipeline.study.journal import HOST, JournalLock
 
@@ -134,7 +134,9 @@ class StudyFolder:
 
     def read(self) -> StudySettings:
         try:
-            text = read_regular(self.settings, most_bytes=TEXT_BYTES).decode("utf-8")
+            content = read_regular(self.settings, most_bytes=TEXT_BYTES)
+            report_change(self.settings, content)
+            text = content.decode("utf-8")
             check_yaml(text)
             return StudySettings.checked(yaml.safe_load(text))
         except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
@@ -152,8 +154,7 @@ class StudyFolder:
 
     def write(self, settings: StudySettings) -> None:
         text = yaml.safe_dump(settings._asdict(), sort_keys=False, width=1000)
-        text += "# signature of the user who started this: "
-        write_text(self.settings, text + (signature(_PURPOSE, text.encode()).decode() or "none\n"))
+        write_text(self.settings, sealed(_PURPOSE, text))
 
     @cached_property
     def database(self) -> Database | None:

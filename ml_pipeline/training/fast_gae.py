@@ -1,4 +1,4 @@
-"""advantages_of: ``RolloutOutcome.advantage``; on a GPU in one Triton kernel instead of hundreds.
+"""estimate: ``RolloutOutcome.estimate``; ``gae`` is one Triton kernel on a GPU, not hundreds.
 
 The kernel runs only while the code that it repeats is unchanged.
 """
@@ -15,23 +15,26 @@ from torch import Tensor
 
 from ml_pipeline.errors import type_and_line
 from ml_pipeline.mirrors import Mirrored, why_not
-from ml_pipeline.training.returns import RolloutOutcome
+from ml_pipeline.training.returns import Estimator, RolloutOutcome, gae
 
 MIRRORED: Mirrored = {
     "ml_pipeline.training.returns.gae": "76cd00bcdf7b",
-    "ml_pipeline.training.returns.RolloutOutcome.advantage": "d276eb852124",
+    "ml_pipeline.training.returns.RolloutOutcome.estimate": "8ab548cb3c7c",
 }
 
 
-def advantages_of(outcome: RolloutOutcome, *, gamma: float, lam: float) -> Any:
-    """Generalised advantage estimates, [T, n_envs]; arrays or tensors, as ``outcome`` has them."""
+def estimate(
+    outcome: RolloutOutcome, estimator: Estimator, *, gamma: float, lam: float
+) -> tuple[Any, Any]:
+    """Advantages and targets, [T, n_envs]; arrays or tensors, as ``outcome`` has them."""
     reward = outcome.reward
     is_on_gpu = isinstance(reward, Tensor) and reward.is_cuda
-    if is_on_gpu and _is_mirrored() and _is_built(reward.device):
+    if is_on_gpu and estimator is gae and _is_mirrored() and _is_built(reward.device):
         from ml_pipeline.training.gae_kernel import gae_in_one_kernel
 
-        return gae_in_one_kernel(*outcome, gamma=gamma, lam=lam)
-    return outcome.advantage(gamma=gamma, lam=lam)
+        advantage = gae_in_one_kernel(*outcome, gamma=gamma, lam=lam)
+        return advantage, advantage + outcome.value
+    return outcome.estimate(estimator, gamma=gamma, lam=lam)
 
 
 def _is_mirrored() -> bool:

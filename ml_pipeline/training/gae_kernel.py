@@ -44,7 +44,7 @@ def gae_in_one_kernel(
     gamma: float,
     lam: float,
 ) -> Tensor:
-    """``RolloutOutcome.advantage`` with a single kernel launch."""
+    """The advantages of ``RolloutOutcome.estimate`` with ``gae``, in a single kernel launch."""
     n_steps, n_envs = reward.shape
     advantage = torch.empty_like(reward)
     block = 128

@@ -6,6 +6,7 @@ second version of any of them, so an edit here takes effect everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -38,6 +39,10 @@ def gae(
     return advantage
 
 
+# Arguments as ``gae``; returns the advantage, or a pair: the advantage and the critic's target.
+Estimator = Callable[..., Any]
+
+
 class RolloutOutcome(NamedTuple):
     """How each step of a rollout ended, and the values of its successors; arrays or tensors."""
 
@@ -48,15 +53,17 @@ class RolloutOutcome(NamedTuple):
     terminated: Any  # bool
     truncated: Any  # bool
 
-    def advantage(self, *, gamma: float, lam: float) -> Any:
-        """``gae`` with the value of each step's true successor."""
+    def estimate(self, estimator: Estimator, *, gamma: float, lam: float) -> tuple[Any, Any]:
+        """Advantages and targets of the critic, from the value of each step's true successor."""
         library: Any = torch if isinstance(self.reward, Tensor) else np
         zero, one = library.zeros_like(self.value), library.ones_like(self.value)
         following = library.concatenate([self.value[1:], self.last_value[None]])
         following = library.where(self.truncated, self.final_value, following)
         following = library.where(self.terminated, zero, following)
         ongoing = library.where(self.terminated | self.truncated, zero, one)
-        return gae(self.reward, self.value, following, ongoing, gamma=gamma, lam=lam)
+        ends = self.reward, self.value, following, ongoing
+        found = estimator(*ends, gamma=gamma, lam=lam)
+        return found if isinstance(found, tuple) else (found, found + self.value)
 
 
 def discounted_returns(

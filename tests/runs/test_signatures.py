@@ -50,7 +50,7 @@ def test_key_that_others_may_know_is_not_used_and_said_once(
     make, reason = UNSAFE[kind]
     path = config_home / "ml_pipeline" / "snapshot.key"
     make(path)
-    signatures._warn.cache_clear()
+    signatures.warn_once.cache_clear()
 
     assert not is_signed("config", signed)
     assert signature("config", b"text") == b""

@@ -243,7 +243,7 @@ def test_server_that_a_foreign_study_names_is_not_contacted(here: Path, capsys: 
         study.make()
         url = f"postgresql://me@127.0.0.1:{server.getsockname()[1]}/x"
         study.write(StudySettings([], {}, 3, 1, EVAL_RETURN, storage=url))
-        study.settings.write_text(study.settings.read_text().partition("# signature")[0])
+        study.settings.write_text(study.settings.read_text().partition("# sha256")[0])
 
         for arguments in (["study", "status", "foreign"], ["compare", "studies/foreign"]):
             assert main(arguments) == 1

@@ -7,7 +7,7 @@ faster backends that compute the same. They run only while the code that they re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -20,18 +20,26 @@ from torch import Tensor
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.contracts import FastPPO, PPOBackend
 from ml_pipeline.algorithms.ppo.fast.choice import MIRRORED, fastest
-from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult, policy_change, ppo_loss
+from ml_pipeline.algorithms.ppo.loss import (
+    LossTerms,
+    Minibatch,
+    Rates,
+    UpdateResult,
+    current,
+    policy_change,
+    ppo_loss,
+)
 from ml_pipeline.mirrors import why_not
 from ml_pipeline.policy.acting_noise import ActingNoise
-from ml_pipeline.policy.actor_critic import ActorCritic, GreedyPolicy, one_step
+from ml_pipeline.policy.actor_critic import ActorCritic, GreedyPolicy, Passed, one_step
 from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, PolicySample, Spaces
 from ml_pipeline.policy.masks import ActionMasks, Mask, find_mask_leaf
-from ml_pipeline.policy.observations import ObservationReader, map_obs
-from ml_pipeline.policy.optimiser import FlatAdam
+from ml_pipeline.policy.observations import ObservationReader, map_obs, subspace
+from ml_pipeline.policy.optimiser import FlatAdam, Optimiser, TorchOptimiser
 from ml_pipeline.policy.space_data import check_spaces, space_to_data
 from ml_pipeline.records import StateDict
 from ml_pipeline.seeding import stream_seed
-from ml_pipeline.targets import check_arguments, import_entry
+from ml_pipeline.targets import TargetError, check_arguments, import_entry
 from ml_pipeline.training.contracts import RunContext
 
 
@@ -41,16 +49,23 @@ class TorchPPO:
     acts_faster_on_cpu = takes_arrays = False
 
     def __init__(
-        self, model: ActorCritic, adam: FlatAdam, config: PPOConfig, *, precision: str = "float32"
+        self,
+        model: ActorCritic,
+        adam: Optimiser,
+        config: PPOConfig,
+        *,
+        precision: str = "float32",
+        noise_seed: int = 0,
     ) -> None:
+        """``noise_seed``: of ``Current.key``."""
         self.model = model
         self.adam = adam
         self.config = config
         self.precision = precision
+        self.extra_metrics: tuple[str, ...] = ()  # that the loss returned last
         self._device = adam.values.device
-        loss, options = import_entry(config.loss, key="agent.loss")
-        check_arguments(loss, options, key="agent.loss", given=6)
-        self.loss = partial(loss, **options)
+        self._key = torch.tensor(noise_seed << 24, device=self._device)
+        self.loss = find_loss(config)
 
     @property
     def has_standard_loss(self) -> bool:
@@ -58,13 +73,25 @@ class TorchPPO:
         loss = self.loss
         return isinstance(loss, partial) and loss.func is ppo_loss and not loss.keywords
 
+    def passed(self, inputs: PolicyInput) -> Passed:
+        """Both networks, in the precision of the run."""
+        with self._rounding():
+            result: Passed = self.model(inputs)
+        return result
+
     def outputs(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
         """Outputs for the action distribution of one step, and the next recurrent state."""
-        with self._rounding():
-            if inputs.memory is None:
+        if inputs.memory is None:
+            with self._rounding():
                 return self.model.policy(inputs).float(), None
-            outputs, _, memory = self.model(one_step(inputs))
-        return outputs[0].float(), memory
+        passed = self.passed(one_step(inputs))
+        return passed.outputs[0].float(), passed.memory
+
+    def acting(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
+        """As ``outputs``, without what only the critic reads."""
+        with self._rounding():
+            outputs, memory = self.model.acting(inputs)
+        return outputs.float(), memory
 
     @torch.no_grad()
     def sample(self, inputs: PolicyInput, noise: Tensor, out: Tensor | None) -> PolicySample:
@@ -76,33 +103,31 @@ class TorchPPO:
 
     def score(self, inputs: PolicyInput, action: Tensor) -> tuple[Tensor, Tensor]:
         """log_prob and value of ``action``: [B] each, or [T, B] for a recurrent policy."""
-        with self._rounding():
-            outputs, value, _ = self.model(inputs)
-        log_prob, _ = self.model.distribution.log_prob_and_entropy(outputs.float(), action)
-        return log_prob, value.float()
+        passed = self.passed(inputs)
+        outputs = passed.outputs.float()
+        log_prob, _ = self.model.distribution.log_prob_and_entropy(outputs, action)
+        return log_prob, passed.value.float()
 
     def value(self, inputs: PolicyInput, wanted: Tensor | None = None) -> Tensor:
         """Values, [B]; any finite number where the mask ``wanted`` is False."""
         is_recurrent = inputs.memory is not None
-        with self._rounding():
-            value: Tensor = self.model(one_step(inputs) if is_recurrent else inputs)[1]
+        value = self.passed(one_step(inputs) if is_recurrent else inputs).value
         return (value[0] if is_recurrent else value).float()
 
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
         """One gradient step on one minibatch."""
         self.model.train()
-        with self._rounding():
-            outputs, value, _ = self.model(batch.inputs)
+        now = current(self.model, self.passed, batch, self._key + self.adam.n_steps.long())
+        terms = self.loss(now, batch, rates, self.config)
         self.model.eval()
-        distribution = self.model.distribution
-        log_prob, entropy = distribution.log_prob_and_entropy(outputs.float(), batch.action)
-        terms = self.loss(log_prob, entropy, value.float(), batch, rates, self.config)
         self.adam.grad.zero_()
         torch.autograd.backward(terms.total)
         norm, finite = self.adam.step(rates.learning_rate, terms.total.detach())
-        _, *logged = (each.detach() for each in terms)
-        change = policy_change(log_prob, batch, rates.clip_range)
-        return UpdateResult._make([*logged, *change, norm, finite])
+        _, *logged = (each.detach() for each in terms[:-1])
+        change = policy_change(now.log_prob, batch, rates.clip_range)
+        extra = {name: each.detach() for name, each in terms.extra.items()}
+        self.extra_metrics = tuple(extra)
+        return UpdateResult._make([*logged, *change, norm, finite, extra])
 
     def refresh(self) -> None:
         """Called after the weights or the normaliser were replaced; nothing is cached here."""
@@ -111,6 +136,37 @@ class TorchPPO:
         """Autocast to bf16 if configured; tf32 is a global setting of torch."""
         wanted = self.precision == "bf16" and self._device.type != "cpu"
         return torch.autocast(self._device.type, torch.bfloat16, enabled=wanted)
+
+
+def find_loss(config: PPOConfig) -> Callable[..., LossTerms]:
+    """The function that ``agent.loss`` names, with its keyword arguments."""
+    loss, options = import_entry(config.loss, key="agent.loss")
+    if "log_prob" in getattr(getattr(loss, "__code__", None), "co_varnames", ())[:1]:
+        raise TargetError(
+            f"agent.loss._target_={config.loss['_target_']}: a loss now takes (now, batch, rates, "
+            "config); read now.log_prob, now.entropy and now.value: docs/ideas.md"
+        )
+    check_arguments(loss, options, key="agent.loss", given=4)
+    return partial(loss, **options)
+
+
+def new_optimiser(model: ActorCritic, config: PPOConfig) -> Optimiser:
+    """``FlatAdam`` for ``torch.optim.Adam`` without further keys, which it equals."""
+    limit = config.max_grad_norm
+    if config.optimizer == {"_target_": "torch.optim.Adam"}:
+        return FlatAdam(model, eps=config.adam_eps, max_grad_norm=limit)
+    return TorchOptimiser(
+        model,
+        config.optimizer,
+        learning_rate=config.learning_rate,
+        max_grad_norm=limit,
+        key="agent.optimizer",
+    )
+
+
+def as_row(result: UpdateResult) -> Tensor:
+    """The numbers of a gradient step: those of ``extra``, then ``COLUMNS``."""
+    return torch.stack([*result.extra.values(), *result[:-2], result.finite.float()])
 
 
 class PPOAgent:
@@ -141,13 +197,28 @@ class PPOAgent:
         )
         self.model.to(device).eval()  # except in updates: a network may have Dropout layers
         self.distribution = self.model.distribution
+        # Acting does not need what only the critic reads.
+        self.acting_reader = self.reader
+        if self.model.critic_preprocess is not self.model.preprocess:
+            leaves = [
+                *self.model.preprocess.leaves,
+                find_mask_leaf(config.action_mask, self.reader),
+            ]
+            own = subspace(spaces.observation, [each for each in leaves if each is not None])
+            self.acting_reader = ObservationReader(own)
         self.masks = ActionMasks(config.action_mask, self.reader, self.distribution)
         self.memory_size = sum(self.model.memory_sizes)  # 0: not recurrent
-        self.adam = FlatAdam(self.model, eps=config.adam_eps, max_grad_norm=config.max_grad_norm)
+        self.adam = new_optimiser(self.model, config)
         self._noise = ActingNoise(
             self.distribution, n_steps=config.n_steps, seed=stream_seed(seed, "act")
         )
-        self.plain = TorchPPO(self.model, self.adam, config, precision=context.precision)
+        self.plain = TorchPPO(
+            self.model,
+            self.adam,
+            config,
+            precision=context.precision,
+            noise_seed=stream_seed(seed, f"loss of rank {context.world.rank}"),
+        )
         self.fast: FastPPO | None = None
         self._remark = ""  # why plain torch runs instead of a fast backend, until it is reported
         if config.fast == "auto" and self.plain.has_standard_loss:
@@ -161,6 +232,11 @@ class PPOAgent:
     @property
     def takes_arrays(self) -> bool:
         return self.backend.takes_arrays
+
+    @property
+    def extra_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that the loss adds, once it has run."""
+        return () if self.fast is not None else self.plain.extra_metrics
 
     @property
     def normalises_over_ranks(self) -> bool:
@@ -222,7 +298,7 @@ class PPOAgent:
         """
         if self.memory_size and memory is None:
             raise ValueError("this policy is recurrent; pass memory=agent.new_memory(n_envs)")
-        leaves = self.reader.read(obs)
+        leaves = self.acting_reader.read(obs)
         mask = self.masks.in_call(leaves, action_mask)
         n_envs = len(next(iter(leaves.values())))
         if n_envs == 0:
@@ -232,8 +308,10 @@ class PPOAgent:
             outputs, _ = self.backend.outputs(PolicyInput(*arrays, None, None))
             return self.distribution.chosen(outputs, None)
         start = torch.zeros(n_envs, dtype=torch.bool, device=self.device)
-        inputs = self.inputs(leaves, mask, memory, start if self.memory_size else None)
-        outputs, next_memory = self.backend.outputs(inputs)
+        starts = start if self.memory_size else None
+        inputs = self.acting_reader.policy_input(leaves, mask, memory, starts, device=self.device)
+        has_all = self.acting_reader is self.reader
+        outputs, next_memory = (self.backend.outputs if has_all else self.plain.acting)(inputs)
         if memory is not None and next_memory is not None:
             memory.copy_(next_memory)
         noise = None if deterministic else self._noise.next(n_envs).to(self.device)
@@ -249,7 +327,7 @@ class PPOAgent:
         return self.masks.of_infos(infos)
 
     def greedy(self) -> GreedyPolicy:
-        return self.model.greedy(self.reader, self.masks)
+        return self.model.greedy(self.acting_reader, self.masks)
 
     def on_cpu(self) -> PPOAgent:
         """A new agent with the same settings on the CPU; its weights are not copied."""
@@ -270,7 +348,7 @@ class PPOAgent:
         rates: Rates,
         shares: Sequence[float] | None = None,
     ) -> Tensor:
-        """One gradient step per minibatch; each row of the result is its ``UpdateResult``.
+        """One gradient step per minibatch; see ``as_row`` for the rows of the result.
 
         ``rollout`` is flat, [N, ...], and ``order`` shuffles its rows. For a recurrent policy it
         is [T, n_envs, ...], and ``order`` shuffles the envs. ``order`` is [n_minibatches, B].
@@ -285,7 +363,7 @@ class PPOAgent:
             results.append(self.update(rollout.take(index), rates))
             if stops_early and not results[-1].finite:
                 break
-        return torch.stack([torch.stack([*each[:-1], each.finite.float()]) for each in results])
+        return torch.stack([as_row(each) for each in results])
 
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
         """One gradient step on one minibatch."""
@@ -295,7 +373,7 @@ class PPOAgent:
         """Add a rollout's observations, [T, n_envs, ...], to the running normalisation."""
         if self.config.normalize_obs:
             flat = map_obs(lambda leaf: leaf.flatten(0, 1), obs)
-            self.model.preprocess.learn_moments(flat, self.adam.world)
+            self.model.learn_moments(flat, self.adam.world)
             self.backend.refresh()
 
     def learnt(self) -> StateDict:

@@ -9,7 +9,6 @@ from typing import Any, Optional
 from ml_pipeline.config.agent import AgentConfig
 from ml_pipeline.config.checks import check
 
-SCHEDULES = ("constant", "linear", "cosine")
 BOX_POLICIES = ("gaussian", "squashed", "gsde")
 
 
@@ -18,13 +17,14 @@ class PPOConfig(AgentConfig):
     """Hyperparameters of PPO; conf/agent/ppo.yaml and experiments hold what differs.
 
     A ``_schedule`` keeps its value constant, or anneals it to zero along a line or half a cosine.
-    An ``adaptive`` learning rate tracks ``target_kl``.
+    It may also be the dotted path of a function: from the progress, 0 to 1, to a factor. An
+    ``adaptive`` learning rate tracks ``target_kl``.
     """
 
     algorithm: str = "ml_pipeline.algorithms.ppo.algorithm.PPO"
     action_mask: str = "auto"
     learning_rate: float = 1e-3
-    # constant | linear | cosine (both to 0 at total_steps) | adaptive
+    # constant | linear | cosine (both to 0 at total_steps) | adaptive | your.function
     learning_rate_schedule: str = "linear"
     target_kl: float = 0.01  # target KL divergence per epoch of learning_rate_schedule=adaptive
     adam_eps: float = 1e-5
@@ -61,10 +61,20 @@ class PPOConfig(AgentConfig):
     on_nonfinite: str = "stop"  # stop | skip a minibatch whose loss or gradient is not finite
     # auto: NumPy or Triton for small MLPs, checked against plain torch | off: plain torch
     fast: str = "auto"
-    # Your own function, or ml_pipeline.algorithms.ppo.loss.ppo_loss: docs/change_the_loss.md
+    # Places for your own functions and classes: docs/ideas.md
     loss: dict[str, Any] = field(
         default_factory=lambda: {"_target_": "ml_pipeline.algorithms.ppo.loss.ppo_loss"}
     )
+    # Such as torch.optim.AdamW with weight_decay; betas and eps of another one are its own keys
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"_target_": "torch.optim.Adam"})
+    advantage: dict[str, Any] = field(
+        default_factory=lambda: {"_target_": "ml_pipeline.training.returns.gae"}
+    )
+    recompute_advantages: bool = False  # before each further epoch, with the newest critic
+    # Called with each rollout before its values are computed; may change its rewards
+    on_rollout: Optional[dict[str, Any]] = None
+    # Leaves of a Dict observation, such as {actor: [joints], critic: [joints, terrain]}; null: all
+    obs_groups: Optional[dict[str, list[str]]] = None
 
     @property
     def allows_nonfinite(self) -> bool:
@@ -73,6 +83,10 @@ class PPOConfig(AgentConfig):
     @property
     def needs_box(self) -> str | None:
         return "agent.box_policy=gsde" if self.box_policy == "gsde" else None
+
+    @property
+    def has_critic(self) -> bool:
+        return not self.shared_trunk
 
     def __post_init__(self) -> None:
         if self.fast == "False":  # YAML reads an unquoted off as false
@@ -92,7 +106,7 @@ class PPOConfig(AgentConfig):
             self._check(getattr(self, name) >= 0, name, "at least 0")
         for name in ("learning_rate", "clip_range", "entropy_coef"):
             adaptive = ("adaptive",) if name == "learning_rate" else ()
-            self._check_choice(f"{name}_schedule", SCHEDULES + adaptive)
+            self._check_schedule(f"{name}_schedule", adaptive)
         self._check_choice("box_policy", BOX_POLICIES)
         self._check_choice("on_nonfinite", ("stop", "skip"))
         self._check_choice("fast", ("auto", "off"))

@@ -11,7 +11,7 @@ from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult
 from ml_pipeline.policy.actor_critic import ActorCritic
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
-from ml_pipeline.policy.optimiser import FlatAdam
+from ml_pipeline.policy.optimiser import Optimiser
 
 
 class PPOBackend(Protocol):
@@ -38,7 +38,7 @@ class PlainPPO(PPOBackend, Protocol):
     """The readable backend, and what a fast one shares with it."""
 
     model: ActorCritic
-    adam: FlatAdam
+    adam: Optimiser
     precision: str
 
 

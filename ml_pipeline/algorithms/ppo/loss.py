@@ -1,17 +1,19 @@
 """ppo_loss: the clipped objective of PPO, its value loss and its entropy bonus.
 
-Also what a gradient step reads and returns: ``Minibatch``, ``Rates`` and ``UpdateResult``.
+Also what a gradient step reads and returns: ``Minibatch``, ``Current``, ``Rates``, ``LossTerms``
+and ``UpdateResult``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.policy.actor_critic import ActorCritic, Passed
 from ml_pipeline.policy.contracts import PolicyInput
 
 
@@ -71,6 +73,44 @@ class UpdateResult(NamedTuple):
     clip_fraction: Any
     grad_norm: Any
     finite: Any  # 0 if loss or gradient was not finite; such a step changes nothing
+    extra: Mapping[str, Any] = {}  # ``LossTerms.extra``
+
+
+COLUMNS = UpdateResult._fields[:-1]  # of an epoch's table, after those of ``extra``
+
+
+class Current(NamedTuple):
+    """What the current networks say about a minibatch, with gradients; recurrent: [T, B, ...]."""
+
+    log_prob: Tensor  # [B], of the minibatch's actions
+    entropy: Tensor  # [B]
+    value: Tensor  # [B]
+    outputs: Tensor  # [B, n_outputs], for the distribution: logits, or means of a Gaussian
+    features: Tensor  # [B, n], the output of the actor's network
+    value_features: Tensor  # [B, n], that of the critic's network
+    model: ActorCritic
+    run: Callable[[PolicyInput], Passed]  # the networks, in the precision of the run
+    key: Tensor  # for ``counter_random``: another number in every step and on every rank
+
+    def on(self, batch: Minibatch) -> Current:
+        """The same networks on another minibatch, for example a mirrored one."""
+        return current(self.model, self.run, batch, self.key)
+
+    def with_outputs(self, outputs: Tensor, action: Tensor) -> Current:
+        """As if the policy had returned ``outputs``."""
+        log_prob, entropy = self.model.distribution.log_prob_and_entropy(outputs, action)
+        return self._replace(log_prob=log_prob, entropy=entropy, outputs=outputs)
+
+
+def current(
+    model: ActorCritic, run: Callable[[PolicyInput], Passed], batch: Minibatch, key: Tensor
+) -> Current:
+    """Run both networks on a minibatch."""
+    passed = run(batch.inputs)
+    outputs = passed.outputs.float()
+    scores = model.distribution.log_prob_and_entropy(outputs, batch.action)
+    features = passed.features, passed.value_features
+    return Current(*scores, passed.value.float(), outputs, *features, model, run, key)
 
 
 class LossTerms(NamedTuple):
@@ -80,20 +120,12 @@ class LossTerms(NamedTuple):
     policy: Tensor
     value: Tensor
     entropy: Tensor
+    extra: Mapping[str, Tensor] = {}  # more metrics by name, the same in every call
 
 
-def ppo_loss(
-    log_prob: Tensor,
-    entropy: Tensor,
-    value: Tensor,
-    batch: Minibatch,
-    rates: Rates,
-    config: PPOConfig,
-) -> LossTerms:
-    """The loss of one minibatch; ``agent.loss._target_`` may name another function.
-
-    ``log_prob``, ``entropy`` and ``value`` are those of the current networks, [B] each.
-    """
+def ppo_loss(now: Current, batch: Minibatch, rates: Rates, config: PPOConfig) -> LossTerms:
+    """The loss of one minibatch; ``agent.loss._target_`` may name another function."""
+    log_prob, entropy, value, *_ = now
     clip_range = rates.clip_range
     ratio = (log_prob - batch.log_prob).exp()
     advantage = normalised(batch.advantage) if config.normalize_advantage else batch.advantage

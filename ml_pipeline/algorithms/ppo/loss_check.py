@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
-from ml_pipeline.algorithms.ppo.loss import LossTerms, Minibatch, Rates
+from ml_pipeline.algorithms.ppo.loss import LossTerms, Minibatch, Rates, current
+from ml_pipeline.algorithms.ppo.reports import UPDATE_METRICS
 from ml_pipeline.errors import UserError, place_of, type_and_line
 from ml_pipeline.policy.actor_critic import one_step
 from ml_pipeline.policy.observations import batched
 
 _N_ROWS = 4
-_WANTED = f"return LossTerms({', '.join(LossTerms._fields)}), four scalar tensors"
+_WANTED = f"return LossTerms({', '.join(LossTerms._fields[:4])}), four scalar tensors"
 
 
 class LossError(UserError):
@@ -27,15 +29,14 @@ def check_loss(agent: PPOAgent) -> None:
     target = f"agent.loss._target_={agent.config.loss['_target_']}"
     try:
         batch = _made_up(agent)
-        outputs, value, _ = agent.model(batch.inputs)
-        log_prob, entropy = agent.distribution.log_prob_and_entropy(outputs.float(), batch.action)
+        now = current(agent.model, agent.plain.passed, batch, torch.tensor(0, device=agent.device))
     except Exception:
         return  # the network is wrong, and not the loss: its own trial explains it
     config = agent.config
     numbers = (config.learning_rate, config.clip_range, config.entropy_coef)
     rates = Rates(*torch.tensor(numbers, device=agent.device).unbind())
     try:
-        terms = agent.plain.loss(log_prob, entropy, value.float(), batch, rates, config)
+        terms = agent.plain.loss(now, batch, rates, config)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a user's loss may raise anything
@@ -70,7 +71,13 @@ def _mistake(terms: Any) -> str | None:
     if not isinstance(terms, LossTerms):
         length = f" of {len(terms)}" if isinstance(terms, (tuple, list)) else ""
         return f"a {type(terms).__name__}{length}"
-    for name, term in terms._asdict().items():
+    if not isinstance(terms.extra, Mapping):
+        return f"a {type(terms.extra).__name__} as extra, which is a dict of scalars by name"
+    for name, term in {**terms.extra, **terms._asdict()}.items():
+        if name == "extra":
+            continue
+        if name in UPDATE_METRICS:
+            return f"an extra metric {name!r}, a name that PPO uses"
         if not isinstance(term, Tensor):
             return f"a {type(term).__name__} as {name}"
         if term.shape != ():

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.loss import Minibatch, UpdateResult
+from ml_pipeline.algorithms.ppo.loss import COLUMNS, Minibatch
 from ml_pipeline.moments import merge_moments
-from ml_pipeline.policy.optimiser import FlatAdam
+from ml_pipeline.policy.optimiser import Optimiser
 from ml_pipeline.records import Metrics
 from ml_pipeline.training.checks import TrainingError
 from ml_pipeline.training.returns import explained_variance
@@ -31,8 +31,9 @@ _METRIC_NAMES = {
     "clip_fraction": "policy/clip_fraction",
     "grad_norm": "loss/grad_norm",
 }
+UPDATE_METRICS = (*_METRIC_NAMES.values(), "loss/skipped_updates")
 Moments = tuple[float, float, int]  # mean, variance and count
-N_MEANS = UpdateResult._fields.index("grad_norm")  # the fields before it: means over a minibatch
+N_MEANS = COLUMNS.index("grad_norm")  # the columns before it: means over a minibatch
 
 
 class RolloutQuality(NamedTuple):
@@ -42,13 +43,16 @@ class RolloutQuality(NamedTuple):
     is_finite: bool  # all observations and rewards
 
 
-def update_means(table: NDArray[np.generic]) -> Metrics:
-    """Means over the gradient steps that were not skipped; ``table`` has one row per step."""
+def update_means(table: NDArray[np.generic], extra: Sequence[str] = ()) -> Metrics:
+    """Means over the gradient steps that were not skipped; ``table`` has one row per step.
+
+    ``extra``: names of the metrics that the loss adds.
+    """
     values, finite = table[:, :-1], table[:, -1] != 0
     n_skipped = int((~finite).sum())
     means = np.where(finite[:, None], values, 0.0).sum(axis=0) / max(len(finite) - n_skipped, 1)
-    fields = zip(UpdateResult._fields[:-1], means.tolist(), strict=True)
-    metrics = {_METRIC_NAMES[field]: mean for field, mean in fields}
+    names = [*extra, *(_METRIC_NAMES[column] for column in COLUMNS[:-1])]
+    metrics = dict(zip(names, means.tolist(), strict=True))
     return {**metrics, "loss/skipped_updates": float(n_skipped)} if n_skipped else metrics
 
 
@@ -61,7 +65,7 @@ def rollout_error() -> TrainingError:
 
 
 def update_error(
-    table: NDArray[np.generic], config: PPOConfig, adam: FlatAdam | None
+    table: NDArray[np.generic], config: PPOConfig, adam: Optimiser | None
 ) -> TrainingError:
     """Names the first gradient step in ``table`` that was not finite.
 
@@ -69,7 +73,8 @@ def update_error(
     """
     broken = None if adam is None else adam.broken_gradients()
     row = int((table[:, -1] != 0).argmin())
-    fields = zip(UpdateResult._fields[:-1], table[row, :-1].tolist(), strict=True)
+    own = table[:, -len(COLUMNS) :]  # without those that a loss adds
+    fields = zip(COLUMNS[:-1], own[row, :-1].tolist(), strict=True)
     names = [name for name, value in fields if not math.isfinite(value)]
     if broken:
         names.append(f"the gradients of {', '.join(broken[:3])}{', ...' * (len(broken) > 3)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,15 +34,29 @@ from ml_pipeline.training.env_batch import (
     new_table,
     torch_dtype,
 )
-from ml_pipeline.training.fast_gae import advantages_of
+from ml_pipeline.training.fast_gae import estimate
 from ml_pipeline.training.graphs import Programs
-from ml_pipeline.training.returns import RolloutOutcome, explained_variance
+from ml_pipeline.training.returns import Estimator, RolloutOutcome, explained_variance, gae
 from ml_pipeline.training.reward_scaler import RewardScaler
 
 if TYPE_CHECKING:
     from ml_pipeline.algorithms.ppo.agent import PPOAgent
 
 _SCORED_NUMBERS = 2**24  # observation entries per forward pass; limits the memory for images
+
+
+class Rollout(NamedTuple):
+    """What a rollout collected, as ``agent.on_rollout`` sees it: arrays, or tensors of tensor envs.
+
+    Rewards may be changed in place. An observation after the end of an episode is the first of the
+    next one.
+    """
+
+    obs: dict[str, ArrayOrTensor]  # [T + 1, n_envs, ...] by leaf; a single observation is ""
+    action: ArrayOrTensor  # [T, n_envs, ...]
+    reward: ArrayOrTensor  # [T, n_envs]
+    terminated: ArrayOrTensor  # [T, n_envs], bool
+    truncated: ArrayOrTensor
 
 
 class RolloutBuffer:
@@ -93,10 +107,10 @@ class RolloutBuffer:
         self.final_obs = None if programs is None else torch.zeros_like(self.obs[""][:n_steps])
         # Final observations by (row, column), of the episodes that were truncated.
         self.final_steps: dict[tuple[int, int], FinalObservation] = {}
-        self.value = self.advantage = self.value_target = zeros(n_steps)
+        self.value = self.advantage = self.value_target = self._scaled_reward = zeros(n_steps)
         self._finished: Minibatch | None = None  # [T, n_envs, ...] on the device
         self._flat: Minibatch | None = None  # views of it, as ``finished`` returns them
-        self._finish: Callable[[], None] | None = None
+        self._programs_of: dict[str, Callable[[], None]] = {}
         self._quality = torch.zeros(len(RolloutQuality._fields), device=agent.device)
         if programs is not None:
             self._measure = programs.compiled(device_quality, "the quality of the rollout")
@@ -134,47 +148,82 @@ class RolloutBuffer:
         """After the last row; ``memory`` is the recurrent state."""
         self.last_memory = memory
 
+    def rollout(self) -> Rollout:
+        """What was collected; between ``end`` and ``finish``."""
+        return Rollout(self.obs, self.action, self.reward, self.terminated, self.truncated)
+
     def finish(
-        self, *, gamma: float, lam: float, scaler: RewardScaler[ArrayOrTensor] | None = None
+        self,
+        *,
+        gamma: float,
+        lam: float,
+        scaler: RewardScaler[ArrayOrTensor] | None = None,
+        estimator: Estimator = gae,
     ) -> None:
         """Score the rollout and compute its advantages.
 
         A graph captures the arguments of the first call, so all calls must pass the same.
         """
-        score = partial(self._score, gamma, lam, scaler)
-        if self._programs is None:
-            score()
-            return
-        if self._finish is None:
-            self._finish = self._programs.captured(score, "the end of a rollout")
-        self._finish()
+        score = partial(self._score, estimator, gamma, lam, scaler)
+        self._run(score, "the end of a rollout")
 
-    def _score(self, gamma: float, lam: float, scaler: RewardScaler[ArrayOrTensor] | None) -> None:
-        agent, device = self.agent, self.agent.device
+    def recompute(self, *, gamma: float, lam: float, estimator: Estimator = gae) -> None:
+        """Advantages and targets by the newest critic; log_prob stays that of the sampling."""
+        self._run(partial(self._rescore, estimator, gamma, lam), "new advantages")
+
+    def _run(self, work: Callable[[], None], name: str) -> None:
+        """As a captured program on a device."""
+        if self._programs is None:
+            work()
+            return
+        if name not in self._programs_of:
+            self._programs_of[name] = self._programs.captured(work, name)
+        self._programs_of[name]()
+
+    def _score(
+        self,
+        estimator: Estimator,
+        gamma: float,
+        lam: float,
+        scaler: RewardScaler[ArrayOrTensor] | None,
+    ) -> None:
         inputs = self._inputs(slice(self.n_steps), self.memory)
-        action = torch.as_tensor(self.action).to(device)
+        action = torch.as_tensor(self.action).to(self.agent.device)
         log_prob, value = self._scores(inputs, action)
-        last_value = agent.value_batch(self._inputs(self.n_steps, self.last_memory))
-        reward, done = self.reward, self.terminated | self.truncated
-        if scaler is not None:
-            reward = scaler.scaled(reward, done)
         self.value = self._home(value)
+        self._scaled_reward = self.reward
+        if scaler is not None:
+            self._scaled_reward = scaler.scaled(self.reward, self.terminated | self.truncated)
+        estimates = self._estimates(value, estimator, gamma, lam)
+        self.advantage, self.value_target = estimates
+        self._keep(Minibatch(inputs, action, log_prob, value, *map(self._there, estimates)))
+        if not self.on_host:
+            measured = self._measure(value, self.value_target, self.reward, self.obs[""])
+            self._quality.copy_(measured)
+
+    def _rescore(self, estimator: Estimator, gamma: float, lam: float) -> None:
+        if self._finished is None:
+            raise RuntimeError("the rollout is not finished; call finish first")
+        before = self._finished
+        _, value = self._scores(before.inputs, before.action)
+        estimates = self._estimates(value, estimator, gamma, lam)
+        advantage, target = map(self._there, estimates)
+        self._keep(before._replace(value=value, advantage=advantage, value_target=target))
+
+    def _estimates(
+        self, value: Tensor, estimator: Estimator, gamma: float, lam: float
+    ) -> tuple[ArrayOrTensor, ArrayOrTensor]:
+        """Advantages and targets of the critic, where the rollout was collected."""
+        last_value = self.agent.value_batch(self._inputs(self.n_steps, self.last_memory))
         outcome = RolloutOutcome(
-            reward,
-            self.value,
+            self._scaled_reward,
+            self._home(value),
             self._home(last_value),
             self._final_values(),
             self.terminated,
             self.truncated,
         )
-        estimate = RolloutOutcome.advantage if self.on_host else advantages_of
-        self.advantage = estimate(outcome, gamma=gamma, lam=lam)
-        self.value_target = self.advantage + self.value
-        targets = (torch.as_tensor(each).to(device) for each in (self.advantage, self.value_target))
-        self._keep(Minibatch(inputs, action, log_prob, value, *targets))
-        if not self.on_host:
-            measured = self._measure(value, self.value_target, self.reward, self.obs[""])
-            self._quality.copy_(measured)
+        return estimate(outcome, estimator, gamma=gamma, lam=lam)
 
     def _inputs(self, rows: slice | int, memory: Tensor | None) -> PolicyInput:
         """The policy's inputs in some rows, on the agent's device."""
@@ -227,6 +276,10 @@ class RolloutBuffer:
     def _home(self, tensor: Tensor) -> ArrayOrTensor:
         """A result of the agent, where the rollout was collected."""
         return tensor.cpu().numpy() if self.on_host else tensor
+
+    def _there(self, numbers: ArrayOrTensor) -> Tensor:
+        """On the agent's device."""
+        return torch.as_tensor(numbers).to(self.agent.device)
 
     def _keep(self, rollout: Minibatch) -> None:
         """Keep ``rollout``; on a GPU at a fixed address, where a captured update reads it."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.collect import Collector
 from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.ppo.hooks import RolloutHook, find_estimator
 from ml_pipeline.algorithms.ppo.loss import Rates
 from ml_pipeline.algorithms.ppo.on_device import DeviceEpochs, DeviceOrders, SentOrders
 from ml_pipeline.algorithms.ppo.reports import N_MEANS, rollout_error, update_error, update_means
@@ -24,7 +25,7 @@ from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.signals import Hold, never_held
 from ml_pipeline.training.contracts import RunContext
-from ml_pipeline.training.schedules import annealed
+from ml_pipeline.training.schedules import find_schedule
 
 _SLOWEST, _FASTEST = 1e-6, 1e-2  # bounds of an adaptive learning rate
 _LONG_UPDATE = 100  # epochs; more of them run one by one also on a GPU
@@ -48,6 +49,8 @@ class PPOTrainer:
             raise ValueError(reason)
         self.progress = 0.0  # through the run, for the schedules
         self.schedules = Schedules(config)
+        self._estimator = find_estimator(config)
+        self._hook = RolloutHook.of(agent, context)
         self.episodes = EpisodeWindow()
         self._programs = context.programs
         for remark in filter(None, (agent.check_fast(), agent.distribution.remark())):
@@ -67,7 +70,7 @@ class PPOTrainer:
         # None for one rank, which has all of each minibatch.
         self._minibatches = self.world.minibatches(n_rows, buffer.n_envs, config.n_minibatches)
         # One epoch at a time if the KL, a check or a stop signal affects the next epoch.
-        is_long = config.n_epochs > _LONG_UPDATE
+        is_long = config.n_epochs > _LONG_UPDATE or config.recompute_advantages
         self._is_stoppable = self._on_host or self.schedules.uses_kl or is_long
         self._device_epochs: DeviceEpochs | None = None
         if not self._on_host:
@@ -97,12 +100,14 @@ class PPOTrainer:
             if not self._is_stoppable:
                 hold()  # the update is one launch on a GPU, which ends soon
             with undone_if_stopped(self._learnt, self._load_learnt, enabled=self._is_stoppable):
+                told = {} if self._hook is None else self._hook(self.buffer.rollout())
                 means = self._improve(rates)
                 hold()
         self.collector.commit(self.buffer.n_steps)
         return {
             "n_envs": self.world.all_envs(self.buffer.n_envs),
             **self.episodes.add(self.world.joined(self.collector.episodes)),
+            **told,
             **means,
             "policy/learning_rate": rates.learning_rate,
             "time/collect_seconds": self.collector.seconds,
@@ -112,10 +117,17 @@ class PPOTrainer:
         """Run all epochs; wait for a GPU only at the end, unless each epoch needs the KL."""
         agent, config, buffer = self.agent, self.config, self.buffer
         stops = config.on_nonfinite == "stop"
-        buffer.finish(gamma=config.gamma, lam=config.gae_lambda, scaler=self._scaler)
-        tables: list[Tensor] = []  # one row per gradient step, with the fields of UpdateResult
+        estimate: Any = {
+            "gamma": config.gamma,
+            "lam": config.gae_lambda,
+            "estimator": self._estimator,
+        }
+        buffer.finish(scaler=self._scaler, **estimate)
+        tables: list[Tensor] = []  # one row per gradient step, see ``as_row``
         n_epochs = 0
         while n_epochs < config.n_epochs:
+            if config.recompute_advantages and n_epochs > 0:
+                buffer.recompute(**estimate)
             if self._device_epochs is None:
                 order = torch.randperm(self._n_items, generator=self._generator)
                 tables.append(self._epoch(order, rates))
@@ -128,7 +140,7 @@ class PPOTrainer:
                 raise update_error(torch.cat(tables).numpy(), config, agent.adam)
             if self.schedules.uses_kl:
                 table = tables[-1].cpu().numpy()
-                kl = update_means(table)["policy/approx_kl"]
+                kl = update_means(table, agent.extra_metrics)["policy/approx_kl"]
                 if table[:, -1].any():  # otherwise no step was taken
                     rates = self.schedules.adapted(rates, kl)
                 if self.schedules.is_kl_too_large(kl):
@@ -140,7 +152,7 @@ class PPOTrainer:
         if stops and not table[:, -1].all():
             raise update_error(table, config, None)
         return {
-            **update_means(table),
+            **update_means(table, agent.extra_metrics),
             "value/explained_variance": quality.explained_variance,
             "policy/n_epochs": float(n_epochs),
         }
@@ -156,7 +168,7 @@ class PPOTrainer:
             advantage = minibatches.normalised(rollout.advantage, parts, shares)
             rollout = rollout._replace(advantage=advantage)
         table = self.agent.epoch(rollout, parts, rates, shares)
-        return minibatches.means(table, shares, N_MEANS)
+        return minibatches.means(table, shares, len(self.agent.extra_metrics) + N_MEANS)
 
     def resize(self, n_envs: int) -> int:
         """Train in about ``n_envs`` envs; returns the actual number, which fits the minibatches."""
@@ -189,12 +201,15 @@ class PPOTrainer:
             "generator": self._generator.get_state(),
             "learning_rate": self.schedules.adaptive_learning_rate,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            **({} if self._hook is None else {"on_rollout": self._hook.state_dict()}),
         }
 
     def _load_learnt(self, state: StateDict) -> None:
         self.agent.load_learnt(state["agent"])
         self._generator.set_state(state["generator"])
         self.schedules.adaptive_learning_rate = state["learning_rate"]
+        if self._hook is not None and "on_rollout" in state:
+            self._hook.load_state_dict(state["on_rollout"])
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
 
@@ -226,25 +241,29 @@ class Schedules:
 
     def __init__(self, config: PPOConfig) -> None:
         self._config = config
-        self.uses_kl = config.max_kl is not None or config.learning_rate_schedule == "adaptive"
+        self._is_adaptive = config.learning_rate_schedule == "adaptive"
+        self.uses_kl = config.max_kl is not None or self._is_adaptive
         self.adaptive_learning_rate = config.learning_rate
+        self._factors = {
+            name: find_schedule(getattr(config, f"{name}_schedule"), key=f"agent.{name}_schedule")
+            for name in Rates._fields
+            if not (name == "learning_rate" and self._is_adaptive)
+        }
 
     def rates(self, progress: float) -> Rates:
         """The settings at ``progress`` (0 to 1) through the run."""
-        config, learning_rate = self._config, self.adaptive_learning_rate
-        if config.learning_rate_schedule != "adaptive":
-            schedule = config.learning_rate_schedule
-            learning_rate = annealed(config.learning_rate, schedule, progress)
-        return Rates(
-            learning_rate,
-            annealed(config.clip_range, config.clip_range_schedule, progress),
-            annealed(config.entropy_coef, config.entropy_coef_schedule, progress),
+        rates = Rates(self.adaptive_learning_rate, 0.0, 0.0)
+        return rates._replace(
+            **{
+                name: getattr(self._config, name) * factor(progress)
+                for name, factor in self._factors.items()
+            }
         )
 
     def adapted(self, rates: Rates, kl: float) -> Rates:
         """A higher learning rate while the KL is below ``target_kl``, a lower one above it."""
         config, learning_rate = self._config, rates.learning_rate
-        if config.learning_rate_schedule != "adaptive":
+        if not self._is_adaptive:
             return rates
         if kl > 2.0 * config.target_kl:
             learning_rate = max(learning_rate / 1.5, min(_SLOWEST, config.learning_rate))

@@ -9,8 +9,6 @@ from typing import Optional
 from ml_pipeline.config.agent import AgentConfig
 from ml_pipeline.config.checks import check
 
-SCHEDULES = ("constant", "linear", "cosine")
-
 
 @dataclass
 class OffPolicyConfig(AgentConfig):
@@ -21,7 +19,7 @@ class OffPolicyConfig(AgentConfig):
     """
 
     learning_rate: float = 3e-4
-    # constant | linear | cosine (both to 0 at total_steps)
+    # constant | linear | cosine (both to 0 at total_steps) | your.function
     learning_rate_schedule: str = "constant"
     adam_eps: float = 1e-8
     max_grad_norm: Optional[float] = None  # null: gradients are not clipped
@@ -51,7 +49,7 @@ class OffPolicyConfig(AgentConfig):
         for name in ("learning_starts", "updates_per_env_step"):
             self._check(getattr(self, name) >= 0, name, "at least 0")
         self._check(0 <= self.gamma <= 1, "gamma", "between 0 and 1")
-        self._check_choice("learning_rate_schedule", SCHEDULES)
+        self._check_schedule("learning_rate_schedule")
         most = f"at most agent.buffer_size={self.buffer_size:g}"
         self._check(self.batch_size <= self.buffer_size, "batch_size", most)
         clip = self.max_grad_norm

@@ -43,7 +43,7 @@ from ml_pipeline.training.env_batch import (
     saved_positions,
 )
 from ml_pipeline.training.host_envs import FiniteCheck, HostEnvs
-from ml_pipeline.training.schedules import annealed
+from ml_pipeline.training.schedules import find_schedule
 
 
 class OffPolicyTrainer(Generic[RatesT]):
@@ -104,6 +104,9 @@ class OffPolicyTrainer(Generic[RatesT]):
             world=context.world,
         )
         self._generator = torch.Generator().manual_seed(stream_seed(context.seed, "actions"))
+        self._schedule = find_schedule(
+            config.learning_rate_schedule, key="agent.learning_rate_schedule"
+        )
         self._is_under_way = False  # an iteration; still true after an interrupt
         self._rates = agent.rates(0.0, config.learning_rate)
         self._noise: ArrayOrTensor = None  # of a step of tensor envs, always in the same place
@@ -139,7 +142,7 @@ class OffPolicyTrainer(Generic[RatesT]):
         learn_seconds = 0.0
         self._begin()
         config, learning = self.config, self._learning
-        learning_rate = annealed(config.learning_rate, config.learning_rate_schedule, self.progress)
+        learning_rate = config.learning_rate * self._schedule(self.progress)
         rates = self.agent.rates(self.progress, learning_rate)
         n_steps = config.iteration_length
         due = self._updates_due(n_steps)

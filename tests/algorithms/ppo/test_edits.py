@@ -114,8 +114,8 @@ def test_patched_constant_is_noticed(
 
 def huber(given: Any, terms: LossTerms) -> LossTerms:
     """A value loss that differs only for errors above 10."""
-    _, _, value, batch, _, config = given
-    loss = nn.functional.huber_loss(value, batch.value_target, delta=10.0)
+    now, batch, _, config = given
+    loss = nn.functional.huber_loss(now.value, batch.value_target, delta=10.0)
     return terms._replace(total=terms.total + config.value_coef * (loss - terms.value), value=loss)
 
 

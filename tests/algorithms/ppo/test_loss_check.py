@@ -12,7 +12,7 @@ from conftest import small
 from gymnasium import spaces
 from small_agents import agent_for
 
-from ml_pipeline.algorithms.ppo.loss import LossTerms, Minibatch, ppo_loss
+from ml_pipeline.algorithms.ppo.loss import Current, LossTerms, Minibatch, ppo_loss
 from ml_pipeline.algorithms.ppo.loss_check import LossError, check_loss
 from ml_pipeline.assembly.run import train
 from ml_pipeline.policy.image_networks import DictNetwork
@@ -33,11 +33,20 @@ def three_terms(*given: Any) -> Any:
 
 
 def without_the_mean(*given: Any) -> LossTerms:
-    return ppo_loss(*given)._replace(total=given[0])
+    return ppo_loss(*given)._replace(total=given[0].log_prob)
 
 
 def number(*given: Any) -> LossTerms:
     return ppo_loss(*given)._replace(entropy=0.5)  # type: ignore[arg-type]  # the mistake
+
+
+def extra_number(*given: Any) -> LossTerms:
+    return ppo_loss(*given)._replace(extra={"my/metric": 0.5})  # type: ignore[dict-item]
+
+
+def taken_name(*given: Any) -> LossTerms:
+    terms = ppo_loss(*given)
+    return terms._replace(extra={"loss/policy": terms.policy})
 
 
 def detached(*given: Any) -> LossTerms:
@@ -65,6 +74,8 @@ def entry(loss: Any) -> dict[str, str]:
         (three_terms, "returned a tuple of 3;"),
         (without_the_mean, r"returned a tensor of shape \(4,\) as total;"),
         (number, "returned a float as entropy;"),
+        (extra_number, "returned a float as my/metric;"),
+        (taken_name, "returned an extra metric 'loss/policy', a name that PPO uses;"),
         (detached, "returned a total without a gradient"),
         (raising, r"raised KeyError: 'old_log_prob' \(test_loss_check.py:\d+ in raising\)$"),
     ],
@@ -82,10 +93,12 @@ def test_wrong_loss_is_refused_in_one_line(loss: Any, fact: str) -> None:
 shapes: list[dict[str, Any]] = []
 
 
-def watched(log_prob: Any, entropy: Any, value: Any, batch: Minibatch, *given: Any) -> LossTerms:
+def watched(now: Current, batch: Minibatch, *given: Any) -> LossTerms:
     inputs = batch.inputs
-    shapes.append({"value": value.shape, "action": batch.action.shape, "mask": inputs.action_mask})
-    return ppo_loss(log_prob, entropy, value, batch, *given)
+    shapes.append(
+        {"value": now.value.shape, "action": batch.action.shape, "mask": inputs.action_mask}
+    )
+    return ppo_loss(now, batch, *given)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,6 +185,49 @@ def test_replay_command_covers_the_envs_of_all_ranks(complete: Any, capsys: Capt
     assert re.search(r"transitions +400\n", output), output
     assert re.search(r"rows +50 of 8 envs", output)
     assert "in 4 files, checksums match" in output
+
+
+def damage(run: Path, rank: int, segment: int) -> None:
+    """Change a byte of a file of transitions."""
+    part = load_checkpoint(RunFolder.open(run), LATEST)["ranks"][rank]
+    path = run / "replay" / part["replay"]["segments"][segment]["name"]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+# The files of each rank have rows 128 to 160 and 160 to 192 of 4 envs. If the newest rows are lost,
+# those before them move up by 33: the last of them has lost its next observation.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damaged", "n_kept", "moved"),
+    [([(1, 0)], 256, 0), ([(0, 1)], 248, 33), ([(0, 0), (1, 1)], 0, 0)],
+    ids=["oldest of rank 1", "newest of rank 0", "another of each rank"],
+)
+def test_salvage_on_two_ranks_drops_the_rows_of_both(
+    complete: Any, damaged: list[tuple[int, int]], n_kept: int, moved: int, tmp_path: Path
+) -> None:
+    agent, whole = complete
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for rank, segment in damaged:
+        damage(run, rank, segment)
+    resume = [SCRIPTS[agent], f"resume={run}"]
+
+    refused = ended(torchrun(2, *resume, "total_steps=1600"))
+    salvaged = ended(torchrun(2, *resume, "total_steps=1600", "salvage=true"))
+
+    assert "add salvage=true" in refused, refused
+    lost = f"salvage=true: {400 - n_kept} of 400 transitions are lost, and {n_kept} are kept"
+    assert lost in salvaged, salvaged
+    assert float(read_rows(run)[-1]["replay/size"]) == min(n_kept + 64, 400)
+    ours, theirs = numbers(run), numbers(whole)
+    for rank in (0, 1):
+        for row in range(192 - n_kept // 8, 192):
+            before = f"rank {rank}, row {row - moved}, action"
+            assert ours[f"rank {rank}, row {row}, action"] == theirs[before]
+    assert "finished" in ended(torchrun(2, *resume, "total_steps=1664"))
+    assert main(["replay", str(run)]) == 0
 
 
 @pytest.mark.slow

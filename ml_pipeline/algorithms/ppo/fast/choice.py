@@ -14,27 +14,31 @@ from ml_pipeline.algorithms.ppo.fast.numpy_ppo import NumpyPPO
 from ml_pipeline.algorithms.ppo.fast.numpy_recurrent_ppo import RecurrentNumpyPPO
 from ml_pipeline.mirrors import Mirrored
 from ml_pipeline.policy import numpy_mlp, numpy_recurrent, optimiser
+from ml_pipeline.policy.optimiser import FlatAdam
 
 MIRRORED: Mirrored = {
     **numpy_mlp.MIRRORED,
     **numpy_recurrent.MIRRORED,
     **optimiser.MIRRORED,
-    "ml_pipeline.algorithms.ppo.agent.PPOAgent.epoch": "365e895bd10c",
+    "ml_pipeline.algorithms.ppo.agent.PPOAgent.epoch": "101cb7ea7cf8",
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.update": "90d82c88be79",
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.sample_batch": "ffe0e71d1a1a",
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.score_batch": "2481d19f5caa",
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.value_batch": "147fee09830e",
-    "ml_pipeline.algorithms.ppo.agent.TorchPPO.outputs": "a322157ba222",
+    "ml_pipeline.algorithms.ppo.agent.TorchPPO.outputs": "45fc5ddf0773",
     "ml_pipeline.algorithms.ppo.agent.TorchPPO.sample": "9abe96fb737c",
-    "ml_pipeline.algorithms.ppo.agent.TorchPPO.score": "ff3d138cba56",
-    "ml_pipeline.algorithms.ppo.agent.TorchPPO.value": "c4100e5197a6",
-    "ml_pipeline.algorithms.ppo.agent.TorchPPO.update": "634136616a8d",
-    "ml_pipeline.algorithms.ppo.loss.ppo_loss": "0bccf1d06fc8",
+    "ml_pipeline.algorithms.ppo.agent.TorchPPO.score": "2b27c2de66bf",
+    "ml_pipeline.algorithms.ppo.agent.TorchPPO.value": "fc5c63a393f7",
+    "ml_pipeline.algorithms.ppo.agent.TorchPPO.passed": "a23c4000a6f9",
+    "ml_pipeline.algorithms.ppo.agent.as_row": "59efef04de11",
+    "ml_pipeline.algorithms.ppo.loss.current": "3ce2540a9880",
+    "ml_pipeline.algorithms.ppo.agent.TorchPPO.update": "25b51490b778",
+    "ml_pipeline.algorithms.ppo.loss.ppo_loss": "a4bcf56944e0",
     "ml_pipeline.algorithms.ppo.loss.normalised": "46ef7c9d5b79",
     "ml_pipeline.algorithms.ppo.loss.policy_change": "7ff95ec6a831",
     "ml_pipeline.algorithms.ppo.loss.Minibatch.mapped": "f1646552aaf4",
     "ml_pipeline.algorithms.ppo.loss.Minibatch.take": "b3cc5a8f2aac",
-    "ml_pipeline.policy.actor_critic.ActorCritic.forward": "1489f67a6199",
+    "ml_pipeline.policy.actor_critic.ActorCritic.forward": "7f217704c728",
     "ml_pipeline.policy.actor_critic.ActorCritic.policy": "caef38db9116",
     "ml_pipeline.policy.actor_critic.ActorCritic._outputs": "f8983062120a",
     "ml_pipeline.policy.actor_critic._run": "0f57bcead4da",
@@ -59,7 +63,12 @@ def fastest(plain: PlainPPO, *, masked: bool) -> FastPPO | None:
             return backend(plain.model, plain.adam, plain.config)
     # Triton comes with torch's CUDA builds; its kernels have no masks, and ROCm is untested.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    if not is_nvidia or masked or importlib.util.find_spec("triton") is None:
+    if (
+        not is_nvidia
+        or masked
+        or not isinstance(plain.adam, FlatAdam)
+        or importlib.util.find_spec("triton") is None
+    ):
         return None
     from ml_pipeline.algorithms.ppo.fast.triton_ppo import TritonPPO
 

@@ -35,7 +35,7 @@ from ml_pipeline.policy.numpy_mlp import (
     is_mirrored,
     is_plain_linear,
 )
-from ml_pipeline.policy.optimiser import FlatAdam
+from ml_pipeline.policy.optimiser import Optimiser
 
 
 class NumpyPPO:
@@ -57,7 +57,7 @@ class NumpyPPO:
             and model.preprocess.is_vector
         )
 
-    def __init__(self, model: ActorCritic, adam: FlatAdam, config: PPOConfig) -> None:
+    def __init__(self, model: ActorCritic, adam: Optimiser, config: PPOConfig) -> None:
         self.config = config
         self._model = model
         self._adam = adam
@@ -72,7 +72,7 @@ class NumpyPPO:
     def _covers_trunks(actor: nn.Module, critic: nn.Module) -> bool:
         return is_mirrored(actor) and is_mirrored(critic)
 
-    def _build(self, model: ActorCritic, adam: FlatAdam) -> None:
+    def _build(self, model: ActorCritic, adam: Optimiser) -> None:
         self.actor = Tower.with_head(cast("MLP", model.actor), "actor", "policy_head", adam)
         self.critic = Tower.with_head(cast("MLP", model.critic), "critic", "value_head", adam)
 
@@ -160,7 +160,7 @@ class NumpyPPO:
             yield shuffled.mapped(lambda field: field[part], None)  # noqa: B023
 
     def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
-        return UpdateResult._make(self._step(batch, rates))
+        return UpdateResult._make([*self._step(batch, rates), {}])
 
     def _step(self, batch: Minibatch, rates: Rates) -> list[float]:
         """One gradient step; returns the fields of ``UpdateResult`` as plain numbers."""

@@ -15,7 +15,7 @@ from ml_pipeline.policy.actor_critic import ActorCritic
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.policy.numpy_mlp import Array
 from ml_pipeline.policy.numpy_recurrent import RecurrentTowers, Steps, is_mirrored_recurrent
-from ml_pipeline.policy.optimiser import FlatAdam
+from ml_pipeline.policy.optimiser import Optimiser
 from ml_pipeline.policy.recurrent import Recurrent
 
 
@@ -28,7 +28,7 @@ class RecurrentNumpyPPO(NumpyPPO):
             critic.cell
         )
 
-    def _build(self, model: ActorCritic, adam: FlatAdam) -> None:
+    def _build(self, model: ActorCritic, adam: Optimiser) -> None:
         actor, critic = cast("Recurrent", model.actor), cast("Recurrent", model.critic)
         self.towers = RecurrentTowers(actor, critic, adam)
 

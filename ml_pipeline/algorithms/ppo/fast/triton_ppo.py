@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -25,12 +25,12 @@ from ml_pipeline.algorithms.ppo.fast.triton_kernels import (
     sample_kernel,
     score_kernel,
 )
-from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult
+from ml_pipeline.algorithms.ppo.loss import COLUMNS, Minibatch, Rates, UpdateResult
 from ml_pipeline.errors import type_and_line
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.policy.distributions import LOG_SQRT_2PI, Categorical
 from ml_pipeline.policy.networks import MLP
-from ml_pipeline.policy.optimiser import BETA_1, BETA_2
+from ml_pipeline.policy.optimiser import BETA_1, BETA_2, FlatAdam
 
 _WIDEST = 64  # units in a layer: a tile of activations must fit in the registers
 _LARGEST = 3e38  # limit of an observation; infinity would be NaN after a product with 0
@@ -86,7 +86,7 @@ class TritonPPO:
     def __init__(self, plain: PlainPPO) -> None:
         self._plain = plain
         self.config = config = plain.config
-        self._adam = adam = plain.adam
+        self._adam = adam = cast("FlatAdam", plain.adam)  # see ``fastest``
         self._model = plain.model
         model: Any = plain.model
         precision = plain.precision
@@ -247,7 +247,7 @@ class TritonPPO:
         partial = torch.zeros(n_programs, n_columns, device=self._device)
         n_squares = triton.cdiv(n_columns, _SUM_COLUMNS)
         told, squares = empty(_N_METRICS), empty(n_squares)
-        results = empty(n_minibatches, len(UpdateResult._fields))
+        results = empty(n_minibatches, len(COLUMNS))
         n_steps = empty(n_minibatches + 1)
         n_steps[0] = adam.n_steps
         normalises = config.normalize_advantage and size > 1
