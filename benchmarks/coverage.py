@@ -4,23 +4,34 @@
 
 Draws the final returns of seeds from three shapes: normal, uniform, and exponential (a few seeds
 far above the others). Coverage: the share of "95 %" intervals of the IQM that hold the IQM of the
-shape. False claims: the share of comparisons of equal groups in which a difference is claimed.
+shape; over several envs, of the mean of their IQMs. The envs have equal spreads, or env k has 1/k
+of the first one's. False claims: the share of comparisons of equal groups in which a difference is
+claimed.
+
 The result is in benchmarks/results/coverage.json.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from ml_pipeline.analysis.statistics import Array, iqm, iqm_with_interval, verdicts
+from ml_pipeline.analysis.statistics import (
+    Array,
+    iqm,
+    iqm_over_envs,
+    iqm_with_interval,
+    verdicts,
+)
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 N_TIMES, N_CLAIMS = 20_000, 1_000
+N_ENVS = (2, 3, 5, 10)
 SHAPES: dict[str, Callable[[np.random.Generator, tuple[int, int]], Array]] = {
     "normal": lambda generator, size: generator.normal(size=size),
     "uniform": lambda generator, size: generator.uniform(size=size),
@@ -28,6 +39,7 @@ SHAPES: dict[str, Callable[[np.random.Generator, tuple[int, int]], Array]] = {
 }
 
 
+@cache
 def true_iqm(shape: str) -> float:
     """The IQM of very many seeds."""
     return float(iqm(SHAPES[shape](np.random.default_rng(0), (10_000_000, 1)))[0])
@@ -37,6 +49,15 @@ def coverage(shape: str, n_seeds: int) -> float:
     generator = np.random.default_rng([1, n_seeds])
     truth = true_iqm(shape)
     _, low, high = iqm_with_interval(SHAPES[shape](generator, (n_seeds, N_TIMES)))
+    return float(((low <= truth) & (truth <= high)).mean())
+
+
+def joint_coverage(shape: str, n_seeds: int, spreads: Sequence[float]) -> float:
+    """Of the mean of the IQMs of several envs."""
+    generator = np.random.default_rng([4, n_seeds, len(spreads)])
+    parts = [spread * SHAPES[shape](generator, (n_seeds, N_TIMES)) for spread in spreads]
+    truth = true_iqm(shape) * sum(spreads) / len(spreads)
+    _, low, high = iqm_over_envs(parts)
     return float(((low <= truth) & (truth <= high)).mean())
 
 
@@ -70,6 +91,15 @@ def main() -> None:
             "shape": shape,
             "seeds": n_seeds,
             "coverage": coverage(shape, n_seeds),
+            **{
+                f"coverage over {n_envs} envs of {kind} spread": joint_coverage(
+                    shape,
+                    n_seeds,
+                    [1.0 if kind == "equal" else 1.0 / k for k in range(1, n_envs + 1)],
+                )
+                for n_envs in N_ENVS
+                for kind in ("equal", "unequal")
+            },
             "coverage of the bootstrap": bootstrap_coverage(shape, n_seeds),
             **{
                 f"false claims, {n_groups} groups": false_claims(shape, n_groups, n_seeds)

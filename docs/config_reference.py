@@ -17,11 +17,11 @@ from ml_pipeline.algorithms.dqn.config import DQNConfig
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.sac.config import SACConfig
 from ml_pipeline.algorithms.td3.agent import TD3Config
-from ml_pipeline.assembly.compose import preset_files
 from ml_pipeline.config.curriculum import PhaseConfig, UntilConfig
 from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.config.train import EnvConfig, EvalEnvConfig, TrainConfig, VecEnvConfig
 from ml_pipeline.policy.image_networks import CNN
+from ml_pipeline.shelves import preset_files
 from ml_pipeline.targets import import_dotted
 from ml_pipeline.training.contracts import Callback
 from ml_pipeline.worlds.trading.config import FilesConfig, SyntheticConfig

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sysconfig
 import traceback
+from collections import deque
+from collections.abc import Sequence
 from errno import EACCES, EDQUOT, ENOSPC, EPERM, EROFS
 from pathlib import Path
 
@@ -78,9 +81,29 @@ def type_and_line(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str:
     """The innermost line of code that no installed package or Python has, or an empty text."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    return place_of_frames(traceback.extract_tb(error.__traceback__)) or _place_of_class(error)
+
+
+def place_of_frames(frames: Sequence[traceback.FrameSummary]) -> str:
+    """``place_of`` for the frames of a stack, the innermost one last."""
+    for frame in reversed(frames):
         path = Path(frame.filename)
         is_library = "site-packages" in path.parts or path.is_relative_to(_STANDARD_LIBRARY)
         if not is_library and not path.is_relative_to(_PACKAGE):
             return f" ({path.name}:{frame.lineno} in {frame.name})"
     return ""
+
+
+def _place_of_class(error: BaseException) -> str:
+    """The class that does not write a method of its base class, which raised the error."""
+    if not isinstance(error, NotImplementedError) or error.__traceback__ is None:
+        return ""
+    frame, _ = deque(traceback.walk_tb(error.__traceback__), maxlen=1)[0]
+    owner = type(frame.f_locals.get("self"))
+    method = frame.f_code.co_name
+    try:
+        file, line = inspect.getsourcefile(owner), inspect.getsourcelines(owner)[1]
+    except (OSError, TypeError):  # a builtin, or a class without a source
+        return ""
+    lacks = "" if str(error).strip() else f" has no method {method}"
+    return f" ({Path(str(file)).name}:{line}: {owner.__name__}{lacks})"

@@ -18,6 +18,9 @@ from ml_pipeline.errors import UserError, type_and_line
 
 _SHELVES = ("ml_pipeline.algorithms", "ml_pipeline.worlds")
 _GROUP = "ml_pipeline.worlds"
+_PACKAGE = Path(__file__).resolve().parent
+# A wheel has conf/ inside the package, a clone next to it.
+CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 
 
 @cache
@@ -49,6 +52,13 @@ def conf_folders() -> tuple[Path, ...]:
     """The conf/ of every package that has one."""
     folders = (Path(each) / "conf" for name in packages() for each in _folders(name))
     return tuple(folder for folder in folders if folder.is_dir())
+
+
+def preset_files(group: str) -> dict[str, Path]:
+    """The options of a config group that this package and its shelves bring, by name."""
+    folders = [each / group for each in (CONF, *conf_folders())]
+    files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    return {path.stem: path for path in reversed(files)}  # as in Hydra, the first folder wins
 
 
 def _folders(package: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -205,6 +206,24 @@ class OneAtATime(Wide):
         return self.layer(obs.view(1, -1))
 
 
+class Logarithm(Wide):
+    """The logarithm of a negative number is NaN."""
+
+    def forward(self, obs: Tensor) -> Tensor:
+        limit = self.layer(obs).masked_fill(obs[:, :1] < 9.0, -math.inf)
+        return torch.log(limit.tanh() - 1.0)
+
+
+class LateInfinity(Wide):
+    """Divides by zero once it has seen 300 batches."""
+
+    n_calls = 0
+
+    def forward(self, obs: Tensor) -> Tensor:
+        self.n_calls += 1
+        return self.layer(obs) / float(self.n_calls < 30)
+
+
 class CountingCalls(Wide):
     """Returns a different result at each call; a graph would repeat the first one."""
 
@@ -227,6 +246,20 @@ class ByLength(Wide):
 
     def forward(self, obs: Tensor) -> Tensor:
         return self.layer(obs.reshape(len(obs), -1))
+
+
+class Spaceless(gym.Env[Any, Any]):
+    """Sets no spaces."""
+
+    def __init__(self) -> None:
+        self.size = 3
+
+
+class Lost(gym.Wrapper[Any, Any, Any, Any]):
+    """Does not call the constructor of its base class."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        self.inner = env
 
 
 class LateMask(CountingEnv):

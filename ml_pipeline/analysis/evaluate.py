@@ -7,7 +7,7 @@ for the next time. Workers import this module: keep torch out of it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from copy import deepcopy
 from functools import partial
@@ -29,6 +29,7 @@ _FIRST_LIMIT = 1_000  # the same, while no episode has ended anywhere
 
 # Keys of the options of a reset that begins an evaluation, and of the info of an ended episode.
 _STRIDE, _END, _MAX_STEPS, _EVALUATED = "stride", "end", "max_steps", "evaluated"
+MOST_ENVS = 8  # to play in at the same time, once
 _FEW = 2  # episodes to play where all are expected to be equal
 
 
@@ -135,6 +136,43 @@ def evaluate_batch(
     in_order = [episodes[number] for number in sorted(episodes)]
     are_equal = n_episodes > 1 and len(traces) == 1
     return Evaluation(in_order, n_cut, max_episode_steps, are_equal)
+
+
+def without_repeats(
+    play: Callable[..., Evaluation],
+    *,
+    n_episodes: int,
+    seed: int,
+    deterministic: bool,
+    is_deterministic: bool,
+) -> Evaluation:
+    """``play(n_episodes=..., seed=...)``, without episodes that repeat the first ones.
+
+    Of a greedy policy it plays one if the env declares ``is_deterministic``, and else stops after
+    ``MOST_ENVS`` if these are equal. Fewer could be equal by chance. ``left_out`` says so.
+    """
+    n_first = min(n_episodes, 1 if is_deterministic else MOST_ENVS) if deterministic else n_episodes
+    first = play(n_episodes=n_first, seed=seed)
+    n_left = n_episodes - n_first
+    if not n_left or is_deterministic or first.are_equal:
+        return first
+    rest = play(n_episodes=n_left, seed=seed + n_first)
+    return rest._replace(
+        episodes=first.episodes + rest.episodes, n_cut=first.n_cut + rest.n_cut, are_equal=False
+    )
+
+
+def left_out(result: Evaluation, n_episodes: int) -> str:
+    """Why ``without_repeats`` played fewer than ``n_episodes``; an empty text if it did not."""
+    n_played = len(result.episodes)
+    if n_played == n_episodes:
+        return ""
+    if not result.are_equal:
+        return "plays one episode, because the env declares that it is deterministic"
+    return (
+        f"{n_episodes - n_played} more episodes left out: the first {n_played} are equal step by "
+        "step, whatever their seed"
+    )
 
 
 class _Ended(NamedTuple):

@@ -30,7 +30,7 @@ from ml_pipeline.analysis.statistics import (
     Array,
     Estimate,
     iqm,
-    iqm_with_interval,
+    iqm_over_envs,
     mean_over_envs,
     performance_profile,
     probability_of_improvement,
@@ -128,7 +128,7 @@ def suite_verdicts(suite: Suite) -> list[str]:
 
 def _mean_score(parts: Sequence[Array]) -> Estimate:
     """The mean over the envs of the interquartile mean of the seeds."""
-    return mean_over_envs([iqm_with_interval(part) for part in parts])
+    return iqm_over_envs(parts)
 
 
 def suite_cells(suite: Suite, metric: str) -> tuple[list[str], list[list[str]]]:

@@ -12,10 +12,11 @@ from typing import Any
 import gymnasium as gym
 from torch import nn
 
-from ml_pipeline.assembly.compose import own_folders, preset_files
+from ml_pipeline.assembly.compose import own_folders
 from ml_pipeline.assembly.explain import ConfigError
 from ml_pipeline.given import name_of
 from ml_pipeline.records import Metrics
+from ml_pipeline.shelves import preset_files
 from ml_pipeline.training.contracts import Callback, RunningLoop
 
 CallbackFunction = Callable[[RunningLoop, Metrics], bool | None]

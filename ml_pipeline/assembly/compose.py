@@ -33,6 +33,7 @@ from ml_pipeline.assembly.agent import config_class, find_algorithm, settings_cl
 from ml_pipeline.assembly.explain import ConfigError as ConfigError
 from ml_pipeline.assembly.explain import explained, unknown_key
 from ml_pipeline.assembly.trust import check_algorithm, check_names
+from ml_pipeline.assembly.words import check_order
 from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import RUN_ROOT, TrainConfig
 from ml_pipeline.errors import UserError, first_line, shorten
@@ -40,19 +41,21 @@ from ml_pipeline.foreign import TEXT_BYTES, read_regular
 from ml_pipeline.runs.console import say
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml
 from ml_pipeline.runs.signatures import is_signed, report_change, sealed, unsealed
-from ml_pipeline.shelves import conf_folders
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-REPOSITORY = _PACKAGE.parent
-# A wheel has conf/ inside the package, a clone next to it.
-CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else REPOSITORY / "conf"
-
+from ml_pipeline.shelves import CONF, conf_folders
 
 _PURPOSE = "config"  # of the signature
 _SEED_LINE = re.compile(rb"^seed: (\d{1,9})\n", re.MULTILINE)  # all are valid
 # What plain_config has read and checked: all but the seed, whether it is signed, and ``trust``.
 _configs: dict[tuple[bytes, bool, bool], TrainConfig] = {}
 _MOST_CONFIGS = 100  # a longer sweep over one key checks each config anyway
+# What Hydra raises for a mistake in the config; for a key below null, OmegaConf asserts.
+COMPOSE_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    ValueError,
+    yaml.YAMLError,
+    AssertionError,
+)
 _OPEN = "++"  # Hydra's prefix of a key that may be new
 # Entries whose keys are those of a function or class that the user names.
 _ENTRIES = tuple(
@@ -67,6 +70,7 @@ _ENTRIES = tuple(
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
     """Compose conf/ and ``overrides`` with Hydra, which refuses unknown keys and wrong types."""
+    check_order(overrides)
     store_schema()
     # The caller may be a Hydra program itself, and Hydra is a singleton.
     callers = GlobalHydra.instance().hydra
@@ -74,7 +78,7 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose("train", overrides=opened([*overrides, *own_conf(overrides)]))
-    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+    except COMPOSE_ERRORS as error:
         raise ConfigError(explained(error, overrides)) from error
     finally:
         GlobalHydra.instance().hydra = callers
@@ -167,13 +171,6 @@ def _defaults(dataclass: type) -> dict[str, object]:
         else getattr(dataclass, each.name, "???")
         for each in dataclasses.fields(dataclass)
     }
-
-
-def preset_files(group: str) -> dict[str, Path]:
-    """The options of a config group that this package and its worlds bring, by name."""
-    folders = [each / group for each in (CONF, *conf_folders())]
-    files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
-    return {path.stem: path for path in reversed(files)}  # as in Hydra, the first folder wins
 
 
 def opened(words: Sequence[str]) -> list[str]:

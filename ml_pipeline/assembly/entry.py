@@ -20,13 +20,11 @@ import hydra
 import yaml
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from ml_pipeline.assembly.compose import (
-    CONF,
+    COMPOSE_ERRORS,
     as_typed,
     checked_config,
     compose_config,
@@ -34,20 +32,19 @@ from ml_pipeline.assembly.compose import (
     opened,
     own_conf,
     own_folders,
-    preset_files,
     resumed_folder,
     store_schema,
     with_newest_run,
 )
 from ml_pipeline.assembly.explain import ConfigError, explained
 from ml_pipeline.assembly.sweeps import SweepReport, check_launcher
-from ml_pipeline.assembly.words import pasteable, translated
+from ml_pipeline.assembly.words import check_order, pasteable, repeated, translated
 from ml_pipeline.errors import UserError, refused_path
 from ml_pipeline.foreign import TEXT_BYTES, read_regular
 from ml_pipeline.moved import moved
 from ml_pipeline.runs.console import numbered_output, say, user_command
 from ml_pipeline.runs.run_folder import RunFolder, check_yaml, stamped_name
-from ml_pipeline.shelves import conf_folders
+from ml_pipeline.shelves import CONF, conf_folders, preset_files
 from ml_pipeline.targets import ALGORITHM_OF_OLD_RUNS
 
 # The keys that choose an env, or a run or data that fit only one.
@@ -77,14 +74,17 @@ def check_words(command_line: Sequence[str], agent: str | None = None) -> None:
         return
     options = group_options()
     # A second time, as flags may change the agent or the size of a rollout.
-    first, _, _ = translated(words, config_of(words, agent), options)
-    arguments, replaced, unknown = translated(words, config_of(first, agent), options)
-    line = f"{', '.join([*replaced, *unknown])}: settings are key=value"
-    if unknown:
-        line += f"; no setting is like {', '.join(unknown)}, --help lists them"
-    if replaced:
-        line += f"; write: {user_command('train', agent=agent)} {pasteable(arguments)}"
-    raise ConfigError(line)
+    first = translated(words, config_of(words, agent), options)
+    found = translated(words, config_of(first.arguments, agent), options)
+    facts = list(found.needless)
+    if others := [*found.replaced, *found.unknown]:
+        facts.insert(0, f"{', '.join(others)}: settings are key=value")
+    if found.unknown:
+        facts.append(f"no setting is like {', '.join(found.unknown)}, --help lists them")
+    if found.replaced or found.needless:
+        command = f"{user_command('train', agent=agent)} {pasteable(found.arguments)}"
+        facts.append(f"write: {command.rstrip()}")
+    raise ConfigError("; ".join(facts))
 
 
 def group_options() -> dict[str, list[str]]:
@@ -190,6 +190,9 @@ def train(command_line: Sequence[str]) -> None:
     failure: Exception | None = None
     all_finished = True
     check_launcher(command_line)
+    check_order(command_line)
+    for line in repeated(command_line[1:]):
+        say(line)
     command_line = with_newest_run(command_line)
     own = [*own_conf(command_line), *_own_folder(command_line)]
     callers = sys.argv
@@ -198,7 +201,7 @@ def train(command_line: Sequence[str]) -> None:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(run_job)()
     except _FailedError as failed:
         failure = failed.error
-    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+    except COMPOSE_ERRORS as error:
         raise ConfigError(explained(error, command_line[1:])) from error
     except BrokenProcessPool:
         failure = UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,14 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from ml_pipeline.assembly.words import meant, needless, option_meant, with_sizes
+from ml_pipeline.assembly.words import (
+    meant,
+    needless,
+    option_meant,
+    option_with,
+    value_meant,
+    with_sizes,
+)
 from ml_pipeline.errors import UserError, first_line
 
 _TYPES = {
@@ -47,6 +55,8 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
     if isinstance(error, OverrideParseException) and "==" in str(error.override):
         return f"{error.override}: write {re.sub('==+', '=', str(error.override))}"
     if isinstance(error, OverrideParseException):
+        if fix := _parseable(str(error.override)):
+            return f"{error.override}: write {fix}"
         return f"{error.override}: expected key=value; quote special characters: 'key=\"value\"'"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
@@ -56,7 +66,7 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
     if isinstance(cause, ValidationError):
         or_null = ", or null" if _accepts_null(cause) else ""
         value = "null" if cause.value is None else cause.value
-        return f"{cause.full_key}={value}: {_wrong_type(cause)}{or_null}"
+        return f"{cause.full_key}={value}: {_wrong_type(cause)}{or_null}{_fix(cause)}"
     if composing := re.match(r"In '(.+?)': .* raised while composing config:\n(.+)", str(error)):
         return _broken_file(*composing.groups())
     if str(error).startswith("Config group override must be a string or a list"):
@@ -76,7 +86,15 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
     ambiguous = re.match(r"Ambiguous value for argument '(.+?)=(.*)'", str(error))
     if ambiguous:
         key, values = ambiguous.groups()
-        return f"{key}={values}: several values; add -m for a sweep, or write '{key}=[{values}]'"
+        number = value_meant(key, values)
+        one = f"for one number, {number}" if number else f"for a list, '{key}=[{values}]'"
+        return f"{key}={values}: several values; for a sweep, write -m {key}={values}; {one}"
+    swept = re.match(r"Sweep parameters '(.+)' requires --multirun", str(error))
+    if swept:
+        several = " ".join(shlex.quote(each) for each in swept[1].split(", "))
+        return f"{swept[1]}: several values; for a sweep, write -m {several}"
+    if isinstance(error, AssertionError):  # OmegaConf's, for a key below null
+        return _below_null(error, words)
     present = re.match(r"Could not append to config. An item is already at '(.+)'", str(error))
     if present:
         return f"+{present[1]}: the key exists; write {present[1]}=... without the +"
@@ -106,7 +124,10 @@ def _unknown_key(
     line = f"{override}: unknown key"
     if does := needless(key):
         return f"{line}; {does}"
-    replacement = meant(key, value, _config_around(cause.parent_node, words))
+    config = _config_around(cause.parent_node, words)
+    if with_option := option_with(key, value, config):
+        return f"{line}; write {with_option}"
+    replacement = meant(key, value, config)
     if parent in ("env", "eval_env") and replacement is None:
         name = key.rpartition(".")[2]
         return f"{line}; an argument of the env is +{parent}.kwargs.{name}={value}"
@@ -118,6 +139,36 @@ def _unknown_key(
     if is_free_form:  # arguments of an env, a network, a callback
         line += f"; to add a key, write +{override}"
     return line
+
+
+def _below_null(error: AssertionError, words: Sequence[str]) -> str:
+    """The error for a key of a group without an option, such as opponent.capacity=9."""
+    for word in words:
+        key, _, value = word.partition("=")
+        group = key.partition(".")[0]
+        is_chosen = any(each.startswith(f"{group}=") for each in words)
+        if "." in key and not is_chosen and (fix := option_with(key, value, {})):
+            return f"{word}: there is no {group}; write {fix}"
+    raise error
+
+
+def _parseable(override: str) -> str | None:
+    """An override that Hydra cannot parse, in a form that it can; None for an unclear one."""
+    key, _, value = override.partition("=")
+    if value.endswith(","):  # seed=3, n_envs=4
+        return f"{key}={value.rstrip(',')}"
+    if listed := re.fullmatch(r"\(([\w., ]+)\)", value):
+        return shlex.quote(f"{key}=[{listed[1].rstrip(', ')}]")
+    return value_meant(key, value)
+
+
+def _fix(cause: ValidationError) -> str:
+    """What to write instead of a value that is almost a number; empty for another one."""
+    if not any(wanted in _wrong_type(cause) for wanted in ("a number", "an integer")):
+        return ""
+    fix = None if cause.value is None else value_meant(str(cause.full_key), str(cause.value))
+    is_null = fix is not None and fix.endswith("=null")
+    return f"; write {fix}" if fix and (_accepts_null(cause) or not is_null) else ""
 
 
 def _config_around(node: Any, words: Sequence[str]) -> dict[str, object]:

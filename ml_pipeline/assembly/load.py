@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,13 @@ from typing import NamedTuple
 import torch
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 
-from ml_pipeline.analysis.evaluate import make_evaluation_envs
+from ml_pipeline.analysis.evaluate import (
+    MOST_ENVS,
+    Evaluation,
+    evaluate_batch,
+    make_evaluation_envs,
+    without_repeats,
+)
 from ml_pipeline.analysis.listing import newest_run
 from ml_pipeline.assembly.agent import build_agent, find_algorithm
 from ml_pipeline.assembly.build import build_env_factory, cpu_context
@@ -59,6 +66,19 @@ class TrainedAgent(NamedTuple):
     checkpoint: str
     env_steps: int
     is_deterministic: bool  # the env declares that the actions alone decide an episode
+
+    def evaluate(self, *, n_episodes: int, seed: int, deterministic: bool) -> Evaluation:
+        """Play episodes in several envs at once, without those that repeat the first ones."""
+        is_one_enough = deterministic and self.is_deterministic
+        n_envs = 1 if is_one_enough else min(n_episodes, MOST_ENVS)
+        with closing(self.make_envs(n_envs=n_envs)) as envs:
+            return without_repeats(
+                partial(evaluate_batch, self.agent, envs, deterministic=deterministic),
+                n_episodes=n_episodes,
+                seed=seed,
+                deterministic=deterministic,
+                is_deterministic=self.is_deterministic,
+            )
 
 
 def load_agent(

@@ -16,18 +16,20 @@ from typing import Any, ClassVar, TypeVar
 
 import yaml
 
-from ml_pipeline.analysis.evaluate import Evaluation, evaluate
+from ml_pipeline.analysis.evaluate import Evaluation, left_out
 from ml_pipeline.assembly import api
 from ml_pipeline.assembly.agent import agent_name, config_class
 from ml_pipeline.assembly.arguments import Callbacks, named_callbacks
-from ml_pipeline.assembly.compose import preset_files, stored_config
+from ml_pipeline.assembly.compose import stored_config
 from ml_pipeline.assembly.load import TrainedAgent, chosen, load_agent
 from ml_pipeline.assembly.loaded_policy import LoadedPolicy
 from ml_pipeline.envs.factory import close_env
 from ml_pipeline.errors import UserError
 from ml_pipeline.given import name_of
 from ml_pipeline.runs.checkpoint import LATEST
+from ml_pipeline.runs.console import quiet_console, say
 from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.shelves import preset_files
 from ml_pipeline.training.contracts import Callback
 
 ModelT = TypeVar("ModelT", bound="Model")
@@ -118,15 +120,16 @@ class Model:
     def evaluate(
         self, n_episodes: int = 10, *, seed: int = 0, deterministic: bool = True
     ) -> Evaluation:
-        """Play episodes; the result has ``mean``, ``std`` and every episode."""
+        """Play episodes; the result has ``mean``, ``std`` and every episode.
+
+        Episodes of a deterministic env that repeat the first ones are left out, which is said.
+        """
         trained, _ = self._loaded()
-        return evaluate(
-            trained.agent,
-            trained.env,
-            n_episodes=n_episodes,
-            seed=seed,
-            deterministic=deterministic,
-        )
+        result = trained.evaluate(n_episodes=n_episodes, seed=seed, deterministic=deterministic)
+        with quiet_console(self._quiet):
+            if line := left_out(result, n_episodes):
+                say(line)
+        return result
 
     def save(self, path: Path | str) -> Path:
         """Copy the run folder to ``path``, which replaces a model that was saved there."""

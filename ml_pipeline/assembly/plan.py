@@ -43,6 +43,7 @@ from ml_pipeline.games.opponent_report import OpponentReport
 from ml_pipeline.policy.actor_critic import GreedyPolicy
 from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.policy.networks import out_features
+from ml_pipeline.policy.nonfinite import network_fault
 from ml_pipeline.policy.observations import ObservationReader, batched
 from ml_pipeline.ranks.world import join_world, rank_device
 from ml_pipeline.records import StateDict
@@ -453,6 +454,10 @@ def _try_agent(agent: Agent, trial: EnvTrial) -> None:
             f"network cannot process an observation of shape {shape}: {reason}"
         ) from error
     _check_features(agent)
+    if fault := network_fault(
+        agent.greedy(), ObservationReader(trial.observation_space).read(batch)
+    ):
+        raise ConfigError(f"{fault}; it must return finite numbers for finite observations")
 
 
 def _advise_on_images(config: TrainConfig, trial: EnvTrial) -> None:

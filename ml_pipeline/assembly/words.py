@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from typing import NamedTuple
 
+import yaml
 from hydra._internal.utils import get_args_parser
+
+from ml_pipeline.errors import UserError
+from ml_pipeline.shelves import preset_files
 
 # By key: the names that it has elsewhere. The first key that the config has counts.
 _NAMES = {
@@ -111,19 +117,27 @@ _OPTIONS = {
     "agent=dqn": ("agent", "ddqn doubledqn"),
     "agent=dqn agent.n_quantiles=50": ("agent", "qrdqn"),
     "agent=td3": ("agent", "ddpg"),
+    "callbacks=default": ("callbacks", "evaluation eval checkpoint checkpoints"),
     "callbacks=[]": ("callbacks", "none off false"),
     "env.id=MiniGrid-Empty-5x5-v0": ("env", "minigrid"),
     "env.id=BabyAI-GoToObj-v0": ("env", "babyai"),
 }
-# Words without a key, because a run does so without being told.
+# Words without a key: what a run does instead, or the command for it.
 _NEEDLESS = {
-    "verbose": "a run shows its progress",
-    "progress_bar": "a run shows its progress",
-    "save_model": "a run saves its checkpoints",
-    "monitor": "a run records its episodes",
-    "optimizer": "agents learn with Adam",
-    "optimiser": "agents learn with Adam",
+    "verbose progress_bar": "a run shows its progress without this word",
+    "save_model save_replay_buffer": "a run saves its checkpoints without this word",
+    "monitor": "a run records its episodes without this word",
+    "log_interval log_freq": "a run logs every iteration without this word",
+    "optimizer optimiser": "agents learn with Adam without this word",
+    "torch_deterministic cudnn_deterministic": "the same seed repeats a run without this word",
+    "upload_model hf_entity push_to_hub": "a run uploads no model; `export RUN` makes one file",
+    "render render_mode": "`evaluate RUN --render human` shows the policy",
+    "eval evaluate": "a run evaluates its policy, and `evaluate RUN` does so later",
 }
+_BY_NAME = ("callbacks", "logger")  # groups whose keys are names, which options bring
+# By group: its keys that choose the thing itself.
+_CHOOSES = {"env": ("id", "target"), "network": ("_target_",), "agent": ("algorithm",)}
+_MOST_LISTED = 10  # values of a sweep; more are a range
 _OFF = ("false", "0", "no", "off", "none", "null")
 # By group: the key that takes a dotted path instead.
 _PATHS = {
@@ -157,8 +171,9 @@ def meant(key: str, value: str, config: Mapping[str, object]) -> str | None:
 
 def needless(key: str) -> str | None:
     """What a run does without this word of another library; None for every other word."""
-    does = _NEEDLESS.get(_plain(key).rpartition(".")[2])
-    return f"{does} without this word; leave it out" if does else None
+    name = _plain(key).rpartition(".")[2].removeprefix("no_")
+    does = next((does for names, does in _NEEDLESS.items() if name in names.split()), None)
+    return f"{does}; leave it out" if does else None
 
 
 def option_meant(group: str, option: str, options: Sequence[str]) -> str | None:
@@ -177,6 +192,77 @@ def option_meant(group: str, option: str, options: Sequence[str]) -> str | None:
     if near := _close(_letters(bare), list(by_letters), cutoff=0.7):
         return f"{group}={by_letters[near]}"
     return _registered(option) if group == "env" else None
+
+
+def option_with(key: str, value: str, config: Mapping[str, object]) -> str | None:
+    """The override of a key below an option that ``config`` does not have, with that option.
+
+    ``callbacks.early_stop.patience=3``: ``callbacks=early_stopping
+    callbacks.early_stopping.patience=3``.
+    """
+    group, _, inner = key.lstrip("+").partition(".")
+    name, _, rest = inner.partition(".")
+    files = preset_files(group)
+    present = config.get(group)
+    names = present if isinstance(present, Mapping) else {}
+    if present is None and len(files) == 1:
+        return f"{group}={next(iter(files))} {group}.{inner}={value}"
+    known = {
+        part: (option, settings)
+        for option, file in files.items()
+        for part, settings in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).items()
+        if isinstance(settings, Mapping) and part not in names
+    }
+    if group not in _BY_NAME or not (near := _close(name, list(known), cutoff=_GUESS)):
+        return None
+    option, settings = known[near]
+    rest = _close(rest, list(settings)) or rest
+    return f"{group}={option} {group}.{near}" + (f".{rest}={value}" if rest else f"={value}")
+
+
+def value_meant(key: str, value: str) -> str | None:
+    """The words to write instead of ``key=value``, whose value should be a number; or None."""
+    if several := _several(value):
+        return f"-m {shlex.quote(f'{key}={several}') if '(' in several else f'{key}={several}'}"
+    if (number := _number(value)) is not None:
+        return f"{key}={number}"
+    if value in ("None", "none", "nil"):
+        return f"{key}=null"
+    rate = re.fullmatch(r"(?:lin|linear)[_(]?([\d.e-]+)\)?", value)
+    if rate and key.endswith("learning_rate"):
+        return f"{key}={rate[1]} {key}_schedule=linear"
+    return None
+
+
+def _number(text: str) -> str | None:
+    """1M, 1000k, 1,000,000, 1 000 000, 1.000.000, 2**20 and 1e6 as an integer; else None."""
+    text = text.strip().lower()
+    if re.fullmatch(r"\d{1,3}([ ,'_]\d{3})+|\d{1,3}(\.\d{3}){2,}", text):
+        return re.sub(r"\D", "", text)
+    if decimal := re.fullmatch(r"0,(\d+)", text):
+        return f"0.{decimal[1]}"
+    if power := re.fullmatch(r"(\d{1,2})(?:\*\*|\^)(\d{1,2})", text):
+        return str(int(power[1]) ** int(power[2]))
+    unit = re.fullmatch(r"([\d.]+)\s*(k|m|b|g|mio|million|millions|thousand)", text)
+    exponent = {"k": 3, "t": 3, "b": 9, "g": 9}.get(unit[2][0], 6) if unit else 0
+    try:
+        number = float(unit[1] if unit else text) * 10**exponent
+    except ValueError:
+        return None
+    return str(int(number)) if number.is_integer() and abs(number) < 1e15 else None
+
+
+def _several(text: str) -> str | None:
+    """1..5, 1-5, 1:5 and [1, 2, 3] as the values of a sweep; None for another text."""
+    bounds = re.fullmatch(r"(\d{1,9})(?:\.{2,3}|-|:)(\d{1,9})", text)
+    if bounds and int(bounds[1]) < int(bounds[2]):
+        first, last = int(bounds[1]), int(bounds[2])
+        if last - first < _MOST_LISTED:
+            return ",".join(map(str, range(first, last + 1)))
+        return f"range({first},{last + 1})"
+    if listed := re.fullmatch(r"\[([\d., ]+)\]", text):
+        return listed[1].replace(" ", "")
+    return None
 
 
 def env_key(option: str) -> str | None:
@@ -209,40 +295,98 @@ def _registered(option: str) -> str | None:
     return f"env.id={ids[near]}" if near else None
 
 
+class Translation(NamedTuple):
+    """A command line in the words of the config."""
+
+    arguments: list[str]  # key=value, and the flags of Hydra
+    replaced: list[str]  # the words that ``arguments`` has in another form
+    needless: list[str]  # the words that a run does not need, with the reason
+    unknown: list[str]
+
+
 def translated(
     words: Sequence[str], config: Mapping[str, object], options: Mapping[str, Sequence[str]]
-) -> tuple[list[str], list[str], list[str]]:
-    """The words with key=value for flags that Hydra does not know, and for values without a key.
+) -> Translation:
+    """The words with key=value for flags that Hydra does not know, for YAML and for other forms.
 
-    Also returns the words that were replaced, and those that could not be. ``options``: by group.
+    ``options``: by group.
     """
-    arguments: list[str] = []
-    replaced: list[str] = []
-    unknown: list[str] = []
-    left = list(words)
+    found = Translation([], [], [], [])
+    left = [part for word in words for part in _parts(word, config)]
     while left:
         word = left.pop(0)
-        is_value = bool(arguments) and _takes_value(arguments[-1])
-        if not is_foreign(word) and ("=" in word or word[:1] in ("-", "~") or is_value):
-            arguments.append(word)
+        opens_list = word.count("[") - word.count("]")
+        while left and opens_list > 0:  # [64, 64] without quotes
+            opens_list += left[0].count("[") - left[0].count("]")
+            has_comma = word.endswith((",", "[")) or left[0].startswith((",", "]"))
+            word += left.pop(0) if has_comma else f",{left.pop(0)}"
+            found.replaced.append(word)
+        last = found.arguments[-1] if found.arguments else ""
+        is_cut = re.fullmatch(r"[\w.]+=", word) and left and re.fullmatch(r"[\w./:-]+", left[0])
+        is_form = "=" in word or word[:1] in ("-", "~") or _takes_value(last)
+        if not is_cut and not is_foreign(word) and is_form:
+            found.arguments.append(word)
+            continue
+        if re.fullmatch(r"\d+", word) and re.search(r"=[\d,]+$", last):  # seed=1 2 3
+            found.arguments[-1] += f",{word}"
+            found.replaced.append(word)
             continue
         name, has_value, value = word.lstrip("-").partition("=")
+        is_yaml, name = name.endswith(":"), name.strip("{:")
         while left and left[0] in ("=", ":"):  # seed = 3
             left.pop(0)
         is_pair = left and not _is_flag(left[0]) and not re.match(r"[+~\w.@/]+=", left[0])
-        if not has_value and is_pair and (_is_flag(word) or name in _paths(config)):
+        is_key = _is_flag(word) or is_yaml or name in _paths(config)
+        if is_pair and is_key and not value:
             value = left.pop(0).removeprefix("=")
-        elif not has_value and not _is_flag(word):
-            value = ""
+            value = value.removesuffix("}") if word.startswith("{") else value
         elif not has_value:
-            value = "true"
+            value = "true" if _is_flag(word) else ""
+        given = word.partition("=")[0].rstrip(":")
+        if name not in _paths(config) and needless(name):
+            found.needless.append(f"{given}: {needless(name)}")
+            continue
         override = _override(name, value, config, options) if value else _bare(name, options)
         if override is None and value == "true" and re.match("no[-_]", name):
             override = _override(name[3:], "false", config, options)
-        (unknown if override is None else replaced).append(word.partition("=")[0])
+        (found.unknown if override is None else found.replaced).append(given)
         if override is not None:
-            arguments.append(override)
-    return arguments, replaced, unknown
+            found.arguments.append(override)
+    return found
+
+
+def _parts(word: str, config: Mapping[str, object]) -> list[str]:
+    """A pair of YAML, such as ``agent.gamma: 0.9``, in two parts; every other word as it is."""
+    pair = re.fullmatch(r"-{0,2}([A-Za-z_][\w.]*):\s*([^\s=]+)", word)
+    is_pair = pair is not None and (": " in word or pair[1] in _paths(config))
+    return [f"{pair[1]}:", pair[2]] if pair and is_pair else [word]
+
+
+def check_order(words: Sequence[str]) -> None:
+    """Refuse ``env.id=X env=pendulum``, which trains X: Hydra applies keys after groups."""
+    keys = [word.partition("=")[0].lstrip("+") for word in words]
+    for group, names in _CHOOSES.items():
+        for key in (f"{group}.{name}" for name in names):
+            if group in keys and key in keys[: keys.index(group)]:
+                first, second = words[keys.index(key)], words[keys.index(group)]
+                if (group, second) == ("network", "network=own"):
+                    continue  # it needs the key
+                raise UserError(
+                    f"{first} {second}: both choose the {group}; leave one of them out, or write "
+                    f"{second} {first} to change only this key of {second}"
+                )
+
+
+def repeated(words: Sequence[str]) -> Iterator[str]:
+    """A line for every key with several values in a row, as a shell expands seed={1..3}.
+
+    The last one counts. Values in other places are usual: a script appends "$@".
+    """
+    for key, group in itertools.groupby(words, lambda word: word.partition("=")[0]):
+        values = list(dict.fromkeys(word.partition("=")[2] for word in group))
+        if len(values) > 1:
+            sweep = pasteable([f"{key}={','.join(values)}"])
+            yield f"{key}={values[-1]}: the last value counts; for a sweep, write -m {sweep}"
 
 
 def with_sizes(config: Mapping[str, object], words: Sequence[str]) -> dict[str, object]:
@@ -260,6 +404,8 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
 
 def _bare(word: str, options: Mapping[str, Sequence[str]]) -> str | None:
     """The override for a word without a key, such as cartpole or CartPole-v1."""
+    if word == "resume":
+        return "resume=latest"
     for group in ("env", "agent", "experiment"):
         if word in options.get(group, ()):
             return f"{group}={word}"
@@ -305,6 +451,8 @@ def _override(
 ) -> str | None:
     """``key=value`` in the words of the config, quoted for Hydra; None if there is no such key."""
     key = _plain(key)
+    if (key, value) == ("resume", "true"):  # a flag without a value
+        value = "latest"
     if not re.fullmatch(r"[\w.:/+*@%\[\]{}, -]*", value):
         value = "'{}'".format(value.replace("'", "\\'"))
     if key in options:
@@ -328,7 +476,7 @@ def _from_another_library(
         if name in names.split() and replacement and replacement.partition("=")[0] in paths:
             return replacement
     for path, names in _NAMES.items():
-        if name not in names.split() or path not in paths:
+        if name not in names.split() or path not in (*paths, "experiment"):
             continue
         is_number = re.fullmatch(r"[1-9]\d*", value) is not None
         if path == "agent.n_minibatches" and name.endswith("_size"):

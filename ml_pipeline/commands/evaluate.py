@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
     from ml_pipeline.analysis.evaluate import Evaluation
     from ml_pipeline.assembly.players import Arena, Player
-    from ml_pipeline.envs.kinds import AnyVectorEnv, MakeEnv
+    from ml_pipeline.envs.kinds import MakeEnv
     from ml_pipeline.games.matches import Games
     from ml_pipeline.policy.contracts import Policy
 
-_MOST_ENVS = 8  # played at the same time
 _N_EPISODES, _N_GAMES, _N_SHOWN_GAMES = 20, 200, 2
 
 HELP = "play episodes with a trained agent and print its returns, or games against an opponent"
@@ -82,6 +81,7 @@ def _render_mode(options: Namespace) -> str | None:
 
 
 def _play_episodes(options: Namespace) -> None:
+    from ml_pipeline.analysis.evaluate import left_out
     from ml_pipeline.assembly.load import load_agent
     from ml_pipeline.assembly.players import chosen_env
     from ml_pipeline.envs.judged import JudgedEnv
@@ -104,27 +104,20 @@ def _play_episodes(options: Namespace) -> None:
     if seed is None:
         seed = stream_seed(trained.seed, "evaluate command")
     n_episodes = options.episodes or _N_EPISODES
-    if options.deterministic and trained.is_deterministic:
-        n_episodes = 1
-        print("plays one episode, because the env declares that it is deterministic")
     how = {"n_episodes": n_episodes, "seed": seed, "deterministic": options.deterministic}
     if options.video or options.render:
         name = f"{trained.checkpoint}-{trained.env_steps}"
         folder = RunFolder.open(run_dir, trust=options.trust).videos if options.video else None
+        how["n_episodes"] = 1 if options.deterministic and trained.is_deterministic else n_episodes
         result = _shown(trained.agent, lambda: trained.env, folder, name, **how)
     else:
-        with closing(trained.make_envs(n_envs=min(n_episodes, _MOST_ENVS))) as envs:
-            result = _played_until_equal(trained.agent, envs, **how)
-    n_played = len(result.episodes)
+        result = trained.evaluate(**how)
     print(
         f"{trained.env_name}, checkpoint {trained.checkpoint} of env step {trained.env_steps:,}, "
-        f"{counted(n_played, 'episode')} from seed {seed}, {_actions(options)} actions"
+        f"{counted(len(result.episodes), 'episode')} from seed {seed}, {_actions(options)} actions"
     )
-    if n_played < n_episodes:
-        print(
-            f"{n_episodes - n_played} more episodes left out: the first {n_played} are equal step "
-            "by step, whatever their seed"
-        )
+    if line := left_out(result, n_episodes):
+        print(line)
     names = ("mean", "std", "min", "max")
     figures = "  ".join(f"{name} {shown_return(getattr(result, name))}" for name in names)
     print(f"return: {figures}   mean length {result.mean_length:.1f}")
@@ -135,28 +128,6 @@ def _play_episodes(options: Namespace) -> None:
     if isinstance(kind, JudgedEnv):
         command = user_command(kind.judge_command)
         print(f"returns are not a judgement; see: {command} {shlex.quote(run_dir)}")
-
-
-def _played_until_equal(
-    policy: Policy, envs: AnyVectorEnv, *, n_episodes: int, seed: int, deterministic: bool
-) -> Evaluation:
-    """All episodes; only the first ones, one per env, if the env is deterministic like the policy.
-
-    Few episodes could be equal by chance, so all first ones must be.
-    """
-    from ml_pipeline.analysis.evaluate import evaluate_batch
-
-    n_first = min(n_episodes, _MOST_ENVS) if deterministic else n_episodes
-    first = evaluate_batch(policy, envs, n_episodes=n_first, seed=seed, deterministic=deterministic)
-    n_left = n_episodes - n_first
-    if first.are_equal or not n_left:
-        return first
-    rest = evaluate_batch(
-        policy, envs, n_episodes=n_left, seed=seed + n_first, deterministic=deterministic
-    )
-    return rest._replace(
-        episodes=first.episodes + rest.episodes, n_cut=first.n_cut + rest.n_cut, are_equal=False
-    )
 
 
 def _shown(

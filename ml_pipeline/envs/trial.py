@@ -6,6 +6,7 @@ the main process with it. Workers import this module: keep torch out of it.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -240,6 +241,8 @@ def _check_spaces(env: AnyEnv) -> None:
 
 def _reset(env: AnyEnv, seed: int | None = None) -> tuple[Any, Info]:
     """What the reset of an env returns, once it is known to be two values."""
+    if type(env.unwrapped).reset is gym.Env.reset:
+        raise TypeError(f"{type(env.unwrapped).__name__} has no method reset")
     returned: Any = env.reset() if seed is None else env.reset(seed=seed)
     if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
         raise TypeError(
@@ -277,15 +280,23 @@ def _brief(returned: object) -> str:
 
 
 def _place(env: AnyEnv, method: str) -> str:
-    """The file and line of the outermost layer's own ``reset`` or ``step``."""
+    """The file and line of the outermost layer's own ``method``, or what changes its result."""
     layer: Any = env
-    while isinstance(layer, gym.Wrapper) and not _is_own(type(layer), method):
+    while True:
+        names = [method]
+        if isinstance(layer, gym.ObservationWrapper):
+            names.append("observation")
+        elif isinstance(layer, gym.RewardWrapper) and method == "step":
+            names.append("reward")
+        own = [name for name in names if _is_own(type(layer), name)]
+        if own or not isinstance(layer, gym.Wrapper):
+            break
         layer = layer.env
-    if not _is_own(type(layer), method):
+    if not own:
         return ""
-    code = getattr(type(layer), method).__code__
+    code = getattr(type(layer), own[0]).__code__
     file = PurePath(code.co_filename).name
-    return f" ({file}:{code.co_firstlineno} in {type(layer).__name__}.{method})"
+    return f" ({file}:{code.co_firstlineno} in {type(layer).__name__}.{own[0]})"
 
 
 def _is_own(layer: type, method: str) -> bool:
@@ -310,10 +321,13 @@ def _errors_of(env: AnyEnv, name: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # envs may raise anything
+        place = place_of(error)
+        if called := re.search(r"\.(reset|step)\(\) (?:got|takes|missing)", str(error)):
+            place = place or _place(env, called[1])
+        text = f": {first_line(error, n_lines=5)}" if str(error).strip() else ""
         raise EnvError(
-            f"env {name} failed in its trial before training: {type(error).__name__}: "
-            f"{first_line(error, n_lines=5)}{place_of(error)}; it must work as in "
-            "Gymnasium 1.x"
+            f"env {name} failed in its trial before training: {type(error).__name__}{text}{place}; "
+            "it must work as in Gymnasium 1.x"
         ) from error
 
 

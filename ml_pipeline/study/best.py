@@ -19,6 +19,7 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 from optuna.trial import FrozenTrial, TrialState
 
+from ml_pipeline.analysis.evaluate import left_out
 from ml_pipeline.assembly.compose import (
     compose_config,
     plain_config,
@@ -27,6 +28,7 @@ from ml_pipeline.assembly.compose import (
 )
 from ml_pipeline.assembly.load import export_run
 from ml_pipeline.errors import UserError
+from ml_pipeline.metrics import counted
 from ml_pipeline.runs.checkpoint import BEST, best_or_latest, checkpoint_path
 from ml_pipeline.runs.console import say, user_command
 from ml_pipeline.runs.run_folder import RunFolder, write_text
@@ -138,7 +140,10 @@ def deploy_run(
         new = play(run.path)
         old = None if is_first else play(target)
         before = "no policy before" if old is None else f"{figure(old.mean)} before"
-        result = f"{figure(new.mean)} over {n_episodes} episodes from seed {seed}, {before}"
+        if line := left_out(new, n_episodes):
+            say(line)
+        played = counted(len(new.episodes), "episode")
+        result = f"{figure(new.mean)} over {played} from seed {seed}, {before}"
         if old is not None and new.mean <= old.mean:
             say(f"kept {target}: trial {facts['trial']} reaches {result}")
             return
@@ -146,7 +151,7 @@ def deploy_run(
             "run_dir": str(run.path),
             "deployed": datetime.now().astimezone().isoformat(timespec="seconds"),
             "seed": seed,
-            "n_episodes": n_episodes,
+            "n_episodes": len(new.episodes),
             "mean": new.mean,
             "std": new.std,
             "mean_of_the_one_before": None if old is None else old.mean,

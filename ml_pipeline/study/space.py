@@ -25,14 +25,13 @@ from optuna.distributions import (
 from yaml import YAMLError
 
 from ml_pipeline.assembly.compose import (
-    CONF,
     ConfigError,
     checked_config,
     compose_config,
     own_folders,
 )
 from ml_pipeline.errors import first_line
-from ml_pipeline.shelves import conf_folders
+from ml_pipeline.shelves import CONF, conf_folders
 from ml_pipeline.study.folder import Rule, Space
 
 _MOST_COMBINATIONS = 2_000  # of integers; 2 ms each

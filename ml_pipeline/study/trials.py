@@ -12,7 +12,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 
 import optuna
@@ -21,7 +20,7 @@ from omegaconf import DictConfig
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from ml_pipeline.analysis.evaluate import Evaluation, evaluate_batch
+from ml_pipeline.analysis.evaluate import Evaluation
 from ml_pipeline.assembly.compose import (
     checked_config,
     compose_config,
@@ -270,9 +269,6 @@ def evaluate_run(
     """Greedy episodes of a run's policy; ``checkpoint`` None: the best, else the latest."""
     trained = load_agent(path, checkpoint, trust=trust)
     try:
-        with closing(trained.make_envs(n_envs=min(n_episodes, 8))) as envs:
-            return evaluate_batch(
-                trained.agent, envs, n_episodes=n_episodes, seed=seed, deterministic=True
-            )
+        return trained.evaluate(n_episodes=n_episodes, seed=seed, deterministic=True)
     finally:
         close_env(trained.env)

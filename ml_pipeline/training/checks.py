@@ -11,6 +11,10 @@ class TrainingError(UserError):
     """Training cannot continue."""
 
 
+class NonFiniteError(TrainingError):
+    """A loss or a gradient is NaN or infinity."""
+
+
 class PartError(UserError):
     """A callback, a loss, a network or another part of the user raised during a run."""
 

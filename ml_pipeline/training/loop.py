@@ -17,11 +17,12 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from ml_pipeline.errors import UserError, last_line, place_of, type_and_line
+from ml_pipeline.policy.nonfinite import network_fault
 from ml_pipeline.ranks.world import ALONE, RankError, World
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import global_generators_state, set_global_generators_state
 from ml_pipeline.signals import Hold, NoSignals, Signals
-from ml_pipeline.training.checks import PartError, TrainingError, plain_number
+from ml_pipeline.training.checks import NonFiniteError, PartError, TrainingError, plain_number
 from ml_pipeline.training.contracts import (
     Agent,
     Callback,
@@ -120,7 +121,11 @@ class Loop:
             with self._world.apart():
                 metrics = self.trainer.train_episode_vectorized(hold)
         except TrainingError as error:
-            raise TrainingError(f"iteration {self.iteration + 1}: {error}") from error
+            line = f"iteration {self.iteration + 1}: {error}"
+            is_of_loss = isinstance(error, NonFiniteError)
+            if is_of_loss and (fault := network_fault(self.trainer.agent.greedy())):
+                line += f". {fault}; look there first"
+            raise TrainingError(line) from error
         except Exception as error:  # a user's loss or network may raise anything
             place = place_of(error)
             if isinstance(error, UserError) or ran_out_of_memory(error) or not place:

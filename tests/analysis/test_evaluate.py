@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from conftest import Capture, read_rows, small, summary_of
 from tiny_envs import CountingEnv, LivesEnv, NoisyEnv
 
+from ml_pipeline import PPO
 from ml_pipeline.__main__ import main
 from ml_pipeline.analysis.evaluate import (
     Evaluator,
@@ -26,7 +28,9 @@ from ml_pipeline.envs.episode_stats import Episode
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.metrics import EVAL_RETURN
+from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.seeding import stream_seed
+from ml_pipeline.study.best import deploy_run
 
 
 class Still:
@@ -132,6 +136,32 @@ def test_evaluate_plays_one_episode_of_an_env_that_declares_to_be_deterministic(
     assert main(["evaluate", str(run), "--deterministic"]) == 0
 
     assert " 1 episode from seed " in capsys.readouterr().out
+
+
+class Certain(CountingEnv):
+    is_deterministic = True
+
+
+@pytest.mark.parametrize(("env", "n_played"), [(CountingEnv, 8), (Certain, 1), ("CartPole-v1", 12)])
+def test_model_and_deployed_policy_leave_out_episodes_that_repeat_the_first(
+    env: Any, n_played: int, here: Path, capsys: Capture
+) -> None:
+    settings = {"vec_env": "serial", "device": "cpu", "logger": "none"}
+    evaluations = {"evaluation": {"n_episodes": 2}, "checkpoints": {"final_episodes": 2}}
+    model = PPO(env, n_envs=2, n_steps=16, callbacks=evaluations, **settings).learn(64)
+    capsys.readouterr()
+    assert model.run_dir is not None
+
+    played = model.evaluate(12)
+    in_samples = model.evaluate(12, deterministic=False)
+    deploy_run(RunFolder(model.run_dir), here / "live", {"trial": 1}, n_episodes=12, seed=1)
+
+    assert [len(each.episodes) for each in (played, in_samples)] == [n_played, 12]
+    assert json.loads((here / "live" / "deployed.json").read_text())["n_episodes"] == n_played
+    lines = {8: "4 more episodes left out", 1: "plays one episode, because the env declares"}
+    printed = capsys.readouterr().out
+    for number, line in lines.items():
+        assert printed.count(line) == 2 * (number == n_played)
 
 
 def test_workers_play_the_same_episodes_as_this_process() -> None:

@@ -11,6 +11,7 @@ from ml_pipeline.analysis.statistics import (
     Estimate,
     are_claimed,
     iqm,
+    iqm_over_envs,
     iqm_with_interval,
     mean_over_envs,
     needed_seeds,
@@ -49,14 +50,60 @@ def test_interval_of_up_to_three_runs_is_that_of_student() -> None:
     assert value - low == pytest.approx(high - value)
 
 
-def test_spread_of_nine_runs_is_that_of_all_around_the_iqm() -> None:
-    runs = np.array([-9.0, 0, 1, 2, 3, 4, 5, 6, 15])
+def test_spread_of_seven_runs_is_that_of_all_around_the_iqm() -> None:
+    runs = np.array([-9.0, 1, 2, 3, 4, 5, 15])
 
     value, _, high = iqm_with_interval(runs)
 
     assert value == 3.0
-    error = np.sqrt(((runs - 3.0) ** 2).sum() / (9 * 8))
-    assert high - value == pytest.approx(student_quantile(8) * error)
+    error = np.sqrt(1.2 * ((runs - 3.0) ** 2).sum() / (7 * 6))
+    assert high - value == pytest.approx(student_quantile(6) * error)
+
+
+@pytest.mark.parametrize("n_seeds", [3, 5, 8, 10])
+@pytest.mark.parametrize("shape", ["normal", "uniform"])
+@pytest.mark.parametrize("spreads", [[1.0, 1.0], [5.0, 1.0, 0.2], [1.0] * 5])
+def test_joint_interval_of_envs_holds_the_truth_in_about_95_percent(
+    n_seeds: int, shape: str, spreads: list[float]
+) -> None:
+    generator = np.random.default_rng([n_seeds, len(spreads)])
+    draw = {
+        "normal": lambda size: generator.normal(0.0, 1.0, size),
+        "uniform": lambda size: generator.uniform(-1.0, 1.0, size),
+    }[shape]
+
+    value, low, high = iqm_over_envs([spread * draw((n_seeds, 4_000)) for spread in spreads])
+
+    coverage = float(((low <= 0.0) & (high >= 0.0)).mean())
+    assert (0.925 if shape == "normal" else 0.91) <= coverage <= 0.975
+    assert value.shape == (4_000,)
+
+
+def test_joint_interval_of_two_envs_has_the_freedom_of_welch() -> None:
+    wide, narrow = np.array([1.0, 2.0, 6.0]), np.array([2.0, 3.0, 4.0])
+
+    value, low, high = iqm_over_envs([wide, narrow])
+
+    # The variances of the means are 7/3 and 1/3; (8/3)^2 / ((7/3)^2 / 2 + (1/3)^2 / 2) = 2.56
+    assert value == 3.0
+    half = float(high - value)
+    assert half == pytest.approx(value - low)
+    assert half / (0.5 * np.sqrt(8 / 3)) == pytest.approx(3.53, abs=0.02)  # t of 2.56
+
+
+def test_envs_without_spread_have_an_interval_without_width() -> None:
+    assert iqm_over_envs([np.ones(3), np.zeros(3)]) == (0.5, 0.5, 0.5)
+    varied = np.array([1.0, 2.0, 6.0])
+    assert iqm_over_envs([varied, np.full(3, 3.0)]).high == pytest.approx(
+        3.0 + 0.5 * (iqm_with_interval(varied).high - 3.0)
+    )
+
+
+def test_joint_interval_with_an_env_of_a_single_run_is_unknown() -> None:
+    value, low, high = iqm_over_envs([np.arange(5.0), np.array([4.0])])
+
+    assert value == 3.0
+    assert np.isnan([low, high]).all()
 
 
 def test_of_ten_runs_the_outer_quarters_count_as_the_nearest_kept_runs() -> None:

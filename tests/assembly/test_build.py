@@ -227,6 +227,12 @@ def own_network(name: str) -> list[str]:
             "network InPlace: the gradient of forward fails: RuntimeError: one",
         ),
         (own_network("Failing"), "own_parts.py:"),  # its line
+        (own_network("Logarithm"), "network Logarithm: forward returned nan (own_parts.py:"),
+        (["env.target=own_parts.Spaceless"], "Spaceless has no observation_space; set self.obs"),
+        (
+            ["+env.wrappers.x={_target_: own_parts.Lost}"],
+            "env.wrappers.x: Lost.__init__ must call super().__init__(env)",
+        ),
         (own_network("OneAtATime"), "network cannot process an observation of shape (4,)"),
     ],
 )
@@ -267,6 +273,16 @@ def test_crashing_env_ends_the_run_with_its_traceback_and_marks_it_failed(
         train([*small(), *crash, f"vec_env={mode}", "env_seeds=adjacent"])
 
     assert summary_of(only_run(here))["status"] == "failed"
+
+
+@pytest.mark.parametrize("agent", ["ppo", "dqn"])
+def test_network_that_returns_infinity_in_the_run_is_named(here: Path, agent: str) -> None:
+    steps = [] if agent == "ppo" else ["agent.learning_starts=8", "agent.batch_size=4"]
+    words = [each for each in small() if not each.startswith("agent.")] if steps else small()
+    place = r"network LateInfinity: forward returned inf \(own_parts.py:\d+ in forward\)"
+
+    with pytest.raises(UserError, match=rf"^iteration \d+: .*{place}; look there first$"):
+        train([*words, f"agent={agent}", *steps, *own_network("LateInfinity"), "total_steps=4096"])
 
 
 def test_nan_weights_never_reach_a_checkpoint(here: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from ml_pipeline.assembly.compose import checked_config, compose_config
 from ml_pipeline.assembly.entry import check_words
 from ml_pipeline.assembly.explain import ConfigError
-from ml_pipeline.assembly.words import is_foreign
+from ml_pipeline.assembly.words import is_foreign, repeated
+from ml_pipeline.errors import UserError
 
 
 def suggested(*words: str) -> str:
@@ -85,10 +86,115 @@ def test_word_of_another_library_leads_to_the_key(typed: str, meant: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "word", ["verbose=1", "agent.verbose=1", "save_model=true", "optimizer=adam"]
+    "word",
+    [
+        "verbose=1",
+        "agent.verbose=1",
+        "save_model=true",
+        "optimizer=adam",
+        "log_interval=10",
+        "torch_deterministic=true",
+    ],
 )
 def test_word_that_a_run_does_not_need_is_named(word: str) -> None:
     assert suggested(word).endswith(" without this word; leave it out")
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("callbacks.early_stop.patience=3", "callbacks=early_stopping callbacks.early_stopping."),
+        ("callbacks.earlystopping.patienc=3", "callbacks=early_stopping callbacks.early_stopping."),
+        ("callbacks.video.every_steps=9", "callbacks=video callbacks.video.every_steps=9"),
+        ("logger.mlflow.experiment=x", "logger=mlflow logger.mlflow.experiment=x"),
+        ("opponent.capacity=9", "opponent=self_play opponent.capacity=9"),
+    ],
+)
+def test_key_of_an_option_that_is_off_leads_to_the_option(typed: str, fix: str) -> None:
+    line = suggested(typed)
+
+    written = line.partition("; write ")[2]
+    assert written.startswith(fix)
+    compose_config(written.split())  # it can be pasted
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("total_steps=1M", "total_steps=1000000"),
+        ("total_steps=1.5m", "total_steps=1500000"),
+        ("total_steps=1000k", "total_steps=1000000"),
+        ("total_steps='10 million'", "total_steps=10000000"),
+        ("total_steps='1 000 000'", "total_steps=1000000"),
+        ("total_steps=1.000.000", "total_steps=1000000"),
+        ("total_steps=2**20", "total_steps=1048576"),
+        ("total_steps=10^6", "total_steps=1000000"),
+        ("agent.n_steps=2e3", "agent.n_steps=2000"),
+        ("agent.n_steps=2048.0", "agent.n_steps=2048"),
+        ("agent.max_kl=None", "agent.max_kl=null"),
+        ("agent.learning_rate=lin_3e-4", "agent.learning_rate=3e-4 agent.learning_rate_schedule="),
+        ("seed=1..5", "-m seed=1,2,3,4,5"),
+        ("seed=1-5", "-m seed=1,2,3,4,5"),
+        ("seed=0:3", "-m seed=0,1,2,3"),
+        ("seed=1..50", "-m 'seed=range(1,51)'"),
+        ("seed=[1, 2, 3]", "-m seed=1,2,3"),
+        ("seed=3,", "seed=3"),
+        ("network.hidden_sizes=(64,64)", "'network.hidden_sizes=[64,64]'"),
+    ],
+)
+def test_value_that_is_almost_right_leads_to_the_right_one(typed: str, fix: str) -> None:
+    assert suggested(typed).partition("write ")[2].startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"), [("1e6", 1e6), ("1_000_000", 1e6), ("1000000", 1e6), ("5.0", 5)]
+)
+def test_number_with_one_meaning_is_accepted(value: str, steps: float) -> None:
+    assert checked_config(compose_config([f"total_steps={value}"])).total_steps == steps
+
+
+@pytest.mark.parametrize(
+    "word", ["agent.gamma=high", "seed=5..1", "seed=one", "agent.gamma=1.5x", "total_steps=1e400"]
+)
+def test_value_without_a_clear_meaning_gets_no_other_one(word: str) -> None:
+    assert "write" not in suggested(word)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "env.id=Acrobot-v1 env=pendulum",
+        "env.target=my_module.MyEnv seed=1 env=hockey",
+        "network._target_=my_module.Net network=lstm",
+        "agent.algorithm=my_module.ALGORITHM agent=dqn",
+    ],
+)
+def test_choice_of_two_things_in_one_command_is_refused(words: str) -> None:
+    key, *_, group = words.split()
+
+    with pytest.raises(
+        UserError, match=f"{key} {group}: both choose the .*, or write {group} {key}"
+    ):
+        compose_config(words.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "env=atari env.id=ALE/Freeway-v5",
+        "network._target_=my_module.Net network=own",
+        "env.kwargs={} env=pendulum",
+        "experiment=acrobot env=pendulum",
+    ],
+)
+def test_key_that_changes_the_choice_is_accepted(words: str) -> None:
+    compose_config(words.split())
+
+
+def test_key_with_several_values_is_named() -> None:
+    lines = list(repeated(["seed=1", "seed=2", "seed=3", "n_envs=4", "seed=9"]))
+
+    assert lines == ["seed=3: the last value counts; for a sweep, write -m seed=1,2,3"]
 
 
 def test_word_without_a_likely_meaning_gets_the_choices() -> None:
@@ -198,6 +304,22 @@ def test_broken_experiment_file_is_named_with_its_fix(
         ("--agent dqn --batch-size 64", "agent=dqn agent.batch_size=64"),
         ("--total-timesteps 1e6 --config-dir c", "total_steps=1e6 --config-dir c"),
         ("--tags [a,b]", "'tags=[a,b]'"),
+        ("agent.gamma: 0.9", "agent.gamma=0.9"),
+        ("agent.gamma:0.9", "agent.gamma=0.9"),
+        ("agent.gamma : 0.9", "agent.gamma=0.9"),
+        ("--agent.gamma: 0.9", "agent.gamma=0.9"),
+        ("{agent.gamma: 0.9}", "agent.gamma=0.9"),
+        ("gamma: 0.9 env.id: CartPole-v1", "agent.gamma=0.9 env.id=CartPole-v1"),
+        ("env: cartpole", "env=cartpole"),
+        ("my_module:MyEnv-v0", "env.id=my_module:MyEnv-v0"),
+        ("seed= 3", "seed=3"),
+        ("network.hidden_sizes=[64, 64] seed=3", "'network.hidden_sizes=[64,64]' seed=3"),
+        ("network.hidden_sizes=[64 64]", "'network.hidden_sizes=[64,64]'"),
+        ("-m seed=1 2 3", "-m seed=1,2,3"),
+        ("--resume", "resume=latest"),
+        ("resume n_envs=2", "resume=latest n_envs=2"),
+        ("--track --capture-video --cuda False", "logger=wandb callbacks=video device=cpu"),
+        ("--config conf/experiment/cartpole.yaml", "experiment=cartpole"),
     ],
 )
 def test_flags_are_answered_with_the_command_to_type(typed: str, answer: str) -> None:
@@ -207,6 +329,23 @@ def test_flags_are_answered_with_the_command_to_type(typed: str, answer: str) ->
     command = str(caught.value).partition("write: ")[2]
     assert command.endswith(f" train {answer}")
     check_words(["train_ppo.py", *shlex.split(answer)])  # nothing is left to say
+
+
+@pytest.mark.parametrize(
+    ("typed", "fact", "answer"),
+    [
+        ("--save-model", "--save-model: a run saves its checkpoints without this word", ""),
+        ("--save-model True --seed 3", "a run saves its checkpoints without this word", " seed=3"),
+        ("--torch-deterministic False", "the same seed repeats a run without this word", ""),
+        ("--no-torch-deterministic", "the same seed repeats a run without this word", ""),
+        ("--render n_envs=2", "`evaluate RUN --render human` shows the policy", " n_envs=2"),
+    ],
+)
+def test_flag_that_a_run_does_not_need_is_left_out(typed: str, fact: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{fact}; leave it out")) as caught:
+        check_words(["train_ppo.py", *typed.split()])
+
+    assert str(caught.value).endswith(f" train{answer}")
 
 
 def test_flag_without_a_key_is_named() -> None:

@@ -135,6 +135,66 @@ def test_wrong_return_value_names_the_method_and_its_line(
         try_env(lambda: gym.Wrapper(ReturningEnv()), "wrapped")
 
 
+class NoObservation(gym.ObservationWrapper[Any, Any, Any]):
+    pass
+
+
+class NoReward(gym.RewardWrapper[Any, Any]):
+    pass
+
+
+class NoAction(gym.ActionWrapper[Any, Any, Any]):
+    pass
+
+
+class NoStep(gym.Env[Any, Any]):
+    observation_space, action_space = BOX, spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(2, np.float32), {}
+
+
+class NoReset(gym.Env[Any, Any]):
+    observation_space, action_space = BOX, spaces.Discrete(2)
+
+
+class NoSeed(NoStep):
+    def reset(self) -> Any:  # type: ignore[override]
+        return np.zeros(2, np.float32), {}
+
+
+class ObservesNothing(gym.ObservationWrapper[Any, Any, Any]):
+    def observation(self, observation: Any) -> Any:
+        return None
+
+
+class RewardsNothing(gym.RewardWrapper[Any, Any]):
+    def reward(self, reward: Any) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: NoObservation(CountingEnv()), r"\(.*: NoObservation has no method observation\)"),
+        (lambda: NoReward(CountingEnv()), r"\(.*: NoReward has no method reward\)"),
+        (lambda: NoAction(CountingEnv()), r"\(.*: NoAction has no method action\)"),
+        (NoStep, r"\(test_trial.py:\d+: NoStep has no method step\)"),
+        (NoReset, "TypeError: NoReset has no method reset"),
+        (NoSeed, r"keyword argument 'seed' \(test_trial.py:\d+ in NoSeed.reset\)"),
+        (lambda: ObservesNothing(CountingEnv()), r"\(.*:\d+ in ObservesNothing.observation\)"),
+        (lambda: RewardsNothing(CountingEnv()), r"reward=None.* \(.* in RewardsNothing.reward\)"),
+        (
+            lambda: gym.Wrapper(RewardsNothing(gym.Wrapper(CountingEnv()))),
+            r"\(test_trial.py:\d+ in RewardsNothing.reward\)",
+        ),
+    ],
+)
+def test_missing_or_wrong_method_is_named_with_its_class(make: Any, words: str) -> None:
+    with pytest.raises(EnvError, match=words):
+        try_env(make, "incomplete")
+
+
 @pytest.mark.parametrize("name", ["observation_space", "action_space"])
 def test_space_that_is_not_a_space_is_refused(name: str) -> None:
     def make() -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.contracts import FastPPO, PPOBackend
-from ml_pipeline.algorithms.ppo.fast.choice import MIRRORED, fastest
+from ml_pipeline.algorithms.ppo.fast.choice import fastest, mirrored
 from ml_pipeline.algorithms.ppo.loss import (
     LossTerms,
     Minibatch,
@@ -251,9 +251,12 @@ class PPOAgent:
         return remark
 
     def _why_changed(self) -> str | None:
+        if self.fast is None:
+            return None
         if not self.plain.has_standard_loss:
             return "the loss was replaced"
-        return why_not(MIRRORED, self, self.plain, self.adam, *self.model.modules())
+        repeated = mirrored(self.fast, self.distribution)
+        return why_not(repeated, self, self.plain, self.adam, *self.model.modules())
 
     def _leave_fast(self, reason: str | None) -> None:
         if self.fast is not None and reason is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult
+from ml_pipeline.mirrors import Mirrored
 from ml_pipeline.policy.actor_critic import ActorCritic
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.policy.optimiser import Optimiser
@@ -44,6 +45,8 @@ class PlainPPO(PPOBackend, Protocol):
 
 class FastPPO(PPOBackend, Protocol):
     """Runs a whole epoch in one call."""
+
+    also_mirrored: ClassVar[Mirrored]  # beyond what all fast backends repeat
 
     def why_not(self) -> str | None:
         """Why it does not work for this model on this machine, or None if it does."""

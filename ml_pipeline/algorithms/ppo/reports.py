@@ -20,7 +20,7 @@ from ml_pipeline.algorithms.ppo.loss import COLUMNS, Minibatch
 from ml_pipeline.moments import merge_moments
 from ml_pipeline.policy.optimiser import Optimiser
 from ml_pipeline.records import Metrics
-from ml_pipeline.training.checks import TrainingError
+from ml_pipeline.training.checks import NonFiniteError, TrainingError
 from ml_pipeline.training.returns import explained_variance
 
 _METRIC_NAMES = {
@@ -83,7 +83,7 @@ def update_error(
     target = str(config.loss["_target_"])  # a user's own loss is the first suspect
     is_ours = target.startswith("ml_pipeline.")
     suspect = "" if is_ours else f"Look at agent.loss._target_={target} first. "
-    return TrainingError(
+    return NonFiniteError(
         f"epoch {epoch}, minibatch {minibatch}: {' and '.join(names)} not finite. {left}. "
         f"{suspect}Try a smaller agent.learning_rate, and look for huge observations or "
         "rewards (agent.normalize_obs, agent.scale_reward)"

@@ -22,7 +22,7 @@ from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import set_generator_state
 from ml_pipeline.signals import Hold, never_held
-from ml_pipeline.training.checks import TrainingError
+from ml_pipeline.training.checks import NonFiniteError
 from ml_pipeline.training.env_batch import ArrayOrTensor
 from ml_pipeline.training.graphs import Programs, send
 
@@ -154,7 +154,7 @@ class ReplayLearning:
         if not n:
             return {}
         if n_finite != n:
-            raise TrainingError(_NOT_FINITE)
+            raise NonFiniteError(_NOT_FINITE)
         return {self._names[name]: each / n for name, each in zip(self._names, sums, strict=True)}
 
     def state_dict(self) -> StateDict:

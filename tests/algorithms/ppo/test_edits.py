@@ -19,7 +19,7 @@ from ml_pipeline.algorithms.ppo.agent import PPOAgent, TorchPPO
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.loss import LossTerms, Minibatch, Rates, UpdateResult, ppo_loss
 from ml_pipeline.mirrors import fingerprint
-from ml_pipeline.policy import distributions, networks, optimiser
+from ml_pipeline.policy import distributions, networks, optimiser, recurrent
 from ml_pipeline.policy.actor_critic import ActorCritic
 from ml_pipeline.policy.contracts import Spaces
 from ml_pipeline.policy.distributions import Categorical, DiagonalGaussian
@@ -85,7 +85,7 @@ PATCHED = [
 def test_patched_function_is_noticed_even_if_it_computes_the_same(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = agent_for(OBS, FIVE)
+    agent = agent_for(OBS, BOX if owner is DiagonalGaussian else FIVE)
     monkeypatch.setattr(owner, name, unchanged(getattr(owner, name)))
 
     remark = agent.check_fast()
@@ -96,20 +96,43 @@ def test_patched_function_is_noticed_even_if_it_computes_the_same(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "value"),
+    ("owner", "name", "value", "action_space"),
     [
-        (optimiser, "BETA_1", 0.8),
-        (distributions, "LOG_SQRT_2PI", 1.0),
-        (networks, "_ACTIVATIONS", {**networks._ACTIVATIONS, "tanh": nn.Softsign}),
+        (optimiser, "BETA_1", 0.8, FIVE),
+        (distributions, "LOG_SQRT_2PI", 1.0, BOX),
+        (distributions, "FORBIDDEN", -1.0, FIVE),
+        (networks, "_ACTIVATIONS", {**networks._ACTIVATIONS, "tanh": nn.Softsign}, FIVE),
     ],
 )
 def test_patched_constant_is_noticed(
-    owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, value: Any, action_space: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = agent_for(OBS, FIVE)
+    agent = agent_for(OBS, action_space)
     monkeypatch.setattr(owner, name, value)
 
     assert agent.check_fast() == f"plain torch runs instead of NumpyPPO: {name} was edited"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "action_space"),
+    [
+        (recurrent.Recurrent, "forward", FIVE),
+        (recurrent.Recurrent, "_run", BOX),
+        (distributions.DiagonalGaussian, "sample", FIVE),
+        (distributions.Categorical, "log_prob_and_entropy", BOX),
+        (distributions, "LOG_SQRT_2PI", FIVE),
+        (distributions, "FORBIDDEN", BOX),
+    ],
+)
+def test_edit_of_code_that_the_run_does_not_use_changes_nothing(
+    owner: Any, name: str, action_space: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = agent_for(OBS, action_space)
+    monkeypatch.setattr(owner, name, lambda *given: 1 / 0)
+
+    assert agent.check_fast() == ""
+    assert agent.fast is not None
+    agent.update(minibatch(agent), RATES)  # it really is not used
 
 
 def huber(given: Any, terms: LossTerms) -> LossTerms:

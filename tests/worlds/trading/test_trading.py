@@ -13,11 +13,11 @@ import pytest
 import yaml
 from trading_markets import COSTS, FREE, OPTIONS, changed_after, flat_market, random_market
 
-from ml_pipeline.assembly.compose import preset_files
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.snapshots import restore_snapshot, take_snapshot, why_no_snapshot
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.errors import UserError
+from ml_pipeline.shelves import preset_files
 from ml_pipeline.worlds.trading.account import AccountRules, fill, mark
 from ml_pipeline.worlds.trading.data.market import Market
 from ml_pipeline.worlds.trading.env import BLOCK, Trading

@@ -1,6 +1,6 @@
 """fastest: the fast backend for PPO's arithmetic that fits a model and its device.
 
-``MIRRORED`` lists what the backends repeat; ``python tests/fingerprints.py`` records it again.
+``mirrored`` is what a backend repeats; ``python tests/fingerprints.py`` records it again.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from ml_pipeline.algorithms.ppo.contracts import FastPPO, PlainPPO
 from ml_pipeline.algorithms.ppo.fast.numpy_ppo import NumpyPPO
 from ml_pipeline.algorithms.ppo.fast.numpy_recurrent_ppo import RecurrentNumpyPPO
 from ml_pipeline.mirrors import Mirrored
-from ml_pipeline.policy import numpy_mlp, numpy_recurrent, optimiser
+from ml_pipeline.policy import numpy_mlp, optimiser
+from ml_pipeline.policy.distributions import Categorical, Distribution
 from ml_pipeline.policy.optimiser import FlatAdam
 
+# What all backends repeat.
 MIRRORED: Mirrored = {
     **numpy_mlp.MIRRORED,
-    **numpy_recurrent.MIRRORED,
     **optimiser.MIRRORED,
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.epoch": "101cb7ea7cf8",
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.update": "90d82c88be79",
@@ -42,16 +43,28 @@ MIRRORED: Mirrored = {
     "ml_pipeline.policy.actor_critic.ActorCritic.policy": "caef38db9116",
     "ml_pipeline.policy.actor_critic.ActorCritic._outputs": "f8983062120a",
     "ml_pipeline.policy.actor_critic._run": "0f57bcead4da",
-    "ml_pipeline.policy.actor_critic.policy_outputs": "d028a5f8353f",
+    "ml_pipeline.policy.actor_critic.policy_outputs": "22265cd20bc0",
     "ml_pipeline.policy.contracts.PolicyInput.mapped": "1b7413d796d1",
+}
+# With discrete actions, and with a Box of actions.
+CATEGORICAL: Mirrored = {
     "ml_pipeline.policy.distributions.FORBIDDEN": "3c8f41129806",
-    "ml_pipeline.policy.distributions.LOG_SQRT_2PI": "400fab3384cc",
+    "ml_pipeline.policy.distributions.Distribution.masked": "978108a4a8ca",
     "ml_pipeline.policy.distributions._drawn": "cbae99a2e3ba",
     "ml_pipeline.policy.distributions.Categorical.sample": "390dbe639409",
     "ml_pipeline.policy.distributions.Categorical.log_prob_and_entropy": "35e696c64122",
+}
+GAUSSIAN: Mirrored = {
+    "ml_pipeline.policy.distributions.LOG_SQRT_2PI": "400fab3384cc",
     "ml_pipeline.policy.distributions.DiagonalGaussian.sample": "6a8a10234f0f",
     "ml_pipeline.policy.distributions.DiagonalGaussian.log_prob_and_entropy": "da99b38ce37c",
 }
+
+
+def mirrored(backend: FastPPO, distribution: Distribution) -> dict[str, str]:
+    """What ``backend`` repeats with this distribution: edits elsewhere do not concern it."""
+    found = {**MIRRORED, **(CATEGORICAL if isinstance(distribution, Categorical) else GAUSSIAN)}
+    return {**found, **backend.also_mirrored}
 
 
 def fastest(plain: PlainPPO, *, masked: bool) -> FastPPO | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult
+from ml_pipeline.mirrors import Mirrored
 from ml_pipeline.policy.actor_critic import ActorCritic
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.policy.distributions import (
@@ -41,6 +42,7 @@ from ml_pipeline.policy.optimiser import Optimiser
 class NumpyPPO:
     """Acts, scores and computes gradients in NumPy; shares weights and gradients with the model."""
 
+    also_mirrored: ClassVar[Mirrored] = {}
     acts_faster_on_cpu = False  # it already runs there
     takes_arrays = True  # conversions to tensors and back took a third of a CartPole rollout
 

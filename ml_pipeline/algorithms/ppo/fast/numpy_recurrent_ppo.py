@@ -14,13 +14,20 @@ from ml_pipeline.algorithms.ppo.loss import Minibatch
 from ml_pipeline.policy.actor_critic import ActorCritic
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.policy.numpy_mlp import Array
-from ml_pipeline.policy.numpy_recurrent import RecurrentTowers, Steps, is_mirrored_recurrent
+from ml_pipeline.policy.numpy_recurrent import (
+    MIRRORED,
+    RecurrentTowers,
+    Steps,
+    is_mirrored_recurrent,
+)
 from ml_pipeline.policy.optimiser import Optimiser
 from ml_pipeline.policy.recurrent import Recurrent
 
 
 class RecurrentNumpyPPO(NumpyPPO):
     """Acts step by step; scores and learns from whole sequences, [T, B, ...]."""
+
+    also_mirrored = MIRRORED
 
     @staticmethod
     def _covers_trunks(actor: nn.Module, critic: nn.Module) -> bool:

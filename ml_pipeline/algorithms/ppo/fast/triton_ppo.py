@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import triton
@@ -27,6 +27,7 @@ from ml_pipeline.algorithms.ppo.fast.triton_kernels import (
 )
 from ml_pipeline.algorithms.ppo.loss import COLUMNS, Minibatch, Rates, UpdateResult
 from ml_pipeline.errors import type_and_line
+from ml_pipeline.mirrors import Mirrored
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.policy.distributions import LOG_SQRT_2PI, Categorical
 from ml_pipeline.policy.networks import MLP
@@ -67,6 +68,7 @@ def _learning(rows_per_core: float, shared_memory: int) -> Tiling:
 class TritonPPO:
     """Acts, scores and learns with fused kernels; shares weights and gradients with the model."""
 
+    also_mirrored: ClassVar[Mirrored] = {}
     acts_faster_on_cpu = True  # a launch takes longer than the arithmetic for a few envs
     takes_arrays = False
 
