@@ -36,6 +36,7 @@ CASES = {
     "normalised": ["env=pendulum", *NORMALISED],
     "recurrent": ["env=cartpole", "network=lstm"],
     "tensor": [*TENSOR, *NORMALISED],
+    "parts": ["env=lanes"],
 }
 STACK = "{_target_: gymnasium.wrappers.FrameStackObservation, stack_size: 4}"
 SAC, DQN = ["agent=sac", "env=pendulum"], ["agent=dqn", "env=cartpole", "agent.target_every=4"]

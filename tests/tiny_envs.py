@@ -212,6 +212,19 @@ class SpaceEnv(gym.Env[Any, Any]):
         return self.observation_space.sample(), draw, terminated, truncated, info
 
 
+class OnePart(gym.Wrapper[Any, Any, Any, Any]):
+    """The env with its action in a tuple or dict."""
+
+    def __init__(self, env: Any, *, as_dict: bool = False) -> None:
+        super().__init__(env)
+        space = env.action_space
+        self._key = "only" if as_dict else 0
+        self.action_space = spaces.Dict(only=space) if as_dict else spaces.Tuple((space,))
+
+    def step(self, action: Any) -> Any:
+        return self.env.step(action[self._key])
+
+
 class NanEnv(CountingEnv):
     """Its 20th reward is NaN, but not in the trial before training, which has seed 0."""
 

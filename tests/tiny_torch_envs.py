@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -60,6 +60,29 @@ class Stages(Places):
         terminated: Tensor,
     ) -> Tensor:
         return reward + 10.0
+
+
+class Steered(TorchVectorEnv):
+    """A side and a force move a place; the reward is minus its distance to 0."""
+
+    single_observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    single_action_space = spaces.Dict(
+        force=spaces.Tuple((spaces.Box(0.0, 1.0, (1,), np.float32),)),
+        side=spaces.Discrete(2, start=1),
+    )
+    n_draws = 1
+    max_episode_steps = 7
+
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
+        return (draws[0] - 0.5,)
+
+    def advance(self, state: EnvState, action: Any) -> tuple[EnvState, Tensor, Tensor]:
+        (place,) = state
+        place = place + (2 * action["side"] - 3) * 0.2 * action["force"][0][:, 0]
+        return (place,), -place.abs(), place.abs() > 0.9
+
+    def observe(self, state: EnvState) -> Tensor:
+        return state[0].unsqueeze(1)
 
 
 class Drift(TorchVectorEnv):

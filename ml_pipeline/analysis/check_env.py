@@ -17,6 +17,7 @@ from ml_pipeline.envs.trial import in_worker, try_env
 from ml_pipeline.envs.workers.pool import call_in_worker
 from ml_pipeline.errors import UserError, first_line, type_and_line
 from ml_pipeline.policy.box_scale import unsuitable_bounds
+from ml_pipeline.policy.space_data import named_parts
 
 # Gymnasium recommends these, but they make no difference to training.
 _MATTERS_OF_TASTE = ("symmetric and normalized", "Box observation space", "not having been made")
@@ -53,11 +54,11 @@ def check_env(
             "+env.wrappers.limit._target_=gymnasium.wrappers.TimeLimit "
             "+env.wrappers.limit.max_episode_steps=1000"
         )
-    if isinstance(trial.action_space, spaces.Box):
-        bounds = unsuitable_bounds(trial.action_space)
+    for name, part in named_parts(trial.action_space, "actions").items():
+        bounds = unsuitable_bounds(part) if isinstance(part, spaces.Box) else None
         if bounds is not None:
             remarks.append(
-                f"actions go from {bounds}, but agent.box_policy=gaussian, a default, suits "
+                f"{name} go from {bounds}, but agent.box_policy=gaussian, a default, suits "
                 "bounds near 1: use agent.box_policy=squashed, or rescale the actions"
             )
     if trial.no_snapshot is not None:

@@ -264,7 +264,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def runs_table(groups: Sequence[Group], width: int) -> tuple[Table, list[str]]:
+def runs_table(groups: Sequence[Group], width: int) -> tuple[dict[str, list[str]], list[str]]:
     """A row per run, with the keys that differ within groups, and the columns that did not fit."""
     rows = [(group.name, run) for group in groups for run in group.runs]
     rows += [(f"{group.name}, repeat", run) for group in groups for run in group.repeats]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from rich.table import Table
 
 from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
 from ml_pipeline.errors import UserError, first_line, shorten
@@ -82,7 +81,7 @@ def _info(run: RunFolder) -> RunInfo:
     return RunInfo(run, status, summary)
 
 
-def runs_table(runs: Sequence[RunInfo], width: int) -> tuple[Table, list[str]]:
+def runs_table(runs: Sequence[RunInfo], width: int) -> tuple[dict[str, list[str]], list[str]]:
     """A row per run with the config keys that differ, and the columns that did not fit."""
     configs = [stored_values(info.run) for info in runs]
     # The path shows the env and the root; labels have columns of their own. A key that older runs

@@ -169,13 +169,13 @@ def _figure_html(figure: Figure) -> str:
         return f"<section><h3>{html.escape(figure.title)}</h3>{note}</section>"
     from plotly.graph_objects import Figure as PlotlyFigure
 
-    drawn = PlotlyFigure()
-    drawn.update_layout(
-        title=figure.title,
-        template="plotly_white",
-        margin={"l": 60, "r": 20, "t": 50, "b": 50},
-        height=figure.height,
-    )
+    layout = {
+        "title": figure.title,
+        "template": "plotly_white",
+        "margin": {"l": 60, "r": 20, "t": 50, "b": 50},
+        "height": figure.height,
+    }
+    drawn = PlotlyFigure(layout=layout)  # update_layout would copy two templates
     figure.draw_plotly(drawn)
     element = drawn.to_html(
         full_html=False, include_plotlyjs=False, div_id=figure.name, config={"responsive": True}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from unicodedata import combining, east_asian_width
 
-from rich.cells import cell_len
-from rich.table import Table
-
-from ml_pipeline.runs.console import plain_table
+from ml_pipeline.errors import printable
 
 # The seed, over which a group averages, and keys that have no effect on learning.
 _NOT_COMPARED = (
@@ -108,28 +106,46 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def fitted(needed: Columns, extra: Columns, width: int) -> tuple[Table, list[str]]:
-    """A table with the extra columns that fit into ``width``, and the titles of the others."""
-    taken = sum(map(_width, needed.items())) - _GAP
-    fitting = {}
-    for title, cells in extra.items():
+def fitted(needed: Columns, extra: Columns, width: int) -> tuple[dict[str, list[str]], list[str]]:
+    """The columns of a table, as many as fit into ``width``, and the titles of the others."""
+    columns = {title: list(map(_one_line, cells)) for title, cells in needed.items()}
+    taken = sum(map(_width, columns.items())) - _GAP
+    hidden = []
+    for title, texts in extra.items():
+        cells = list(map(_one_line, texts))
         wide = _width((title, cells))
         if taken + wide <= width:
-            fitting[title] = cells
+            columns[title] = cells
             taken += wide
-    table = plain_table()
-    for title, cells in (*needed.items(), *fitting.items()):
+        else:
+            hidden.append(title)
+    return columns, hidden
+
+
+def table_lines(columns: Columns) -> list[str]:
+    """The lines of a table; numbers are aligned at the right. Rich is slow at long tables."""
+    padded = []
+    for column in columns.items():
+        title, cells = column
         is_number = all(re.fullmatch(r"[\d.,e+-]+", cell) for cell in cells)
-        table.add_column(title, overflow="fold", justify="right" if is_number else "left")
-    rows = list(zip(*needed.values(), *fitting.values(), strict=True))
-    is_folded = taken > width or any("\n" in cell for cells in rows for cell in cells)
-    if rows and not is_folded:  # Rich prints one high row much faster than many
-        rows = [tuple("\n".join(cells) for cells in zip(*rows, strict=True))]
-    for row in rows:
-        table.add_row(*row)
-    return table, [title for title in extra if title not in fitting]
+        width = _width(column) - _GAP
+        gaps = [" " * (width - _cell_width(cell)) for cell in (title, *cells)]
+        pairs = zip(gaps, (title, *cells), strict=True)
+        padded.append([gap + cell if is_number else cell + gap for gap, cell in pairs])
+    return [(" " * _GAP).join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
 def _width(column: tuple[str, Sequence[str]]) -> int:
     title, cells = column
-    return _GAP + max(map(cell_len, (title, *cells)))
+    return _GAP + max(map(_cell_width, (title, *cells)))
+
+
+def _cell_width(text: str) -> int:
+    """How many characters of a terminal ``text`` takes."""
+    if text.isascii():
+        return len(text)
+    return sum(1 + (east_asian_width(each) in "WF") for each in text if not combining(each))
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"\s", " ", printable(text))

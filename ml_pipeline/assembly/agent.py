@@ -19,6 +19,7 @@ from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.moved import moved
 from ml_pipeline.policy.contracts import Networks
+from ml_pipeline.policy.space_data import named_parts
 from ml_pipeline.targets import (
     ALGORITHM_OF_OLD_RUNS,
     TargetError,
@@ -121,7 +122,8 @@ def with_mask_source(config: TrainConfig, trial: EnvTrial) -> TrainConfig:
     if source == "auto":
         space = trial.observation_space
         in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.spaces
-        can_be_masked = not isinstance(trial.action_space, spaces.Box)
+        parts = named_parts(trial.action_space, "action").values()
+        can_be_masked = not all(isinstance(part, spaces.Box) for part in parts)
         in_info = "action_mask" in trial.info and can_be_masked
         if can_be_masked and not in_obs and "action_mask" in trial.step_info and not in_info:
             raise ConfigError(

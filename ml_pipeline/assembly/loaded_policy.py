@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.envs.kinds import AnySpace
+from ml_pipeline.envs.workers.trees import read_row
 from ml_pipeline.policy.contracts import ActsOnPart, Policy
-from ml_pipeline.policy.masks import MaskError
+from ml_pipeline.policy.masks import MaskError, flat_mask
 
 
 class LoadedPolicy:
@@ -42,7 +43,9 @@ class LoadedPolicy:
         ``reset`` starts new ones.
         """
         batch, n_envs, is_one = as_batch(self.observation_space, obs)
-        mask = None if action_mask is None else _mask_rows(action_mask, n_envs, is_one=is_one)
+        mask = action_mask
+        if mask is not None:
+            mask = _mask_rows(mask, n_envs, self.action_space, is_one=is_one)
         if n_envs != self._n_envs:
             self._memory, self._n_envs = self.policy.new_memory(n_envs), n_envs
         try:
@@ -56,7 +59,7 @@ class LoadedPolicy:
                 "this policy was trained with action masks; pass "
                 'predict(obs, action_mask=info["action_mask"])'
             ) from error
-        return actions[0] if is_one else actions
+        return read_row(actions, 0) if is_one else actions
 
     def reset(self) -> None:
         """Start new episodes; only a recurrent policy needs it."""
@@ -198,13 +201,13 @@ def _arrays(tree: Any) -> Any:
     return tuple(_arrays(part) for part in tree)
 
 
-def _mask_rows(given: Any, n_envs: int, *, is_one: bool) -> NDArray[np.bool_]:
+def _mask_rows(given: Any, n_envs: int, space: AnySpace, *, is_one: bool) -> NDArray[np.bool_]:
     """[n_envs, n] from the mask of one env, or of a batch.
 
-    The mask of one env may be a tuple with an array per choice, as Gymnasium's ``sample`` takes.
+    The mask of one env may be a tuple or dict, as Gymnasium's ``sample`` takes.
     """
-    if is_one and isinstance(given, tuple):
-        given = np.concatenate([np.ravel(part) for part in given])
+    if is_one and isinstance(given, (tuple, Mapping)):
+        given = flat_mask(given, space)
     mask = np.asarray(given)
     if mask.dtype.kind not in "biuf" or mask.ndim not in (1, 2):
         raise ValueError(

@@ -10,14 +10,13 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 from ml_pipeline.config.train import RUN_ROOT
 from ml_pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ml_pipeline.assembly.players import Player
 
 LATEST_RUN = "latest"
@@ -113,13 +112,15 @@ def dated_folder(kind: str, name: str) -> Path:
     return Path("runs") / kind / f"{safe}_{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
-def print_fitted(make_table: Callable[[int], tuple[Table, list[str]]]) -> None:
-    """Print a table that fits the width of the console, and name the columns that did not fit."""
-    from ml_pipeline.runs.console import wide_console
+def print_fitted(make_columns: Callable[[int], tuple[dict[str, list[str]], list[str]]]) -> None:
+    """Print a table that fits the width of the console, and name the columns that did not fit.
 
-    console = wide_console()
-    table, hidden = make_table(console.width)
-    console.print(table)
+    The table is wide if the output is a pipe.
+    """
+    from ml_pipeline.analysis.settings import table_lines
+
+    columns, hidden = make_columns(get_terminal_size().columns if sys.stdout.isatty() else 250)
+    print("\n".join(table_lines(columns)))
     if hidden:
         print(f"not shown, for lack of width: {', '.join(hidden)}")
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ml_pipeline.deploy.exported import (
     CHECKSUM_KEY,
     METADATA_FILE,
-    METADATA_FORMAT,
+    METADATA_FORMATS,
     METADATA_KEY,
     PURPOSE,
     ExportedPolicy,
@@ -31,11 +31,12 @@ from ml_pipeline.deploy.exported import (
 )
 from ml_pipeline.envs.factory import step_errors_named
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace
+from ml_pipeline.envs.workers.trees import read_row
 from ml_pipeline.errors import UserError, type_and_line
 from ml_pipeline.extras import import_extra
-from ml_pipeline.policy.actor_critic import NEXT_MEMORY, GreedyPolicy
+from ml_pipeline.policy.actor_critic import ACTION, NEXT_MEMORY, GreedyPolicy
 from ml_pipeline.policy.observations import batched
-from ml_pipeline.policy.space_data import space_to_data, without_infinities
+from ml_pipeline.policy.space_data import named_parts, space_to_data, without_infinities
 from ml_pipeline.runs.run_folder import write_atomically
 from ml_pipeline.runs.signatures import SIGNATURE_SIZE, signature
 from ml_pipeline.training.contracts import Agent
@@ -127,7 +128,7 @@ def _description(module: GreedyPolicy) -> dict[str, object]:
     inputs = module.example_inputs()
     outputs = module(inputs)
     return {
-        "format": METADATA_FORMAT,
+        "format": METADATA_FORMATS[ACTION not in outputs],
         "observation_space": without_infinities(space_to_data(module.reader.space)),
         "action_space": without_infinities(space_to_data(module.distribution.space)),
         "inputs": {
@@ -207,7 +208,7 @@ def play_steps(agent: Agent, env: AnyEnv, n_steps: int) -> list[Step]:
         mask = agent.mask_of({name: [value] for name, value in info.items()})
         steps.append(Step(obs, mask, None if memory is None else memory.clone()))
         batch = batched(env.observation_space, [obs])
-        action = agent.act_batch(batch, action_mask=mask, memory=memory)[0]
+        action = read_row(agent.act_batch(batch, action_mask=mask, memory=memory), 0)
         with step_errors_named():
             obs, _, terminated, truncated, info = env.step(action)
             is_over = terminated or truncated
@@ -240,12 +241,16 @@ def compare(
         got = policy.run(inputs)
         with torch.no_grad():
             expected = module({name: torch.from_numpy(each) for name, each in inputs.items()})
-        for name in got.keys() - {"action"}:
+        actions = named_parts(policy.action_space, ACTION)
+        for name in got.keys() - actions.keys():
             largest = max(largest, _difference(expected[name].numpy(), got[name]))
         live = agent.act_batch(obs, True, action_mask=mask, memory=memory)
         if memory is not None:
             largest = max(largest, _difference(memory[:, :size].numpy(), got[NEXT_MEMORY]))
-        n_other_actions += _n_other_actions(policy.to_env_action(got["action"]), live)
+        ours = named_parts(policy.to_env_action(got), ACTION)
+        pairs = zip(ours.values(), named_parts(live, ACTION).values(), strict=True)
+        is_other = [_other_actions(action, part) for action, part in pairs]
+        n_other_actions += int(np.logical_or.reduce(is_other).sum())
     if n_other_actions > TIED_SHARE * len(steps):
         raise ExportError(
             f"the exported policy takes another action than the live one in {n_other_actions} of "
@@ -254,8 +259,8 @@ def compare(
     return Agreement(len(steps), largest, n_other_actions)
 
 
-def _n_other_actions(action: NDArray[np.generic], live: NDArray[np.generic]) -> int:
-    """Number of rows with different actions; rounding may decide between equal choices."""
+def _other_actions(action: NDArray[np.generic], live: NDArray[np.generic]) -> NDArray[np.bool_]:
+    """Which rows have different actions; rounding may decide between equal choices."""
     if np.issubdtype(live.dtype, np.integer):
         other = action != live
     else:
@@ -265,7 +270,7 @@ def _n_other_actions(action: NDArray[np.generic], live: NDArray[np.generic]) -> 
                 f"the exported policy takes the action {action[other.nonzero()[0][0]]} where the "
                 f"live one takes {live[other.nonzero()[0][0]]}; no file was written"
             )
-    return int(other.reshape(len(other), -1).any(axis=1).sum())
+    return np.asarray(other.reshape(len(other), -1).any(axis=1))
 
 
 def _batches(n_rows: int) -> Iterator[slice]:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -29,14 +28,15 @@ from ml_pipeline.deploy.onnx_data import check_self_contained
 from ml_pipeline.errors import UserError, first_line, printable, shorten, type_and_line
 from ml_pipeline.extras import import_extra
 from ml_pipeline.foreign import read_regular
-from ml_pipeline.policy.actor_critic import MASK, MEMORY, NEXT_MEMORY
-from ml_pipeline.policy.distributions import Categorical, Distribution, MultiCategorical
+from ml_pipeline.policy.actor_critic import ACTION, MASK, MEMORY, NEXT_MEMORY
+from ml_pipeline.policy.distributions import action_distribution
 from ml_pipeline.policy.masks import MaskError, checked_mask, masks_in
 from ml_pipeline.policy.observations import ObservationReader
-from ml_pipeline.policy.space_data import space_from_data
+from ml_pipeline.policy.space_data import named_parts, space_from_data, tree_of
 from ml_pipeline.runs.signatures import UntrustedError, is_signed
 
-METADATA_FORMAT = 1  # increased when older readers cannot use the metadata
+# Increased when older readers cannot use the metadata; 2: an action of several parts.
+METADATA_FORMATS = (1, 2)
 METADATA_FILE = "metadata.json"  # inside a .pt2
 METADATA_KEY = "ml_pipeline"  # inside an .onnx
 CHECKSUM_KEY = "checksum"  # of the metadata, if the .onnx ends with its SHA-256
@@ -90,11 +90,7 @@ class ExportedPolicy:
         self.state_size = memory.shape[0] if memory is not None and memory.leaf is None else 0
         self.wants_mask = mask is not None and mask.leaf is None
         self.mask_leaf: str | None = metadata["mask_leaf"]
-        self._choices: Distribution | None = None
-        if isinstance(self.action_space, spaces.Discrete):
-            self._choices = Categorical(self.action_space)
-        elif isinstance(self.action_space, (spaces.MultiDiscrete, spaces.MultiBinary)):
-            self._choices = MultiCategorical(self.action_space)
+        self._distribution = action_distribution(self.action_space)
 
     @classmethod
     def load(cls, path: Path | str, *, trust: bool = False) -> ExportedPolicy:
@@ -143,7 +139,7 @@ class ExportedPolicy:
             )
         try:
             metadata = json.loads(text)
-            known = metadata["format"] == METADATA_FORMAT
+            known = metadata["format"] in METADATA_FORMATS
             if metadata.get(CHECKSUM_KEY) and not (is_pt2 or has_checksum):
                 raise PolicyFileError(f"{name} does not end with its checksum; {_CHANGED}")
             if known:
@@ -156,8 +152,8 @@ class ExportedPolicy:
             reason = type_and_line(error)
             raise PolicyFileError(f"{name} has damaged metadata: {reason}") from error
         raise PolicyFileError(
-            f"{name} has metadata format {metadata['format']}, but this version reads format "
-            f"{METADATA_FORMAT}; export the run again"
+            f"{name} has metadata format {metadata['format']}, but this version reads formats "
+            f"{METADATA_FORMATS[0]} to {METADATA_FORMATS[-1]}; export the run again"
         )
 
     def _check(self) -> None:
@@ -177,9 +173,12 @@ class ExportedPolicy:
         )
         if outputs.keys() != self.outputs.keys():
             raise ValueError(f"the outputs are {', '.join(outputs)}")
+        parts = named_parts(self.action_space, ACTION)
+        if not parts.keys() <= outputs.keys():
+            raise ValueError(f"the outputs are {', '.join(outputs)}; expected {', '.join(parts)}")
         for name, each in self.outputs.items():
             found = outputs[name]
-            wanted = self.action_space.shape or () if name == "action" else each.shape
+            wanted = parts[name].shape or () if name in parts else each.shape
             if found.shape != (1, *wanted) or found.dtype != each.dtype:
                 raise ValueError(f"output {name} is {found.dtype} {found.shape}")
 
@@ -205,12 +204,12 @@ class ExportedPolicy:
         state = None if memory is None else memory.numpy()
         leaves = self.reader.read(obs)
         if len(next(iter(leaves.values()))) == 0:
-            shape = self.action_space.shape or ()
-            return np.empty((0, *shape), self.action_space.dtype)
+            return self._distribution.no_actions()
         outputs = self.run(self.named_inputs(leaves, action_mask=action_mask, state=state))
         if memory is not None:
             memory.copy_(torch.from_numpy(outputs[NEXT_MEMORY]))
-        return self.to_env_action(outputs["action"])
+        action: NDArray[np.generic] = self.to_env_action(outputs)
+        return action
 
     def named_inputs(
         self,
@@ -232,13 +231,17 @@ class ExportedPolicy:
         mask = action_mask if self.wants_mask else None
         if self.mask_leaf is not None:
             mask = leaves[self.mask_leaf] != 0
-        if mask is not None and self._choices is not None:
-            checked_mask(mask, self._choices)
+        if mask is not None:
+            checked_mask(mask, self._distribution)
         return {name: np.asarray(each) for name, each in inputs.items()}
 
-    def to_env_action(self, action: NDArray[np.generic]) -> NDArray[np.generic]:
-        """The output ``action`` in the dtype of the action space; graphs support fewer dtypes."""
-        return action.astype(self.action_space.dtype, copy=False)
+    def to_env_action(self, outputs: Arrays) -> Any:
+        """The action in the form and dtypes of the action space; graphs support fewer dtypes."""
+        return tree_of(
+            self.action_space,
+            ACTION,
+            lambda name, space: outputs[name].astype(space.dtype, copy=False),
+        )
 
     def new_memory(self, n_envs: int) -> Tensor | None:
         """The initial recurrent state of ``n_envs`` episodes, or None if there is none."""
@@ -246,7 +249,7 @@ class ExportedPolicy:
 
     def mask_of(self, infos: Mapping[str, Any]) -> NDArray[np.bool_] | None:
         """The masks in a vector env's infos, [n_envs, n], or None if the policy uses none."""
-        return masks_in(infos) if self.wants_mask else None
+        return masks_in(infos, self.action_space) if self.wants_mask else None
 
 
 def with_checksum(content: bytes) -> bytes:

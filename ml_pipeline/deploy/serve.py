@@ -32,14 +32,15 @@ from ml_pipeline.deploy.connection import Connection, to_json
 from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.deploy.request import LARGE_BYTES, RefusedError, RequestReader
 from ml_pipeline.errors import UserError, type_and_line
-from ml_pipeline.policy.actor_critic import MEMORY, NEXT_MEMORY
+from ml_pipeline.policy.actor_critic import ACTION, MEMORY, NEXT_MEMORY
+from ml_pipeline.policy.space_data import tree_of
 from ml_pipeline.signals import Interrupted, StopSignals, signals_to_handle
 
 _ROUTES = {"/health": "GET", "/metadata": "GET", "/predict": "POST"}
 _BACKLOG = 1_024  # connections that wait to be accepted
 _CLOSE_SECONDS = 5.0  # limit for the answers in progress when the server stops
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_OUTPUTS = {"action": "action", "policy": "policy", NEXT_MEMORY: MEMORY}
+_OUTPUTS = {"policy": "policy", NEXT_MEMORY: MEMORY}  # and the action
 
 
 Message = Mapping[str, Any]  # of ASGI: a scope or an event
@@ -254,7 +255,10 @@ class PolicyServer(uvicorn.Server):
             print(f"the policy failed: {reason}", file=sys.stderr)
             raise RefusedError(500, f"the policy failed: {reason}") from error
         rows = slice(None) if query.is_batch else 0
-        answer = {_OUTPUTS[name]: each[rows].tolist() for name, each in outputs.items()}
+        numbers = {name: each[rows].tolist() for name, each in outputs.items()}
+        action = tree_of(self.policy.action_space, ACTION, lambda name, _: numbers[name])
+        others = {key: numbers[name] for name, key in _OUTPUTS.items() if name in numbers}
+        answer = {ACTION: action, **others}
         try:
             return to_json(answer)
         except ValueError:  # JSON has no such numbers

@@ -10,7 +10,7 @@ import difflib
 import importlib.util
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -154,9 +154,14 @@ def allowed_action(
     mask = info.get(mask_key)
     if mask is None and isinstance(obs, dict):
         mask = obs.get(mask_key)
-    space = env.action_space
+    return _allowed(env.action_space, mask)
+
+
+def _allowed(space: AnySpace, mask: Any) -> Any:
     if mask is None:
         return space.sample()
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        return _allowed_parts(space, mask)
     if isinstance(space, spaces.Discrete):
         return space.sample(np.asarray(mask, dtype=np.int8))
     if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
@@ -164,7 +169,7 @@ def allowed_action(
             mask = np.split(np.asarray(mask), space.nvec.cumsum()[:-1])
         return space.sample(tuple(np.asarray(part, dtype=np.int8) for part in mask))
     sizes = _numbers_of_choices(space)
-    if sizes is None:
+    if not len(sizes):
         return space.sample()
     # Agents accept a mask with one array per choice; Gymnasium's spaces do not.
     flat = mask if not isinstance(mask, tuple) else np.concatenate([np.ravel(p) for p in mask])
@@ -174,13 +179,35 @@ def allowed_action(
     return (np.array(chosen) + start).reshape(space.shape).astype(space.dtype)
 
 
-def _numbers_of_choices(space: AnySpace) -> NDArray[np.int64] | None:
-    """The number of choices for each part of an action; None if the space is not discrete."""
+def _allowed_parts(space: spaces.Dict | spaces.Tuple[Any], mask: Any) -> Any:
+    parts = _parts_of(space)
+    if isinstance(mask, Mapping):
+        masks: Sequence[Any] = [mask.get(name) for name in parts]
+    elif isinstance(mask, np.ndarray) and mask.dtype != object:  # of all parts, one after the other
+        ends = np.cumsum([_numbers_of_choices(part).sum() for part in parts.values()])
+        masks = np.split(mask, ends[:-1])
+    else:
+        masks = list(mask)
+    chosen = [_allowed(part, each) for part, each in zip(parts.values(), masks, strict=True)]
+    is_dict = isinstance(space, spaces.Dict)
+    return dict(zip(parts, chosen, strict=True)) if is_dict else tuple(chosen)
+
+
+def _parts_of(space: spaces.Dict | spaces.Tuple[Any]) -> dict[Any, AnySpace]:
+    return dict(space.items() if isinstance(space, spaces.Dict) else enumerate(space))
+
+
+def _numbers_of_choices(space: AnySpace) -> NDArray[np.int64]:
+    """The number of choices for each part of an action; none for a part that is not discrete."""
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        return np.concatenate([_numbers_of_choices(part) for part in _parts_of(space).values()])
+    if isinstance(space, spaces.Discrete):
+        return np.array([space.n])
     if isinstance(space, spaces.MultiDiscrete):
         return space.nvec.ravel()
     if isinstance(space, spaces.MultiBinary):
         return np.full(int(np.prod(space.shape)), 2)
-    return None
+    return np.zeros(0, dtype=np.int64)
 
 
 def close_env(env: AnyEnv) -> None:

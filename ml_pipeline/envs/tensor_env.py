@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline import counter_random
-from ml_pipeline.envs.kinds import AnyEnv, Info
+from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info
 from ml_pipeline.records import StateDict
 
 EnvState = tuple[Tensor, ...]
@@ -116,6 +116,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
         """One step of every env: the next state, reward [N] float32, terminated [N] bool.
 
+        ``action`` is a dict or tuple of tensors if the action space is a Dict or Tuple.
         Like ``begin`` and ``observe`` it must be pure: no in-place operations, no values read in
         Python, no float64 (MPS does not support it). It may be traced once and replayed.
         """
@@ -175,7 +176,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         """
         if self._needs_reset:
             raise ResetNeeded("step was called before the first reset; call reset first")
-        self._check_action(actions)
+        self._check_action(self.single_action_space, actions)
         with torch.no_grad():
             position, result = self._advance_shaped(self.position, actions)
             done = result.terminated | result.truncated
@@ -291,8 +292,14 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         # In place: a captured CUDA graph reads the seeds at this address.
         self.seeds.copy_(torch.arange(self.num_envs, device=self.device) + seed)
 
-    def _check_action(self, action: object) -> None:
-        space = self.single_action_space
+    def _check_action(self, space: AnySpace, action: Any) -> None:
+        if isinstance(space, (spaces.Dict, spaces.Tuple)):
+            kind: type[Any] = dict if isinstance(space, spaces.Dict) else tuple
+            if not isinstance(action, kind) or len(action) != len(space):
+                raise ValueError(f"actions must be one tensor for each part of {space}")
+            for name, part in space.items() if isinstance(space, spaces.Dict) else enumerate(space):
+                self._check_action(part, action[name])
+            return
         shape = (self.num_envs, *(space.shape or ()))
         is_real = isinstance(space, spaces.Box)
         wanted = f"actions must be a tensor {shape} of "
@@ -333,10 +340,6 @@ class SingleTorchEnv(gym.Env["NDArray[np.generic]", object]):
         self._env = task(1, device="cpu", **kwargs)
         self.observation_space = self._env.single_observation_space
         self.action_space = self._env.single_action_space
-        self._shape = self._env.action_space.shape
-        self._action_dtype = (
-            torch.float32 if isinstance(self.action_space, spaces.Box) else torch.int64
-        )
 
     def reset(
         self, *, seed: int | None = None, options: Info | None = None
@@ -346,15 +349,24 @@ class SingleTorchEnv(gym.Env["NDArray[np.generic]", object]):
         return _first(obs), {}
 
     def step(self, action: object) -> tuple[NDArray[np.generic], float, bool, bool, Info]:
-        batch = torch.as_tensor(np.asarray(action), dtype=self._action_dtype)
-        if batch.numel() != math.prod(self._shape or ()):
-            raise ValueError(f"action must be in {self.action_space}, got shape {batch.shape}")
+        batch = _batch_of_one(self.action_space, action)
         with torch.no_grad():
-            self._env.position, result = self._env._advance_all(
-                self._env.position, batch.reshape(self._shape or ())
-            )
+            self._env.position, result = self._env._advance_all(self._env.position, batch)
         terminated, truncated = bool(result.terminated), bool(result.truncated)
         return _first(result.final_obs), float(result.reward), terminated, truncated, {}
+
+
+def _batch_of_one(space: AnySpace, action: Any) -> Any:
+    """The action of one env as tensors [1, *act]."""
+    if isinstance(space, spaces.Dict):
+        return {name: _batch_of_one(part, action[name]) for name, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_batch_of_one(part, each) for part, each in zip(space, action, strict=True))
+    dtype = torch.float32 if isinstance(space, spaces.Box) else torch.int64
+    batch, shape = torch.as_tensor(np.asarray(action), dtype=dtype), (1, *(space.shape or ()))
+    if batch.numel() != math.prod(shape):
+        raise ValueError(f"action must be in {space}, got shape {batch.shape}")
+    return batch.reshape(shape)
 
 
 def _choose(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.policy.contracts import NetworkBuilder, Networks, Obs, PolicyInput
-from ml_pipeline.policy.distributions import FORBIDDEN, Distribution, action_distribution
+from ml_pipeline.policy.distributions import Distribution, action_distribution
 from ml_pipeline.policy.masks import ActionMasks
 from ml_pipeline.policy.networks import out_features
 from ml_pipeline.policy.observations import ObservationReader, Preprocess, map_obs
+from ml_pipeline.policy.space_data import named_parts
 from ml_pipeline.ranks.world import World
 
 # Names in exported policies, where the recurrent state is called "state".
-MASK, MEMORY, NEXT_MEMORY = "action_mask", "state", "next_state"
+ACTION, MASK, MEMORY, NEXT_MEMORY = "action", "action_mask", "state", "next_state"
 
 _EXAMPLE_ROWS = 2  # torch.export treats a dimension of 1 as constant
 
@@ -179,7 +180,7 @@ def policy_outputs(
     """Outputs for the distribution, from the features of a network."""
     outputs: Tensor = head(features)
     if action_mask is not None:
-        outputs = outputs.masked_fill(~action_mask, FORBIDDEN)
+        outputs = distribution.masked(outputs, action_mask)
     if distribution.reads_features:
         outputs = torch.cat([outputs, features], dim=-1)
     return outputs
@@ -279,7 +280,10 @@ class GreedyPolicy(nn.Module):
         return features[0], {NEXT_MEMORY: next_memory}
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """[batch, ...] each: ``action`` for the env, ``policy`` (logits or means), next state."""
+        """[batch, ...] each: ``action`` for the env, ``policy`` (logits or means), next state.
+
+        An action of several parts has one output per part, such as "action/arm/0".
+        """
         leaves = {leaf: inputs[name] for name, leaf in self.leaf_names.items()}
         mask = inputs[MASK] if self._takes_mask else None
         if self.mask_leaf is not None:
@@ -287,9 +291,9 @@ class GreedyPolicy(nn.Module):
         features, outputs = self.features(inputs)
         policy = self.head(features)
         if mask is not None:
-            policy = policy.masked_fill(~mask, FORBIDDEN)
+            policy = self.distribution.masked(policy, mask)
         action = self.distribution.to_env_tensor(self.distribution.mode(policy))
-        return {"action": action, "policy": policy, **outputs}
+        return {**named_parts(action, ACTION), "policy": policy, **outputs}
 
 
 def _leaf_names(leaves: list[str], taken: list[str]) -> dict[str, str]:

@@ -80,7 +80,10 @@ class Policy(Protocol):
         action_mask: NDArray[np.bool_] | None = None,
         memory: Tensor | None = None,
     ) -> NDArray[np.generic]:
-        """[n_envs, *obs] -> [n_envs, *act], ready for ``env.step``; updates ``memory`` in place."""
+        """[n_envs, *obs] -> [n_envs, *act], ready for ``env.step``; updates ``memory`` in place.
+
+        For a Tuple or Dict action space it returns a tuple or dict of such arrays.
+        """
 
     def new_memory(self, n_envs: int) -> Tensor | None:
         """Recurrent state at the start of ``n_envs`` episodes, or None without one."""

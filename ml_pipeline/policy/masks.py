@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
+from gymnasium import spaces
 from numpy.typing import NDArray
 
 from ml_pipeline.errors import UserError
@@ -46,7 +48,7 @@ class ActionMasks:
             return None
         if self.leaf is not None:
             return self.checked(leaves[self.leaf] != 0)
-        mask = masks_in(infos)
+        mask = masks_in(infos, self._distribution.space)
         if mask is None:
             raise MaskError(
                 "agent.action_mask=info: the infos hold no action_mask; the env must return one "
@@ -70,11 +72,11 @@ class ActionMasks:
             final: Mask = leaves[self.leaf] != 0
             return final
         given = infos.get("final_info", {}).get(_KEY) if self.in_infos else None
-        return None if given is None else _flat(given[env])
+        return None if given is None else flat_mask(_row(given, env), self._distribution.space)
 
     def of_infos(self, infos: Mapping[str, Any]) -> Mask | None:
         """The masks in a vector env's infos, or None if they are not read from there."""
-        return masks_in(infos) if self.in_infos else None
+        return masks_in(infos, self._distribution.space) if self.in_infos else None
 
     def checked(self, mask: Mask) -> Mask:
         return checked_mask(mask, self._distribution)
@@ -94,27 +96,56 @@ def find_mask_leaf(source: str, reader: ObservationReader) -> str | None:
     return source
 
 
-def masks_in(infos: Mapping[str, Any]) -> Mask | None:
-    """The action masks in a vector env's infos, [n_envs, n], or None if there are none."""
+def masks_in(infos: Mapping[str, Any], space: gym.Space[Any]) -> Mask | None:
+    """The action masks in a vector env's infos, [n_envs, n], or None if there are none.
+
+    ``space``: of one action.
+    """
     if _KEY not in infos:
         return None
     missing = np.flatnonzero(~np.asarray(infos.get(f"_{_KEY}", True)))
     if len(missing):
         raise MaskError(f"env {missing[0]} returned no action_mask in its info in this step")
-    given = infos[_KEY]
+    return _rows(infos[_KEY], space)
+
+
+def _rows(given: Any, space: gym.Space[Any]) -> Mask:
+    """The masks of several envs, [n_envs, n]."""
+    if isinstance(given, Mapping) and isinstance(space, spaces.Dict):
+        # Gymnasium joins the dicts of all envs to one dict.
+        parts = [_rows(given[name], part) for name, part in space.items() if name in given]
+        return np.concatenate(parts, axis=1)
     if not isinstance(given, np.ndarray) or given.dtype == object:
-        return np.stack([_flat(row) for row in given])
+        return np.stack([flat_mask(row, space) for row in given])
     return np.asarray(given, dtype=bool)
 
 
-def _flat(mask: Any) -> Mask:
-    """The mask of one env: an array, or one per choice of a MultiDiscrete space.
+def flat_mask(mask: Any, space: gym.Space[Any]) -> Mask:
+    """The mask of one action, [n]: an array, or in the form that Gymnasium's ``sample`` takes.
 
-    Gymnasium's ``sample`` takes the second form.
+    That is one array per choice of a MultiDiscrete space, and a mask for each part of a Tuple or
+    Dict. A part that is not discrete has None, and may be left out of a dict.
     """
+    if mask is None:
+        return np.ones(0, dtype=bool)
     if isinstance(mask, np.ndarray) and mask.dtype != object:
         return np.asarray(mask, dtype=bool)
-    return np.concatenate([np.ravel(part) for part in mask]).astype(bool)
+    if isinstance(mask, Mapping):
+        if not isinstance(space, spaces.Dict):
+            raise MaskError(f"an action mask for {space} must be an array, got {mask}")
+        parts = [flat_mask(mask.get(name), part) for name, part in space.items()]
+    elif isinstance(space, spaces.Tuple):
+        parts = [flat_mask(each, part) for each, part in zip(mask, space, strict=False)]
+    else:
+        parts = [np.ravel(part) for part in mask]
+    return np.concatenate(parts).astype(bool)
+
+
+def _row(given: Any, env: int) -> Any:
+    """The mask of one env."""
+    if isinstance(given, Mapping):
+        return {name: _row(part, env) for name, part in given.items()}
+    return given[env]
 
 
 def checked_mask(mask: Mask, distribution: Distribution) -> Mask:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -56,6 +56,27 @@ def space_from_data(data: StateDict) -> gym.Space[Any]:
     if kind == "Tuple":
         return spaces.Tuple([space_from_data(part) for part in data["parts"]])
     raise ValueError(f"space of kind {kind!r} is not supported")
+
+
+def named_parts(tree: Any, name: str) -> dict[str, Any]:
+    """The leaves of a dict or tuple, or of a Dict or Tuple space, by path: "action/arm/0"."""
+    if isinstance(tree, (Mapping, tuple, spaces.Tuple)):
+        parts = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        found = [named_parts(part, f"{name}/{key}") for key, part in parts]
+        joined = {path: leaf for part in found for path, leaf in part.items()}
+        if len(joined) < sum(map(len, found)):
+            raise ValueError(f"two parts of {name} have the same path; rename a key")
+        return joined
+    return {name: tree}
+
+
+def tree_of(space: gym.Space[Any], name: str, leaf: Callable[[str, gym.Space[Any]], Any]) -> Any:
+    """The value of a space, from a function of the path and the space of each leaf."""
+    if isinstance(space, spaces.Dict):
+        return {key: tree_of(part, f"{name}/{key}", leaf) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(tree_of(part, f"{name}/{key}", leaf) for key, part in enumerate(space))
+    return leaf(name, space)
 
 
 def check_spaces(own: Mapping[str, gym.Space[Any]], saved: Mapping[str, Any]) -> None:

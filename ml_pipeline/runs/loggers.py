@@ -160,7 +160,7 @@ def _cells(body: bytes, *, n_columns: int) -> tuple[NDArray[np.int64], NDArray[n
     100 runs of 5,000 rows have millions of cells: only those that are wanted become objects.
     """
     kinds = np.frombuffer(body.translate(_KINDS), dtype=np.uint8)
-    places = np.flatnonzero(kinds)
+    places = np.flatnonzero(kinds != _NUMBER)  # faster than of the bytes
     if len(places) % n_columns:
         raise ValueError("a row has another number of cells than the header")
     starts = np.concatenate([[0], places[:-1] + 1])[: len(places)].reshape(-1, n_columns)

@@ -62,7 +62,7 @@ class HostEnvs:
         self._infos_have_episodes = infos_have_episodes
         self._stats = EpisodeStats(env.num_envs, from_infos=infos_have_episodes)
         self._is_calling = False  # the envs; an interrupt then loses their step
-        self._action: NDArray[Any] | None = None  # sent, and not yet answered
+        self._action: Any = None  # sent, and not yet answered
         self._in_background = in_background
         self._programs = programs
         self._is_policy_on_gpu = False

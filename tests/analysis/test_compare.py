@@ -301,8 +301,8 @@ def test_runs_table_shows_what_differs_within_groups_and_names_what_does_not_fit
     configs = [{"agent.gamma": n, "seed": s, "device": f"cuda:{s}"} for n in (1, 2) for s in (1, 2)]
     groups = grouped([run_data(config) for config in configs], EVAL_RETURN)
 
-    table, hidden = runs_table(groups, width=250)
-    titles = [str(column.header) for column in table.columns]
+    columns, hidden = runs_table(groups, width=250)
+    titles = list(columns)
     assert titles[:4] == ["run", "group", "seed", "status"]
     assert titles[-1] == "device"
     assert "gamma" not in titles  # the table of the groups has it

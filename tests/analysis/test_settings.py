@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
-from ml_pipeline.runs.console import wide_console
+from ml_pipeline.analysis.settings import (
+    differing_keys,
+    fitted,
+    flat,
+    short_names,
+    shown_value,
+    table_lines,
+)
 
 
 def test_flat_config_has_dotted_keys_and_keeps_empty_groups() -> None:
@@ -75,27 +81,31 @@ def test_extra_columns_fill_the_width_exactly() -> None:
 
     # 5 characters, and each further column has a gap of 2: a takes 5, long 9, b 3.
     for width, hidden in ((5, ["a", "long", "b"]), (10, ["long", "b"]), (13, ["long"]), (22, [])):
-        table, others = fitted(needed, extra, width)
+        columns, others = fitted(needed, extra, width)
         assert others == hidden
-        assert len(table.columns) == 4 - len(hidden)
-    assert [column.justify for column in table.columns] == ["left", "right", "right", "left"]
+        assert list(columns) == ["run", *(title for title in extra if title not in hidden)]
+        assert max(map(len, table_lines(columns))) <= width
+    assert table_lines(columns) == ["run      a     long  b", "a/b/c  123  1234567  x"]
 
 
 @pytest.mark.parametrize(
     ("cell", "lines"),
     [
-        ("x", ["a    x", "b    y"]),
-        ("実験", ["a    実験", "b    y"]),
-        ("x\ny", ["a    x", "     y", "b    y"]),
+        ("x", ["run  name", "a    x", "b    y"]),
+        ("実験", ["run  name", "a    実験", "b    y"]),
+        ("x\ny\tz", ["run  name", "a    x y z", "b    y"]),
+        ("\x1b[2J", ["run  name", "a    \ufffd[2J", "b    y"]),
     ],
-    ids=["one line", "wide characters", "two lines"],
+    ids=["one line", "wide characters", "two lines", "escape"],
 )
-def test_rows_of_a_table_stay_together(
-    cell: str, lines: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    table, hidden = fitted({"run": ["a", "b"]}, {"name": [cell, "y"]}, width=9)
+def test_rows_of_a_table_stay_together(cell: str, lines: list[str]) -> None:
+    columns, hidden = fitted({"run": ["a", "b"]}, {"name": [cell, "y"], "z": ["1", "2"]}, width=10)
 
-    wide_console().print(table)
+    assert hidden == ["z"]
+    assert table_lines(columns) == lines
 
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()[1:]] == lines
-    assert hidden == []
+
+def test_wide_characters_take_two_places() -> None:
+    columns, _ = fitted({"run": ["実験", "e\u0301"]}, {"seed": ["1", "12"]}, width=10)
+
+    assert table_lines(columns) == ["run   seed", "実験     1", "e\u0301       12"]

@@ -39,8 +39,8 @@ SMALL_CNN = "{channels:[4],kernels:[3],strides:[1],hidden_size:8}"
 FORBIDDING = "env.target=tiny_envs.ForbiddingEnv"
 SHARED_GRU = "network=lstm network.cell=gru agent.shared_trunk=true"
 
-# Name -> overrides of the run, inputs of the file, shape of its action.
-CASES: dict[str, tuple[str, str, list[int]]] = {
+# Name -> overrides of the run, inputs of the file, shape of its action, or of its parts by name.
+CASES: dict[str, tuple[str, str, list[int] | dict[str, list[int]]]] = {
     "cartpole": ("env=cartpole", "obs", []),
     "normalised": ("env=cartpole agent.normalize_obs=true", "obs", []),
     "gaussian": ("env=pendulum agent.log_std_init=1", "obs", [1]),
@@ -63,6 +63,11 @@ CASES: dict[str, tuple[str, str, list[int]]] = {
         f"env.target=tiny_envs.NoisyEnv {SHARED_GRU}",
         "parts_0 parts_1 parts_2 vector state",
         [2],
+    ),
+    "parts": (
+        "env=lanes network=lstm",
+        "obs action_mask state",
+        {"action/lane": [], "action/speed": [1]},
     ),
 }
 FAST = [("normalised", "pt2")]
@@ -129,7 +134,8 @@ def test_exported_policy_plays_like_the_live_policy(
     assert err == ""
     policy = ExportedPolicy.load(file)
     assert list(policy.inputs) == inputs.split()
-    assert list(policy.outputs["action"].shape) == action_shape
+    parts = action_shape if isinstance(action_shape, dict) else {"action": action_shape}
+    assert {name: list(policy.outputs[name].shape) for name in parts} == parts
     live = load_agent(run)
     ours, theirs = (  # the second episode starts with a new recurrent state
         evaluate(each, live.env, n_episodes=2, seed=1, deterministic=True).episodes

@@ -41,6 +41,7 @@ POLICIES = {
     "mixed": ["env.target=tiny_envs.MixedEnv"],
     "masked": ["env.target=tiny_envs.ForbiddingEnv", "agent.action_mask=info"],
     "lstm": ["env=cartpole", "network=lstm"],
+    "parts": ["env=lanes"],
 }
 
 
@@ -163,6 +164,19 @@ def test_mask_is_respected_and_required(files: dict[str, Path]) -> None:
             status, answer = ask(server.port, "/predict", {"obs": obs, **more})
             assert status == 400
             assert words in answer["error"]
+
+
+def test_action_of_several_parts_is_an_object(files: dict[str, Path]) -> None:
+    policy = ExportedPolicy.load(files["parts"])
+    mask = [0, 0, 1, 0]
+    with serving(policy) as server:
+        _, one = ask(server.port, "/predict", {"obs": OBS, "action_mask": mask})
+        _, many = ask(server.port, "/predict", {"obs": [OBS] * 2, "action_mask": [mask] * 2})
+
+    expected: Any = policy.act_batch(np.array([OBS]), action_mask=np.array([mask], dtype=bool))
+    assert one["action"] == {"lane": 2, "speed": pytest.approx(expected["speed"][0].tolist())}
+    assert many["action"]["lane"] == [2, 2]
+    assert len(one["policy"]) == 4 + 1
 
 
 def test_recurrent_state_passes_from_answer_to_request(files: dict[str, Path]) -> None:

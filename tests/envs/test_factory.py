@@ -101,6 +101,19 @@ def test_a_target_that_does_not_exist_or_fit_is_named(
         EnvFactory(None, target, kwargs)()
 
 
+PARTS = spaces.Dict(
+    deep=spaces.Tuple((spaces.Discrete(2), spaces.Box(0.5, 0.5, ()))), lane=spaces.Discrete(3)
+)
+
+
+def as_lists(action: Any) -> Any:
+    if isinstance(action, dict):
+        return {name: as_lists(part) for name, part in action.items()}
+    return (
+        tuple(map(as_lists, action)) if isinstance(action, tuple) else np.asarray(action).tolist()
+    )
+
+
 @pytest.mark.parametrize(
     ("space", "mask", "wanted"),
     [
@@ -109,6 +122,9 @@ def test_a_target_that_does_not_exist_or_fit_is_named(
         (spaces.MultiDiscrete([[2, 3]], start=[[5, 0]]), [0, 1, 0, 0, 1], [[6, 2]]),
         (spaces.MultiDiscrete([[2, 3]]), ([1, 0], [0, 1, 0]), [[0, 1]]),
         (spaces.MultiBinary(2), [0, 1, 1, 0], [1, 0]),
+        (PARTS, {"lane": [0, 0, 1], "deep": ([1, 0], None)}, {"deep": (0, 0.5), "lane": 2}),
+        (PARTS, {"lane": [0, 1, 0], "deep": ([0, 1], None)}, {"deep": (1, 0.5), "lane": 1}),
+        (PARTS, np.array([0, 1, 0, 0, 1]), {"deep": (1, 0.5), "lane": 2}),
     ],
 )
 def test_an_allowed_action_respects_the_mask(space: Any, mask: Any, wanted: Any) -> None:
@@ -116,7 +132,7 @@ def test_an_allowed_action_respects_the_mask(space: Any, mask: Any, wanted: Any)
 
     action = allowed_action(env, None, {"action_mask": mask})
 
-    assert np.asarray(action).tolist() == wanted
+    assert as_lists(action) == wanted
     assert action in space
 
 

@@ -11,11 +11,12 @@ from gymnasium.utils.env_checker import check_env
 
 from ml_pipeline.envs.tasks.camera_and_flag import CameraAndFlag
 from ml_pipeline.envs.tasks.crowded_keys import CrowdedKeys
+from ml_pipeline.envs.tasks.lanes import Lanes
 from ml_pipeline.envs.wrappers.hide_velocity import HideVelocity
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("make", [CrowdedKeys, CameraAndFlag])
+@pytest.mark.parametrize("make", [CrowdedKeys, CameraAndFlag, Lanes])
 def test_gymnasiums_env_checker_accepts_the_task(make: Any) -> None:
     check_env(make(), skip_render_check=True)
 
@@ -51,6 +52,23 @@ def test_the_flag_decides_which_quarter_is_right() -> None:
     assert flags == {-1.0, 1.0}
 
 
+def test_lane_and_speed_each_cost_their_distance_from_the_best() -> None:
+    env = Lanes()
+    limits, info = env.reset(seed=1)
+    best, other = int(limits.argmax()), int(np.argsort(limits)[-2])
+    assert sorted(np.flatnonzero(info["action_mask"]["lane"])) == sorted([best, other])
+
+    for lane, speed in ((best, limits[best]), (best, limits[best] - 0.25), (other, limits[other])):
+        env.reset(seed=1)
+        _, reward, over, _, _ = env.step({"lane": lane, "speed": np.array([speed])})
+        cost = limits[best] - limits[lane] + abs(speed - limits[lane])
+        assert reward == pytest.approx(1.0 - cost)
+        assert not over
+    env.reset(seed=1)
+    closed = int(np.flatnonzero(info["action_mask"]["lane"] == 0)[0])
+    assert env.step({"lane": closed, "speed": np.zeros(1)})[1:3] == (0.0, True)
+
+
 def test_hidden_numbers_are_removed_from_observation_and_space() -> None:
     env = HideVelocity(gym.make("CartPole-v1"))
     obs, _ = env.reset(seed=1)
@@ -62,7 +80,9 @@ def test_hidden_numbers_are_removed_from_observation_and_space() -> None:
         HideVelocity(CameraAndFlag())
 
 
-@pytest.mark.parametrize("make", [lambda: CrowdedKeys(4, 9), lambda: CameraAndFlag(5)])
+@pytest.mark.parametrize(
+    "make", [lambda: CrowdedKeys(4, 9), lambda: CameraAndFlag(5), lambda: Lanes(2, 3)]
+)
 def test_impossible_sizes_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="must be"):
         make()

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, VectorEnv
-from tiny_torch_envs import Stages
+from tiny_torch_envs import Stages, Steered
 from torch import Tensor
 
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
@@ -266,6 +266,28 @@ def test_a_single_env_does_not_autoreset_and_plays_like_env_0_of_the_batch() -> 
 
     assert (terminated, truncated) == (True, False)
     assert single.reset()[0].tolist() == next_start[0].tolist()
+
+
+def test_an_action_of_several_parts_has_one_tensor_for_each() -> None:
+    single, batch = SingleTorchEnv(Steered), Steered(1)
+    single.reset(seed=6)
+    batch.reset(seed=6)
+    single.action_space.seed(1)
+
+    for _ in range(7):
+        action = single.action_space.sample()
+        obs, reward, _, truncated, _ = single.step(action)
+        force, side = torch.from_numpy(action["force"][0])[None], torch.tensor([action["side"]])
+        _, rewards, _, _, infos = batch.step({"force": (force,), "side": side})
+        assert obs.tolist() == infos["final_obs"][0].tolist()
+        assert reward == rewards[0].item()
+    assert truncated
+
+    for wrong in (force, {"side": side}, {"force": [force], "side": side}):
+        with pytest.raises(ValueError, match="actions must be one tensor for each part of"):
+            batch.step(wrong)
+    with pytest.raises(ValueError, match=r"\(1,\) of integers on cpu, got \(1, 1\)"):
+        batch.step({"force": (force,), "side": side[None]})
 
 
 def test_the_single_env_of_a_task_with_a_gymnasium_id_is_gymnasiums_own() -> None:

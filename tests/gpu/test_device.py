@@ -49,6 +49,7 @@ KINDS = [
     ["env=pendulum", "agent.box_policy=gsde", "network=lstm", "network.cell=gru"],
     ["env=crowded_keys", "network=lstm", "agent.shared_trunk=true"],
     ["env.target=tiny_envs.ForbiddingEnv"],
+    ["env=lanes", "agent.box_policy=squashed"],
     ["env.target=tiny_envs.MixedEnv", "agent.normalize_obs=true", "agent.scale_reward=true"],
     ["experiment=camera_and_flag", "agent.max_kl=1.0"],
 ]

@@ -251,7 +251,6 @@ def test_space_and_box_policy_decide_the_distribution(
     ("space", "options", "words"),
     [
         (spaces.Text(3), {}, "space Text.* is not supported"),
-        (spaces.Dict({"a": spaces.Discrete(2)}), {}, "space Dict.* is not supported"),
         (spaces.Box(-np.inf, 1, (2,)), {"box_policy": "squashed"}, "is not bounded on every side"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import random
 import re
 import shutil
@@ -114,7 +115,7 @@ def test_changed_byte_of_trusted_envs_is_found(made: RunFolder) -> None:
 def test_envs_that_an_older_version_signed_are_loaded(made: RunFolder) -> None:
     token = "0123456789abcdef"
     body = (1).to_bytes(4, "little") + (3).to_bytes(8, "little") + b"one"
-    seal = signatures.hmac.new(signatures.user_key(), token.encode() + body, "sha256").digest()
+    seal = hmac.new(signatures.user_key(), token.encode() + body, "sha256").digest()
     snapshot_path(made, token).write_bytes(b"ml_pipeline envs 2\n" + seal + body)
 
     assert load_snapshots(made, token, trust=False) == [b"one"]
@@ -207,7 +208,7 @@ def test_changed_byte_is_reported_or_changes_nothing(
             for command in readers(file):
                 if command not in expected:
                     expected[command] = after(command)
-                found = after(command, file, changed)
+                found = after(command, file, bytes(changed))
                 is_named = file.name in found.printed
                 if is_named and (found.made == 1 or file.name not in expected[command].printed):
                     n_reported += 1

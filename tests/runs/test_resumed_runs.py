@@ -109,6 +109,7 @@ FAST = {
     "masks, an env with its own state methods, two halves": Case(
         [*PPO, "env.target=tiny_envs.ForbiddingEnv", "collector=double"], "error"
     ),
+    "actions of two parts, recurrent": Case([*PPO, "env=lanes", "network=lstm"], "stop"),
     "SIGTERM within a rollout": Case(
         [*PPO, UNSEEN, "+env.wrappers.signal={_target_: own_parts.SignalAt, step: 70}"],
         "signal in a rollout",

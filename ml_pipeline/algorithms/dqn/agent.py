@@ -4,8 +4,8 @@
 while the code that it repeats is unchanged (``mirrors``), so an edit below always takes effect.
 
 Options: double, duelling, n-step returns (in the replay buffer), prioritised replay, quantiles. An
-action of several choices (MultiDiscrete) has one advantage per choice and a common value, as in
-branching DQN (Tavakoli et al., 2018).
+action of several choices (MultiDiscrete, or a Tuple of discrete parts) has one advantage per
+choice and a common value, as in branching DQN (Tavakoli et al., 2018).
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from ml_pipeline.policy.contracts import NetworkBuilder, Obs, PolicyInput, Polic
 from ml_pipeline.policy.distributions import (
     FORBIDDEN,
     ActionSpaceError,
-    Categorical,
     Distribution,
-    MultiCategorical,
+    action_distribution,
 )
 from ml_pipeline.policy.networks import out_features
 from ml_pipeline.policy.optimiser import flat_parameters
@@ -299,11 +298,11 @@ class DQNAgent(ReplayAgent[DQNConfig, DQNRates, DQNResult]):
 
 
 def _discrete(space: gym.Space[Any]) -> Distribution:
-    if isinstance(space, spaces.Discrete):
-        return Categorical(space)
-    if isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary)):
-        return MultiCategorical(space)
+    distribution = action_distribution(space)
+    if distribution.mask_size == distribution.n_outputs:  # every part is
+        return distribution
+    other = "sac" if isinstance(space, spaces.Box) else "ppo"
     raise ActionSpaceError(
-        f"agent=dqn: action space {space} is not discrete; use agent=sac (train_sac.py), or an "
-        "option of the env that makes its actions discrete"
+        f"agent=dqn: action space {space} is not discrete; use agent={other} (train_{other}.py), "
+        "or an option of the env that makes its actions discrete"
     )

@@ -7,6 +7,7 @@ and the orders of the minibatches, so that nothing large is copied.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,10 +27,10 @@ class DeviceNoise:
     ) -> None:
         distribution, own = agent.distribution, world.envs(n_envs)
         shape = distribution.noise_shape(n_steps, world.all_envs(n_envs))
-        draw = counter_random.randn if distribution.has_normal_noise else counter_random.rand
 
         def noise(key: Tensor) -> Tensor:
-            return draw(key, shape)[:, own]
+            normal, uniform = partial(counter_random.randn, key), partial(counter_random.rand, key)
+            return distribution.noise_from(normal, uniform, shape)[:, own]
 
         self._key = torch.zeros((), dtype=torch.int64, device=agent.device)
         self._noise = programs.compiled(noise, "the noise of the actions")

@@ -212,7 +212,8 @@ def soft_actions(
         return DiscreteActions(Categorical(space))
     if not isinstance(space, spaces.Box) or not math.prod(space.shape):
         raise ActionSpaceError(
-            f"agent=sac: action space {space} is not a Box or Discrete; use agent=dqn"
+            f"agent=sac: action space {space} is not a Box or Discrete; use agent=ppo, or "
+            "agent=dqn if it is discrete"
         )
     if settings.box_policy == "squashed":
         return BoxActions(SquashedPolicy(space))

@@ -130,6 +130,20 @@ def test_duelling_advantages_have_mean_zero_within_each_choice() -> None:
     assert Categorical(spaces.Discrete(3)).by_choice(torch.zeros(7, 3)).shape == (7, 1, 3)
 
 
+def test_tuple_of_choices_is_valued_like_a_multi_discrete_action() -> None:
+    parts = spaces.Tuple((spaces.Discrete(2, start=5), spaces.Dict(a=spaces.MultiDiscrete([4, 3]))))
+    agents = [made(space, n_quantiles=2) for space in (parts, spaces.MultiDiscrete([2, 4, 3]))]
+
+    updates = [each.update(batch_of(each, 8), each.rates(0.0, 1e-3)) for each in agents]
+
+    assert torch.equal(updates[0].error, updates[1].error)
+    assert torch.equal(agents[0].adam.values, agents[1].adam.values)
+    first, nested = agents[0].act_batch(np.ones((3, 2)), True)
+    choices = agents[1].act_batch(np.ones((3, 2)), True)
+    assert np.array_equal(first - 5, choices[:, 0])
+    assert np.array_equal(nested["a"], choices[:, 1:])
+
+
 @pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.MultiDiscrete([2, 4])])
 @pytest.mark.parametrize("n_quantiles", [1, 5])
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_agents import CPU, Played
-from tiny_torch_envs import Drift, Places
+from tiny_torch_envs import Drift, Places, Steered
 
 from ml_pipeline.algorithms.ppo.on_device import DeviceOrders
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
@@ -19,7 +19,7 @@ from ml_pipeline.training.graphs import Programs
 
 
 @pytest.mark.parametrize(
-    "make_env", [TorchCartPole, Drift, Places, partial(Places, max_episode_steps=3)]
+    "make_env", [TorchCartPole, Drift, Places, Steered, partial(Places, max_episode_steps=3)]
 )
 def test_a_rollout_and_its_episodes_equal_those_of_a_plain_loop(make_env: Any) -> None:
     played, plain = Played(make_env(5), n_steps=40), make_env(5)

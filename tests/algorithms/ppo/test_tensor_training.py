@@ -39,6 +39,7 @@ CASES: dict[str, list[str]] = {
         "agent.box_policy=gsde",
         "agent.scale_reward=true",
     ],
+    "parts": [*EVALUATED, "env.target=tiny_torch_envs.Steered", "env.id=null"],
     "shared trunk": [*CARTPOLE, "agent.shared_trunk=true"],
 }
 SLOW_CASES = ("squashed", "shared trunk")

@@ -43,12 +43,13 @@ MIRRORED: Mirrored = {
     "ml_pipeline.policy.actor_critic.ActorCritic.policy": "caef38db9116",
     "ml_pipeline.policy.actor_critic.ActorCritic._outputs": "f8983062120a",
     "ml_pipeline.policy.actor_critic._run": "0f57bcead4da",
-    "ml_pipeline.policy.actor_critic.policy_outputs": "d028a5f8353f",
+    "ml_pipeline.policy.actor_critic.policy_outputs": "22265cd20bc0",
     "ml_pipeline.policy.contracts.PolicyInput.mapped": "1b7413d796d1",
 }
 # With discrete actions, and with a Box of actions.
 CATEGORICAL: Mirrored = {
     "ml_pipeline.policy.distributions.FORBIDDEN": "3c8f41129806",
+    "ml_pipeline.policy.distributions.Distribution.masked": "978108a4a8ca",
     "ml_pipeline.policy.distributions._drawn": "cbae99a2e3ba",
     "ml_pipeline.policy.distributions.Categorical.sample": "390dbe639409",
     "ml_pipeline.policy.distributions.Categorical.log_prob_and_entropy": "35e696c64122",

@@ -1,6 +1,6 @@
 """Plasticity: signs that a network loses its ability to learn, measured after each rollout.
 
-    python train_ppo.py agent.on_rollout._target_=ml_pipeline.algorithms.ppo.ideas.plasticity.Plasticity
+    agent.on_rollout._target_=ml_pipeline.algorithms.ppo.ideas.plasticity.Plasticity
 
 It changes nothing. ``dormant``: the share of units whose mean activation is below ``threshold``
 times that of their layer (Sokar et al., 2023). ``rank``: how many singular values of the features

@@ -55,7 +55,7 @@ MIRRORED: Mirrored = {
     "ml_pipeline.algorithms.sac.soft_actions.SquashedPolicy.sample_and_log_prob": "02d74f69a8e8",
     "ml_pipeline.algorithms.sac.soft_actions.SquashedPolicy.split": "d505b59c003e",
     "ml_pipeline.algorithms.replay.agent.UpdateNoise.draw": "b908f21b32aa",
-    "ml_pipeline.policy.actor_critic.policy_outputs": "d028a5f8353f",
+    "ml_pipeline.policy.actor_critic.policy_outputs": "22265cd20bc0",
     "ml_pipeline.policy.distributions.LOG_SQRT_2PI": "400fab3384cc",
     "ml_pipeline.policy.distributions.log_tanh_slope": "8c29d5d56ee2",
 }
