@@ -119,7 +119,6 @@ _OPTIONS = {
     "agent=td3": ("agent", "ddpg"),
     "callbacks=default": ("callbacks", "evaluation eval checkpoint checkpoints"),
     "callbacks=[]": ("callbacks", "none off false"),
-    "env.id=MiniGrid-Empty-5x5-v0": ("env", "minigrid"),
     "env.id=BabyAI-GoToObj-v0": ("env", "babyai"),
 }
 # Words without a key: what a run does instead, or the command for it.
