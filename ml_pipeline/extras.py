@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -40,7 +41,15 @@ _CLONE = Path(__file__).resolve().parents[1]
 _IS_CLONE = (_CLONE / "Makefile").is_file()
 
 # Installs ml_pipeline with its dependencies.
-CORE_COMMAND = "pip install " + (f"-e {shlex.quote(str(_CLONE))}" if _IS_CLONE else "ml_pipeline")
+_CORE_COMMAND = "pip install " + (f"-e {shlex.quote(str(_CLONE))}" if _IS_CLONE else "ml_pipeline")
+
+
+def core_fix(clone: Path = _CLONE) -> str:
+    """What to do if this Python lacks the dependencies, which ``make`` has put into .venv."""
+    activate = clone / ".venv" / "bin" / "activate"
+    if activate.is_file() and Path(sys.prefix).resolve() != (clone / ".venv").resolve():
+        return f"use the Python that has the packages: source {shlex.quote(str(activate))}"
+    return f"install ml_pipeline with its packages: {_CORE_COMMAND}"
 
 
 def _command(extra: str, pip: str) -> str:

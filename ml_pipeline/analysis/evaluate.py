@@ -30,7 +30,7 @@ _FIRST_LIMIT = 1_000  # the same, while no episode has ended anywhere
 # Keys of the options of a reset that begins an evaluation, and of the info of an ended episode.
 _STRIDE, _END, _MAX_STEPS, _EVALUATED = "stride", "end", "max_steps", "evaluated"
 MOST_ENVS = 8  # to play in at the same time, once
-_FEW = 2  # episodes to play where all are expected to be equal
+FEW = 2  # episodes to play where all are expected to be equal
 
 
 class Evaluation(NamedTuple):
@@ -234,8 +234,8 @@ class Evaluator:
             in_workers=in_workers,
             episodes_end=episodes_end,
         )
-        if self.expects_equal and self.n_episodes > _FEW:
-            result = play(_FEW)
+        if self.expects_equal and self.n_episodes > FEW:
+            result = play(FEW)
             if result.are_equal:
                 return result
         result = play(self.n_episodes)

@@ -56,6 +56,8 @@ COMPOSE_ERRORS = (
     yaml.YAMLError,
     AssertionError,
 )
+# By the start of an env's id: its file in conf/env.
+_PRESETS_OF_ENVS = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
 _OPEN = "++"  # Hydra's prefix of a key that may be new
 # Entries whose keys are those of a function or class that the user names.
 _ENTRIES = tuple(
@@ -77,7 +79,8 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose("train", overrides=opened([*overrides, *own_conf(overrides)]))
+            words = [*preset_of_env(overrides), *overrides, *own_conf(overrides)]
+            return compose("train", overrides=opened(words))
     except COMPOSE_ERRORS as error:
         raise ConfigError(explained(error, overrides)) from error
     finally:
@@ -171,6 +174,24 @@ def _defaults(dataclass: type) -> dict[str, object]:
         else getattr(dataclass, each.name, "???")
         for each in dataclasses.fields(dataclass)
     }
+
+
+def preset_of_env(words: Sequence[str]) -> list[str]:
+    """The override env= for ids of a package that has a file in conf/env, or none.
+
+    A resumed run keeps the wrappers that it has.
+    """
+    values: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        values[key.lstrip("+")] = value.strip("'")
+    if {"env", "experiment", "resume"} & values.keys():
+        return []
+    names = values.get("env.id", "").split(",")
+    for start, option in _PRESETS_OF_ENVS.items():
+        if all(name.strip("' ").rpartition(":")[2].startswith(start) for name in names):
+            return [f"env={option}"]
+    return []
 
 
 def opened(words: Sequence[str]) -> list[str]:

@@ -32,6 +32,7 @@ from ml_pipeline.assembly.compose import (
     opened,
     own_conf,
     own_folders,
+    preset_of_env,
     resumed_folder,
     store_schema,
     with_newest_run,
@@ -194,7 +195,11 @@ def train(command_line: Sequence[str]) -> None:
     for line in repeated(command_line[1:]):
         say(line)
     command_line = with_newest_run(command_line)
-    own = [*own_conf(command_line), *_own_folder(command_line)]
+    own = [
+        *preset_of_env(command_line[1:]),
+        *own_conf(command_line),
+        *_own_folder(command_line),
+    ]
     callers = sys.argv
     sys.argv = opened(with_overrides(command_line, own))  # Hydra reads it
     try:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from ml_pipeline.errors import UserError, refused_path
-from ml_pipeline.extras import CORE_COMMAND, CORE_PACKAGES
+from ml_pipeline.extras import CORE_PACKAGES, core_fix
 from ml_pipeline.ranks.rendezvous import RankError, launched_rank
 
 _CLOSED_PIPE = 141  # as shells show a program that SIGPIPE ended
@@ -77,7 +77,7 @@ def _code_of(command: Callable[[], object]) -> int:
         if error.name not in CORE_PACKAGES:
             raise
         print(
-            f"{error.name} is not installed; install ml_pipeline with its packages: {CORE_COMMAND}",
+            f"{error.name} is not installed; {core_fix()}",
             file=sys.stderr,
         )
         return 1

@@ -113,13 +113,13 @@ _OPTIONS = {
     "network=dict": ("network", "multiinputpolicy multi combined"),
     "network=lstm": ("network", "rnn recurrent mlplstmpolicy"),
     "network=lstm network.cell=gru": ("network", "gru"),
+    "network=trxl": ("network", "transformer attention gtrxl transformerxl attention_net"),
     "agent=ppo": ("agent", "ppo2 recurrentppo maskableppo"),
     "agent=dqn": ("agent", "ddqn doubledqn"),
     "agent=dqn agent.n_quantiles=50": ("agent", "qrdqn"),
     "agent=td3": ("agent", "ddpg"),
     "callbacks=default": ("callbacks", "evaluation eval checkpoint checkpoints"),
     "callbacks=[]": ("callbacks", "none off false"),
-    "env.id=MiniGrid-Empty-5x5-v0": ("env", "minigrid"),
     "env.id=BabyAI-GoToObj-v0": ("env", "babyai"),
 }
 # Words without a key: what a run does instead, or the command for it.

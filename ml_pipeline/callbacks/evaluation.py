@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ml_pipeline.analysis.evaluate import Evaluation, Evaluator
+from ml_pipeline.analysis.evaluate import FEW, Evaluation, Evaluator
 from ml_pipeline.callbacks.every_steps import EverySteps
 from ml_pipeline.config.checks import check, integer_steps
 from ml_pipeline.config.train import VecEnvConfig
@@ -115,6 +115,8 @@ class PeriodicEvaluation(EverySteps):
             episodes_end=episodes_end,
         )
         n_episodes = evaluator.n_episodes
+        if n_episodes <= FEW:
+            return result  # all are played each time
         if evaluator.expects_equal and not expected_equal:
             say(
                 f"evaluation: its {n_episodes} episodes are equal step by step; from now on it "

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import getitem
-from typing import Any
+from typing import Any, TypeGuard
 
 import gymnasium as gym
 import numpy as np
@@ -128,8 +128,8 @@ class ObservationReader:
 class Preprocess(nn.Module):
     """Converts stored observations to the floats that a network takes.
 
-    Discrete leaves become one-hot, byte images are scaled to [0, 1]. If ``clip`` is not None,
-    other Boxes are normalised by running mean and standard deviation, and clipped to ``clip``
+    Discrete leaves become one-hot, images are divided by their highest values. If ``clip`` is not
+    None, other Boxes are normalised by running mean and standard deviation, and clipped to ``clip``
     deviations. The moments change only between rollouts, so that acting and scoring agree.
     """
 
@@ -168,6 +168,12 @@ class Preprocess(nn.Module):
             for name, leaf in self.leaves.items()
             if clip is not None and isinstance(leaf, spaces.Box) and not is_image(leaf)
         }
+        self._highest: dict[str, str] = {}  # by leaf: the buffer with the bounds of its channels
+        for index, (name, leaf) in enumerate(self.leaves.items()):
+            if is_image(leaf) and (leaf.high != 255).any():
+                self._highest[name] = f"_highest_{index}"
+                bounds = torch.from_numpy(leaf.high.astype(np.float32))
+                self.register_buffer(self._highest[name], bounds, persistent=False)
         # Registers them with torch; a ModuleDict rejects names such as "" and "arm.angle".
         self.moments = nn.ModuleList(self._moments_of.values())
 
@@ -194,7 +200,8 @@ class Preprocess(nn.Module):
         if isinstance(space, spaces.MultiDiscrete):
             return _one_hots(leaf, space)
         if is_image(space):
-            return leaf.float() / 255.0
+            highest = self._highest.get(name)
+            return leaf.float() / (255.0 if highest is None else getattr(self, highest))
         moments = self.moments_of(name)
         if moments is None or self.clip is None:
             return leaf.float()
@@ -257,12 +264,19 @@ def subspace(space: gym.Space[Any], leaves: Sequence[str], path: str = "") -> gy
     return spaces.Dict(parts)
 
 
-def is_image(space: gym.Space[Any]) -> bool:
-    """Whether a Box holds bytes from 0 to 255."""
-    return (
-        isinstance(space, spaces.Box)
-        and space.dtype == np.uint8
-        and bool(np.all(space.low == 0) and np.all(space.high == 255))
+def is_image(space: gym.Space[Any]) -> TypeGuard[spaces.Box]:
+    """Whether a Box holds bytes from 0 to 255, or those of channels with bounds of their own.
+
+    Such channels hold symbols, as in MiniGrid: kinds from 0 to 10, colours from 0 to 5.
+    """
+    if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or space.low.any():
+        return False
+    if (space.high == 255).all():
+        return True
+    has_channels = len(space.shape) == 3 and bool((space.high > 0).all())
+    places = [(0, 1), (1, 2)] if has_channels else []  # channels last or first
+    return any(not np.ptp(space.high, axis=axes).any() for axes in places) and bool(
+        np.ptp(space.high)
     )
 
 

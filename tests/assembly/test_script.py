@@ -14,7 +14,7 @@ from conftest import REPOSITORY, TESTS, Capture, Door, call, small
 from lowest import lowest_versions
 
 from ml_pipeline.assembly.script import exit_code
-from ml_pipeline.extras import CORE_PACKAGES
+from ml_pipeline.extras import CORE_PACKAGES, core_fix
 
 LEAVE_A_THREAD = """
 import sys, threading, time
@@ -153,9 +153,18 @@ def test_clone_whose_packages_are_not_installed_names_one_and_the_fix(
     # -S: without site-packages.
     result = call(sys.executable, "-S", *arguments, cwd=REPOSITORY, PYTHONPATH="")
 
-    fix = f"install ml_pipeline with its packages: pip install -e {shlex.quote(str(REPOSITORY))}"
-    assert result.stderr == f"{package} is not installed; {fix}\n"
+    assert result.stderr == f"{package} is not installed; {core_fix()}\n"
     assert (result.returncode, result.stdout) == (1, "")
+
+
+def test_python_without_the_packages_is_sent_to_the_venv_of_make(tmp_path: Path) -> None:
+    assert core_fix(tmp_path).startswith("install ml_pipeline with its packages: pip install ")
+
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+
+    activate = f"source {shlex.quote(str(tmp_path))}/.venv/bin/activate"
+    assert core_fix(tmp_path) == f"use the Python that has the packages: {activate}"
 
 
 TRAIN_WITHOUT_TORCH = """
@@ -170,7 +179,7 @@ def test_package_that_is_missing_later_is_also_one_line() -> None:
     result = call(sys.executable, "-c", TRAIN_WITHOUT_TORCH, cwd=REPOSITORY)
 
     assert result.returncode == 1
-    assert re.fullmatch(r"torch is not installed; install .*\n", result.stderr)
+    assert result.stderr == f"torch is not installed; {core_fix()}\n"
 
 
 def test_module_that_is_not_a_dependency_keeps_its_error() -> None:

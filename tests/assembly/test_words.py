@@ -75,7 +75,7 @@ def suggested(*words: str) -> str:
         ("tensorboard_log=./logs", "logger=tensorboard"),
         ("callbacks.eval.freq=9", "callbacks.evaluation.eval_every_steps=9"),
         ("callbacks.checkpoint.freq=9", "callbacks.checkpoints.every_steps=9"),
-        ("env=minigrid", "env.id=MiniGrid-Empty-5x5-v0"),
+        ("env=babyai", "env.id=BabyAI-GoToObj-v0"),
         ("env=LunarLander-v2", "env.id=LunarLander-v3"),  # v2 is no longer registered
         ("env=CartPole-v9", "env.id=CartPole-v1"),
         ("env=CartPole-v0", "env.id=CartPole-v0"),

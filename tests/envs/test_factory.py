@@ -12,10 +12,13 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from conftest import small
 from gymnasium import spaces
+from tiny_envs import CountingEnv
 
 from ml_pipeline import load
+from ml_pipeline.assembly.compose import checked_config, compose_config
 from ml_pipeline.assembly.run import train
 from ml_pipeline.envs.factory import EnvError, EnvFactory, allowed_action
 from ml_pipeline.envs.trial import try_env
@@ -216,5 +219,89 @@ def test_minigrid_trains_by_its_id(here: Path, capsys: pytest.CaptureFixture[str
     run = train([*small(), "env.id=MiniGrid-Empty-5x5-v0", "vec_env=serial"]).run_dir
 
     assert "MiniGrid-Empty-5x5-v0: leaves 'mission' out" in capsys.readouterr().out
+    assert load(run).observation_space["image"].high.max() == 10
     obs, _ = gym.make("MiniGrid-Empty-5x5-v0").reset(seed=1)
     assert load(run).predict(obs) in range(7)
+
+
+class Grid(CountingEnv):
+    """Observes symbols, and declares 255 as their bound, as MiniGrid does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        image = spaces.Box(0, 255, (7, 7, 3), np.uint8)
+        self.observation_space = spaces.Dict({"image": image, "direction": spaces.Discrete(4)})
+
+    def _observe(self) -> Any:
+        return {"image": np.full((7, 7, 3), (8, 5, 1), np.uint8), "direction": 2}
+
+
+def bounds_of_symbols(highest: Any) -> dict[str, Any]:
+    target = "ml_pipeline.envs.wrappers.symbols.SymbolBounds"
+    return {"symbols": {"_target_": target, "highest": highest}}
+
+
+def test_bounds_of_symbols_change_the_space_and_no_value() -> None:
+    plain = EnvFactory(id=None, target="test_factory.Grid")()
+
+    env = EnvFactory(None, "test_factory.Grid", wrappers=bounds_of_symbols([10, 5, 3]))()
+
+    assert isinstance(env.observation_space, spaces.Dict)
+    assert env.observation_space["image"].high[0, 0].tolist() == [10, 5, 3]
+    assert env.observation_space["direction"] == spaces.Discrete(4)
+    assert np.array_equal(env.reset(seed=1)[0]["image"], plain.reset(seed=1)[0]["image"])
+    assert env.step(0)[0] in env.observation_space
+
+
+@pytest.mark.parametrize(
+    ("highest", "words"),
+    [
+        ([10, 5], "needs one number for each of the last axis"),
+        ([10, 5, 0], "must be from 1 to 255"),
+    ],
+)
+def test_wrong_bounds_of_symbols_are_refused(highest: Any, words: str) -> None:
+    with pytest.raises(EnvError, match=rf"env.wrappers.symbols cannot be made: .*{words}"):
+        EnvFactory(None, "test_factory.Grid", wrappers=bounds_of_symbols(highest))()
+
+
+@pytest.mark.parametrize(
+    ("words", "is_bounded"),
+    [
+        (["env.id=MiniGrid-Empty-5x5-v0"], True),
+        (["++env.id='BabyAI-GoToObj-v0'"], True),
+        (["env.id=minigrid:MiniGrid-DoorKey-5x5-v0"], True),
+        (["env=minigrid", "env.id=MiniGrid-Empty-8x8-v0"], True),
+        (["env.id=MiniGrid-Empty-5x5-v0", "env.wrappers.symbols=null"], False),
+        (["env.id=CartPole-v1"], False),
+        (["env=pong"], False),
+    ],
+)
+def test_ids_of_minigrid_get_the_bounds_of_its_symbols(words: list[str], is_bounded: bool) -> None:
+    config = checked_config(compose_config(words))
+
+    assert ("symbols" in config.env.wrappers) == is_bounded
+    assert config.env.id != "CartPole-v1" or words == ["env.id=CartPole-v1"]
+
+
+def test_run_with_symbols_resumes_as_it_was_with_and_without_bounds(here: Path) -> None:
+    target = bounds_of_symbols([10, 5, 3])["symbols"]["_target_"]
+    bounds = f"+env.wrappers.symbols={{_target_: {target}, highest: [10, 5, 3]}}"
+    returned = []
+    for words in ([], [bounds]):
+        command = [*small(), "env.target=test_factory.Grid", *words]
+        first = train([*command, "total_steps=32"])
+        resumed = train([f"resume={first.run_dir}", "total_steps=64"])
+        whole = train(command)
+        weights = whole.agent.state_dict()["model"]
+        for name, weight in resumed.agent.state_dict()["model"].items():
+            assert torch.equal(weight, weights[name])
+        returned.append(whole.agent)
+        obs = Grid()._observe()
+        assert load(whole.run_dir).predict(obs) in range(2)
+
+    plain, bounded = (agent.greedy().preprocess for agent in returned)
+    image = torch.from_numpy(Grid()._observe()["image"])[None]
+    inputs = {"image": image, "direction": torch.tensor([2])}
+    assert plain(inputs)["image"].max() == pytest.approx(8 / 255)
+    assert bounded(inputs)["image"][0, 0, 0].tolist() == pytest.approx([0.8, 1.0, 1 / 3])

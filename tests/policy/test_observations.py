@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ml_pipeline.policy.observations import (
     ObservationReader,
     ObservationSpaceError,
     Preprocess,
+    is_image,
 )
 
 CPU = torch.device("cpu")
@@ -139,3 +141,53 @@ def test_learning_moments_does_not_read_a_value_back_from_the_device() -> None:
     preprocess = preprocess_of(VECTOR, clip=2.0)
 
     preprocess.to("meta").learn_moments(torch.zeros(5, 1, device="meta"))  # has no values
+
+
+SYMBOLS = np.broadcast_to(np.array([10, 5, 3], np.uint8), (7, 7, 3))
+
+
+def symbol_space(high: Any, shape: Any = None) -> spaces.Box:
+    return spaces.Box(np.zeros_like(high), high, shape, np.uint8)
+
+
+def prepared(space: spaces.Box, obs: Any) -> torch.Tensor:
+    result = network_input(space, preprocess_of(space, clip=10.0), obs[None])
+    assert isinstance(result, torch.Tensor)
+    return result[0]
+
+
+def test_image_with_a_bound_for_each_channel_is_divided_by_these_bounds() -> None:
+    obs = np.zeros((7, 7, 3), np.uint8)
+    obs[2, 3] = 8, 5, 1
+
+    image = prepared(symbol_space(SYMBOLS.copy()), obs)
+    first = prepared(symbol_space(SYMBOLS.transpose(2, 0, 1).copy()), obs.transpose(2, 0, 1))
+
+    assert image[2, 3].tolist() == pytest.approx([0.8, 1.0, 1 / 3])
+    assert image.sum() == image[2, 3].sum()
+    assert torch.equal(first.permute(1, 2, 0), image)
+
+
+@pytest.mark.parametrize(
+    ("high", "expected"),
+    [
+        (np.full((7, 7, 3), 255, np.uint8), 4 / 255),  # pixels
+        (np.full((7, 7, 3), 4, np.uint8), 4.0),  # one bound: numbers, as they are
+        (np.full((9,), 10, np.uint8), 4.0),
+        (np.arange(1, 148, dtype=np.uint8).reshape(7, 7, 3), 4.0),  # not by channel
+    ],
+)
+def test_other_bytes_are_pixels_only_with_bounds_of_0_and_255(high: Any, expected: float) -> None:
+    obs = np.minimum(np.full_like(high, 4), high)
+
+    assert float(prepared(symbol_space(high), obs).max()) == pytest.approx(expected)
+
+
+def test_bounds_of_symbols_are_in_no_state_and_in_copies() -> None:
+    preprocess = preprocess_of(symbol_space(SYMBOLS.copy()))
+    obs = torch.full((1, 7, 7, 3), 3, dtype=torch.uint8)
+
+    assert preprocess.state_dict() == {}
+    assert torch.equal(copy.deepcopy(preprocess)(obs), preprocess(obs))
+    assert is_image(preprocess.leaves[""])
+    assert preprocess.space == spaces.Box(0.0, 1.0, (7, 7, 3))
