@@ -37,6 +37,7 @@ CASES = {
     "recurrent": ["env=cartpole", "network=lstm"],
     "tensor": [*TENSOR, *NORMALISED],
     "parts": ["env=lanes"],
+    "attention": ["env=cartpole", "network=trxl", "network.window=8"],
 }
 STACK = "{_target_: gymnasium.wrappers.FrameStackObservation, stack_size: 4}"
 SAC, DQN = ["agent=sac", "env=pendulum"], ["agent=dqn", "env=cartpole", "agent.target_every=4"]

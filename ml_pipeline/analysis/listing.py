@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -40,8 +41,19 @@ def find_runs(root: Path) -> list[RunInfo]:
             f"--root {root}: not a folder; runs/ is in the folder where you train, or name your "
             "run_root with --root"
         )
-    folders = [path.parent for path in root.glob("*/*/config.yaml")]
-    return sorted((_info(RunFolder(path)) for path in folders), key=_age)
+    paths = [path for env in root.iterdir() for path in _folders(env)]  # glob ignores errors
+    return sorted((_info(RunFolder(path)) for path in paths), key=_age)
+
+
+def _folders(env: Path) -> list[Path]:
+    """The run folders of an env; a line says if another user does not let this one read them."""
+    try:
+        return [path for path in env.iterdir() if os.path.isfile(path / "config.yaml")]
+    except NotADirectoryError:
+        return []
+    except OSError as error:
+        warn_once(f"{env}: {error.strerror}; its runs are left out")
+        return []
 
 
 def newest_run(root: Path) -> RunFolder:

@@ -11,7 +11,6 @@ from pathlib import Path
 from ml_pipeline.analysis import page
 from ml_pipeline.analysis.charts import MOST_GROUPS, make_charts
 from ml_pipeline.analysis.compare import Group, groups_cells, remarks, verdicts
-from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.analysis.settings import differing_keys
 from ml_pipeline.analysis.suite import Suite, suite_cells, suite_charts, suite_verdicts
 from ml_pipeline.metrics import counted, shown_return
@@ -22,19 +21,9 @@ _OF_EACH_ENV = ("curves", "final")  # charts in a report on several envs
 def write_report(folder: Path, groups: Sequence[Group], metric: str) -> Path:
     """Write the page and the PNGs into ``folder``; returns the path of the page."""
     runs = [run for group in groups for run in group.runs]
-    runs_in_groups = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}"
-    report = page.Page(
-        title=f"{runs[0].env_name}: {runs_in_groups}",
-        heading=runs[0].env_name,
-        facts=f"{runs_in_groups}, compared by the final {metric} on {page.now_text()}. "
-        "IQM is the interquartile mean over the seeds.",
-        sections=[
-            page.Section("", _overview(groups, metric)),
-            page.Section("Config differences", [_differences(runs)]),
-            page.Section("Runs", [_runs_table(folder, groups, metric)]),
-        ],
-    )
-    return page.write_page(folder / "report.html", report)
+    counts = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}"
+    sections = [page.Section("", _overview(groups, metric))]
+    return _write(folder, runs[0].env_name, counts, sections, groups, metric)
 
 
 def write_suite_report(folder: Path, suite: Suite, metric: str) -> Path:
@@ -44,22 +33,33 @@ def write_suite_report(folder: Path, suite: Suite, metric: str) -> Path:
     lines = [*remarks(groups), *suite.remarks, *suite_verdicts(suite)]
     if len(suite.scores) > MOST_GROUPS:
         lines.append(f"the charts show the {MOST_GROUPS} best of {len(suite.scores)} groups")
+    lines.append("a score is 0 at the first value in an env, and 1 where the best group ends")
     scores: list[page.Part] = [
         page.Bullets(lines),
         page.Table(*suite_cells(suite, metric)),
         page.Figures(suite_charts(suite)),
     ]
     envs = [page.Section(env, _env(env, each, metric)) for env, each in suite.groups.items()]
+    sections = [page.Section("", scores), *envs]
+    return _write(folder, suite.title, counted(len(runs), "run"), sections, groups, metric)
+
+
+def _write(
+    folder: Path,
+    heading: str,
+    counts: str,
+    sections: Sequence[page.Section],
+    groups: Sequence[Group],
+    metric: str,
+) -> Path:
     report = page.Page(
-        title=f"{suite.title}: {counted(len(runs), 'run')}",
-        heading=suite.title,
-        facts=f"{counted(len(runs), 'run')}, compared by the final {metric} on {page.now_text()}. "
-        "IQM is the interquartile mean over the seeds. A score is 0 at the first value in an env, "
-        "and 1 where the best group ends.",
+        title=f"{heading}: {counts}",
+        heading=heading,
+        facts=f"{counts}, compared by the final {metric} on {page.now_text()}. "
+        "IQM is the interquartile mean over the seeds.",
         sections=[
-            page.Section("", scores),
-            *envs,
-            page.Section("Config differences", [_differences(runs)]),
+            *sections,
+            page.Section("Config differences", [_differences(groups)]),
             page.Section("Runs", [_runs_table(folder, groups, metric)]),
         ],
     )
@@ -92,8 +92,9 @@ def _overview(groups: Sequence[Group], metric: str) -> list[page.Part]:
     ]
 
 
-def _differences(runs: Sequence[RunData]) -> page.Part:
+def _differences(groups: Sequence[Group]) -> page.Part:
     """The keys that differ, with the number of runs per value."""
+    runs = [run for group in groups for run in group.runs]
     rows = []
     for key in differing_keys([run.config for run in runs]):
         counts = Counter(str(run.config.get(key, "-")) for run in runs)

@@ -195,11 +195,8 @@ def chosen_network(config: TrainConfig, observation_space: AnySpace) -> dict[str
     source = config.agent.action_mask
     mask = None if source in ("auto", "none", "info") else source
     preprocess = Preprocess(ObservationReader(observation_space), ignored=mask, clip=None)
-    known = "_target_", "critic"
-    settings = {name: each for name, each in config.network.items() if name not in known}
-    chosen = written_out(preprocess.space, settings)
-    own = config.network.get("critic")
-    return {**chosen, "critic": own} if own else chosen
+    settings = {name: each for name, each in config.network.items() if name != "_target_"}
+    return written_out(preprocess.space, settings)
 
 
 def build_trainer(config: TrainConfig, agent: Agent, envs: Envs, context: RunContext) -> Trainer:

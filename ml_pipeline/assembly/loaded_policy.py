@@ -29,7 +29,7 @@ class LoadedPolicy:
         self.policy = policy
         self.env_name = env_name
         if isinstance(policy, ActsOnPart):
-            observation_space = policy.acting_reader.space
+            observation_space = policy.acting_space
         self.observation_space = observation_space
         self.action_space = action_space
         self._memory: Tensor | None = None

@@ -113,6 +113,7 @@ _OPTIONS = {
     "network=dict": ("network", "multiinputpolicy multi combined"),
     "network=lstm": ("network", "rnn recurrent mlplstmpolicy"),
     "network=lstm network.cell=gru": ("network", "gru"),
+    "network=trxl": ("network", "transformer attention gtrxl transformerxl attention_net"),
     "agent=ppo": ("agent", "ppo2 recurrentppo maskableppo"),
     "agent=dqn": ("agent", "ddqn doubledqn"),
     "agent=dqn agent.n_quantiles=50": ("agent", "qrdqn"),

@@ -70,6 +70,8 @@ def written_out(
     observation_space: gym.Space[Any], settings: Mapping[str, Any]
 ) -> dict[str, object]:
     """The config of the network that ``auto`` chooses, as the files of conf/network write it."""
+    settings = dict(settings)
+    critic = settings.pop("critic", None)
     kind, arguments = choice(observation_space, **settings)
     if "cnn" in arguments:
         of_cnn = {**_defaults(CNN), **arguments["cnn"]}
@@ -77,7 +79,7 @@ def written_out(
             del of_cnn["activation"]  # conf/network/dict.yaml leaves it to CNN
         arguments = {**arguments, "cnn": of_cnn}
     target = f"{kind.__module__}.{kind.__qualname__}"
-    return {"_target_": target, **_defaults(kind), **arguments}
+    return {"_target_": target, **_defaults(kind), **arguments, "critic": critic}
 
 
 def _defaults(kind: type[nn.Module]) -> dict[str, Any]:

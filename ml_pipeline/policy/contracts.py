@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-    from ml_pipeline.policy.observations import ObservationReader
-
 Obs = Union["Tensor", "dict[str, Tensor]"]  # a tensor, or one per leaf: "camera", "arm/angle", "0"
 NetworkBuilder = Callable[["gym.Space[Any]"], "nn.Module"]
 
@@ -96,4 +94,6 @@ class Policy(Protocol):
 class ActsOnPart(Protocol):
     """A policy whose critic reads leaves of the observation that acting does not need."""
 
-    acting_reader: ObservationReader
+    @property
+    def acting_space(self) -> gym.Space[Any]:
+        """The part of the observation space that acting reads."""

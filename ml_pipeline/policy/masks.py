@@ -88,6 +88,11 @@ def find_mask_leaf(source: str, reader: ObservationReader) -> str | None:
         return _KEY if _KEY in reader.leaves else None
     if source in ("none", "info"):
         return None
+    if any(leaf.startswith(f"{source}/") for leaf in reader.leaves):
+        raise MaskError(
+            f"agent.action_mask={source}: a mask in the observation must be one array for all "
+            "parts of the action; join them, or put the mask into the info"
+        )
     if source not in reader.leaves or reader.is_single:
         keys = "none, it is not a Dict" if reader.is_single else ", ".join(reader.leaves)
         raise MaskError(

@@ -22,7 +22,7 @@ from ml_pipeline.policy.recurrent import Recurrent
 
 # What ``RecurrentTowers`` repeats.
 MIRRORED: Mirrored = {
-    "ml_pipeline.policy.recurrent.Recurrent.__init__": "d1647e537a51",
+    "ml_pipeline.policy.recurrent.Recurrent.__init__": "ba97aa0af0c7",
     "ml_pipeline.policy.recurrent.Recurrent.forward": "6a27d7e9a115",
     "ml_pipeline.policy.recurrent.Recurrent._run": "8a9add71e58b",
 }

@@ -33,11 +33,7 @@ class Recurrent(nn.Module):
         if cell not in ("lstm", "gru"):
             raise ValueError(f"cell must be lstm | gru, got {cell}")
         check_sizes("size", [size])
-        entry = encoder or {"_target_": "ml_pipeline.policy.image_networks.DictNetwork"}
-        offers = {"observation_space": observation_space}
-        self.encoder: nn.Module = instantiate(
-            entry, key="network.encoder", offers=offers, first="observation_space"
-        )
+        self.encoder = build_encoder(encoder, observation_space)
         # FlatAdam keeps all parameters in one tensor of its own, and cuDNN warns about that.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
         self.cell = (nn.LSTM if cell == "lstm" else nn.GRU)(out_features(self.encoder), size)
@@ -72,6 +68,18 @@ class Recurrent(nn.Module):
         hidden, carried = (half.contiguous().unsqueeze(0) for half in state.chunk(2, dim=-1))
         features, (hidden, carried) = self.cell(encoded, (hidden, carried))
         return features, torch.cat([hidden[0], carried[0]], dim=-1)
+
+
+def build_encoder(
+    encoder: Mapping[str, Any] | None, observation_space: gym.Space[Any]
+) -> nn.Module:
+    """The network that a recurrent one runs on each observation."""
+    entry = encoder or {"_target_": "ml_pipeline.policy.image_networks.DictNetwork"}
+    offers = {"observation_space": observation_space}
+    made: nn.Module = instantiate(
+        entry, key="network.encoder", offers=offers, first="observation_space"
+    )
+    return made
 
 
 def refuse_recurrent(network: nn.Module) -> nn.Module:

@@ -70,7 +70,7 @@ def work(name: str, *, first: int, parent: int) -> None:
     if os.getppid() != parent:
         return  # it has ended already
     end_with_parent()
-    with StopSignals():
+    with StopSignals() as signals:
         folder = StudyFolder.open(name)
         folder.waits = True
         while True:
@@ -89,7 +89,7 @@ def work(name: str, *, first: int, parent: int) -> None:
                 continue
             trial, lock = claimed
             with held(folder, trial, lock):
-                _run(settings, trial)
+                _run(settings, trial, signals)
 
 
 def _claim(
@@ -143,7 +143,7 @@ def _new_trial(settings: StudySettings, trials: list[FrozenTrial]) -> FrozenTria
     )
 
 
-def _run(settings: StudySettings, trial: Trial) -> None:
+def _run(settings: StudySettings, trial: Trial, signals: StopSignals) -> None:
     """Train the rest of a trial and report the result to Optuna."""
     say(f"trial {trial.number}: {trial.params}")
     try:
@@ -155,7 +155,9 @@ def _run(settings: StudySettings, trial: Trial) -> None:
         else:
             trial.study.tell(trial, value)
     except KeyboardInterrupt:
-        trial.set_user_attr("stopped", True)
+        signals.arrived()  # else it is raised again while the journal is locked by others
+        with signals.shielded():
+            trial.set_user_attr("stopped", True)
         raise
     except Exception as error:  # an env, a network or a disk failed; other trials may succeed
         reason = one_line(error)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import Capture, small
+from conftest import Capture, error_line, small
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.analysis.listing import find_runs, prune, runs_table, stored_values
@@ -118,6 +120,48 @@ def test_latest_is_the_run_that_started_last(
     assert main([command, "latest", "--episodes", "1"]) == 0
 
     assert capsys.readouterr().out.splitlines()[0] == f"latest: {runs[1].path}"
+
+
+@contextmanager
+def unreadable(folder: Path) -> Iterator[None]:
+    """Root may read everything, so it is another user meanwhile."""
+    Path.cwd().chmod(0o755)
+    folder.chmod(0)
+    if os.getuid() == 0:
+        os.seteuid(65_534)
+    try:
+        yield
+    finally:
+        os.seteuid(os.getuid())
+        folder.chmod(0o755)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has other permissions")
+@pytest.mark.parametrize("command", [["runs"], ["evaluate", "latest"]], ids=" ".join)
+def test_folder_of_runs_that_cannot_be_read_is_named(
+    command: list[str], runs: list[RunFolder], capsys: Capture
+) -> None:
+    with unreadable(Path("runs")):
+        assert main(command) == 1
+
+    assert error_line(capsys) == (
+        "runs: Permission denied; change its permissions, or name another file or folder"
+    )
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has other permissions")
+def test_folder_of_an_env_that_cannot_be_read_is_named_and_left_out(
+    runs: list[RunFolder], capsys: Capture
+) -> None:
+    other = Path("runs/Other-v1")
+    other.mkdir()
+
+    with unreadable(other):
+        assert main(["runs"]) == 0
+
+    printed = capsys.readouterr()
+    assert printed.err == "runs/Other-v1: Permission denied; its runs are left out\n"
+    assert len(printed.out.splitlines()) == 1 + len(runs)
 
 
 def test_folder_called_latest_is_that_folder(runs: list[RunFolder], capsys: Capture) -> None:

@@ -10,13 +10,14 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from ml_pipeline.envs.tasks.camera_and_flag import CameraAndFlag
+from ml_pipeline.envs.tasks.corridor import Corridor
 from ml_pipeline.envs.tasks.crowded_keys import CrowdedKeys
 from ml_pipeline.envs.tasks.lanes import Lanes
 from ml_pipeline.envs.wrappers.hide_velocity import HideVelocity
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("make", [CrowdedKeys, CameraAndFlag, Lanes])
+@pytest.mark.parametrize("make", [CrowdedKeys, CameraAndFlag, Lanes, Corridor])
 def test_gymnasiums_env_checker_accepts_the_task(make: Any) -> None:
     check_env(make(), skip_render_check=True)
 
@@ -69,6 +70,19 @@ def test_lane_and_speed_each_cost_their_distance_from_the_best() -> None:
     assert env.step({"lane": closed, "speed": np.zeros(1)})[1:3] == (0.0, True)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_the_last_action_must_repeat_the_sign_of_the_first_step(seed: int) -> None:
+    env = Corridor(length=3)
+    sign, _ = env.reset(seed=seed)
+    right = int(sign[0] > 0)
+
+    for last, wanted in ((right, 1.0), (1 - right, 0.0)):
+        env.reset(seed=seed)
+        steps = [env.step(action) for action in (right, 1 - right, last)]
+        assert [obs.tolist() for obs, *_ in steps] == [[0, 0], [0, 1], [0, 0]]
+        assert [step[1:3] for step in steps] == [(0.0, False), (0.0, False), (wanted, True)]
+
+
 def test_hidden_numbers_are_removed_from_observation_and_space() -> None:
     env = HideVelocity(gym.make("CartPole-v1"))
     obs, _ = env.reset(seed=1)
@@ -81,7 +95,8 @@ def test_hidden_numbers_are_removed_from_observation_and_space() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: CrowdedKeys(4, 9), lambda: CameraAndFlag(5), lambda: Lanes(2, 3)]
+    "make",
+    [lambda: CrowdedKeys(4, 9), lambda: CameraAndFlag(5), lambda: Lanes(2, 3), lambda: Corridor(1)],
 )
 def test_impossible_sizes_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="must be"):

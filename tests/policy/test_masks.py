@@ -17,6 +17,7 @@ from ml_pipeline.policy.recurrent import Recurrent
 
 OBS = spaces.Box(-1, 1, (3,), np.float32)
 MASKED_OBS = spaces.Dict({"observation": OBS, "action_mask": spaces.MultiBinary(4)})
+NESTED_MASK = spaces.Dict(action_mask=spaces.Dict(lane=spaces.MultiBinary(4)), seen=OBS)
 DISCRETE, BOX = spaces.Discrete(4), spaces.Box(-1, 1, (2,), np.float32)
 
 
@@ -105,6 +106,7 @@ def test_mask_for_actions_that_take_none_is_refused() -> None:
         ((MASKED_OBS, DISCRETE), "x", MaskError, "=x: the observation has no such key; its keys"),
         ((MASKED_OBS, DISCRETE), "observation", MaskError, r"shape \(3,\); the action space needs"),
         ((OBS, DISCRETE), "x", MaskError, "it is not a Dict"),
+        ((NESTED_MASK, DISCRETE), "action_mask", MaskError, "must be one array for all parts"),
     ],
 )
 def test_an_impossible_source_of_masks_is_refused(

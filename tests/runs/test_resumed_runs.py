@@ -110,6 +110,7 @@ FAST = {
         [*PPO, "env.target=tiny_envs.ForbiddingEnv", "collector=double"], "error"
     ),
     "actions of two parts, recurrent": Case([*PPO, "env=lanes", "network=lstm"], "stop"),
+    "attention as memory": Case([*PPO, "network=trxl", "network.window=8"], "error"),
     "SIGTERM within a rollout": Case(
         [*PPO, UNSEEN, "+env.wrappers.signal={_target_: own_parts.SignalAt, step: 70}"],
         "signal in a rollout",

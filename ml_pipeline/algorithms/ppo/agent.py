@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -232,6 +233,11 @@ class PPOAgent:
     @property
     def takes_arrays(self) -> bool:
         return self.backend.takes_arrays
+
+    @property
+    def acting_space(self) -> gym.Space[Any]:
+        """Without what only the critic reads."""
+        return self.acting_reader.space
 
     @property
     def extra_metrics(self) -> tuple[str, ...]:

@@ -7,9 +7,10 @@ import dataclasses
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.collect import Collector
 from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.ppo.hooks import find_estimator, find_hook
 from ml_pipeline.algorithms.ppo.loss_check import check_loss
 from ml_pipeline.algorithms.ppo.memory import memory_advice
-from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
+from ml_pipeline.algorithms.ppo.trainer import PPOTrainer, Schedules
 from ml_pipeline.mirrors import Mirrored, why_not
 from ml_pipeline.policy.contracts import NetworkBuilder, Spaces
 from ml_pipeline.ranks.world import World
@@ -27,6 +28,11 @@ MIRRORED: Mirrored = {
 def make_agent(
     spaces: Spaces, build_network: NetworkBuilder, config: PPOConfig, context: RunContext
 ) -> PPOAgent:
+    # The trainer needs these, but a mistake must be found before there is a run folder.
+    Schedules(config)
+    find_estimator(config)
+    if config.on_rollout is not None:
+        find_hook(config.on_rollout)
     agent = PPOAgent(spaces, build_network, config, context)
     if not agent.plain.has_standard_loss:
         check_loss(agent)

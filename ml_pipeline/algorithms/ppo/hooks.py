@@ -16,13 +16,25 @@ from ml_pipeline.targets import check_arguments, import_entry, instantiate
 from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.training.returns import Estimator
 
+_DISCOUNTS = dict.fromkeys(("gamma", "lam"))  # keywords of an estimate
+
 
 def find_estimator(config: PPOConfig) -> Estimator:
     """The function that ``agent.advantage`` names; ``returns.gae`` is the default."""
     estimator, options = import_entry(config.advantage, key="agent.advantage")
-    given = dict.fromkeys(("gamma", "lam"))
-    check_arguments(estimator, {**given, **options}, key="agent.advantage", given=4)
+    check_arguments(estimator, {**_DISCOUNTS, **options}, key="agent.advantage", given=4)
     return partial(estimator, **options) if options else estimator
+
+
+_HOOK = "agent.on_rollout"
+
+
+def find_hook(entry: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The function or class that ``agent.on_rollout`` names, and its arguments."""
+    target, options = import_entry(entry, key=_HOOK)
+    if not inspect.isclass(target):
+        check_arguments(target, options, key=_HOOK, given=1)
+    return target, options
 
 
 class RolloutHook:
@@ -38,13 +50,12 @@ class RolloutHook:
 
     @classmethod
     def of(cls, agent: PPOAgent, context: RunContext) -> RolloutHook | None:
-        entry, key = agent.config.on_rollout, "agent.on_rollout"
+        entry = agent.config.on_rollout
         if entry is None:
             return None
-        target, options = import_entry(entry, key=key)
+        target, options = find_hook(entry)
         if inspect.isclass(target):
-            return cls(instantiate(entry, key=key, offers={"agent": agent, "context": context}))
-        check_arguments(target, options, key=key, given=1)
+            return cls(instantiate(entry, key=_HOOK, offers={"agent": agent, "context": context}))
         return cls(partial(target, **options))
 
     def __call__(self, rollout: Rollout) -> Metrics:

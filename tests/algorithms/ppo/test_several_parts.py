@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 import torch
 from conftest import read_rows, small
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from small_agents import Played, agent_in
 from stopped_runs import checkpoint_numbers
 
 from ml_pipeline import load, train
 from ml_pipeline.__main__ import main
 from ml_pipeline.assembly.compose import ConfigError
 from ml_pipeline.envs.tasks.lanes import Lanes
+from ml_pipeline.envs.vec_env import SerialEnv
 from ml_pipeline.errors import UserError
 from ml_pipeline.runs.loggers import read_metrics
 
@@ -115,6 +119,20 @@ def test_masks_of_all_forms_train_the_same_policy(here: Path) -> None:
         [*LANES, *FEW, wrapped("test_several_parts.Deep", masks="obs")]
     )  # the env refuses forbidden actions
     assert seen.env_steps == 64
+
+
+def test_rollout_in_gymnasiums_own_vector_env_is_the_same() -> None:
+    made = partial(SyncVectorEnv, autoreset_mode=AutoresetMode.SAME_STEP), SerialEnv
+    rollouts = []
+    for make in made:
+        env = make([Lanes] * 3)
+        played = Played(env, 40, agent_in(env, action_mask="info"))
+        played.collect()
+        rollouts.append(played.buffer)
+
+    for name in ("action", "reward", "terminated", "action_mask"):
+        ours, theirs = (getattr(each, name) for each in rollouts)
+        assert np.array_equal(ours, theirs), name
 
 
 def test_predict_returns_what_the_env_takes(here: Path) -> None:
