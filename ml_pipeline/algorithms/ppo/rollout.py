@@ -308,7 +308,8 @@ class RolloutBuffer:
             explained, is_finite = self._quality.tolist()
             own = RolloutQuality(explained, bool(is_finite))
         # Empty for one rank.
-        parts = self._world.parts(lambda: quality_part(self.finished(), own.is_finite))
+        both = torch.as_tensor(self.value), torch.as_tensor(self.value_target)
+        parts = self._world.parts(lambda: quality_part(*both, own.is_finite))
         return merged_quality(parts) if parts else own
 
     def observations(self) -> Obs:
