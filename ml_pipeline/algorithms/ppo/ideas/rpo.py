@@ -17,6 +17,8 @@ def rpo_loss(
     now: Current, batch: Minibatch, rates: Rates, config: PPOConfig, *, alpha: float = 0.5
 ) -> LossTerms:
     """``ppo_loss`` with uniform noise from -``alpha`` to ``alpha`` on the policy's outputs."""
-    noise = 2.0 * counter_random.rand(now.key, now.outputs.shape) - 1.0
-    shifted = now.outputs + alpha * noise
+    n_outputs = now.model.distribution.n_outputs  # those of gSDE are followed by the features
+    shifted = now.outputs.clone()
+    noise = 2.0 * counter_random.rand(now.key, shifted[..., :n_outputs].shape) - 1.0
+    shifted[..., :n_outputs] += alpha * noise
     return ppo_loss(now.with_outputs(shifted, batch.action), batch, rates, config)
