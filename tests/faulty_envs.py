@@ -62,6 +62,16 @@ class GatedEnv(CountingEnv):
         return super().step(action)
 
 
+class WaitsToBegin(CountingEnv):
+    """Creates the file ``begun`` and cannot be constructed further."""
+
+    def __init__(self, begun: str) -> None:
+        super().__init__()
+        Path(begun).touch()
+        while True:
+            time.sleep(0.01)
+
+
 class InterruptingEnv(CountingEnv):
     """Its first step interrupts the parent, as Ctrl-C would, and takes another half second."""
 

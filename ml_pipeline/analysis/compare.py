@@ -18,6 +18,7 @@ from ml_pipeline.analysis.settings import (
     fitted,
     is_class,
     is_compared,
+    is_off,
     short_names,
     shown_value,
 )
@@ -177,7 +178,11 @@ def _independent(runs: Sequence[RunData]) -> tuple[list[list[RunData]], list[Run
 
 
 def _learning_settings(run: RunData) -> dict[str, object]:
-    return {key: value for key, value in run.config.items() if is_compared(key, [run.config])}
+    return {
+        key: value
+        for key, value in run.config.items()
+        if not is_off(value) and is_compared(key, [run.config])
+    }
 
 
 def _rank(group: Group, metric: str) -> float:

@@ -63,7 +63,15 @@ def differing_keys(configs: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _are_equal(key: str, configs: Sequence[Mapping[str, object]]) -> bool:
-    return all(config.get(key) == configs[0].get(key) for config in configs)
+    """An option that is off equals one that did not exist yet."""
+    found = [config[key] for config in configs if key in config]
+    if len(found) < len(configs) and not all(map(is_off, found)):
+        return False
+    return all(each == found[0] for each in found)
+
+
+def is_off(value: object) -> bool:
+    return value is None or value is False
 
 
 def _follows_algorithm(key: str, algorithms: Sequence[Sequence[Mapping[str, object]]]) -> bool:

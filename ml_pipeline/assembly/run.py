@@ -38,6 +38,7 @@ from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.errors import UserError, type_and_line
 from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.self_play import ArrayOpponents, SelfPlayEnv
+from ml_pipeline.metrics import MEAN_RETURN
 from ml_pipeline.ranks.world import launched_rank
 from ml_pipeline.runs.checkpoint import LATEST, check_fits, checkpoint_path, misfit_explained
 from ml_pipeline.runs.console import quiet_console, say, say_stopping
@@ -142,7 +143,10 @@ def run(
         record.end("finished", loop.stop_reason or "finished")
         objective = record.value(plan.config.objective)
         if math.isnan(objective):
-            say(f"objective={plan.config.objective} was never measured; see {plan.run.metrics}")
+            if plan.config.objective == MEAN_RETURN:
+                say("no episode of the training has ended, so it has no return; raise total_steps")
+            else:
+                say(f"objective={plan.config.objective} was never measured; see {plan.run.metrics}")
         return RunResult(plan.run.shown, loop.env_steps, record.mean_reward, plan.agent, objective)
 
 

@@ -2,7 +2,7 @@
 
 A class that is named in a file runs when it is imported and made. A file that this user signed
 may name any class, as the command line may. Any other file may name the parts of ml_pipeline,
-gymnasium and torch.nn that fit their place, and the ids that installed packages register.
+gymnasium, torch.nn and torch.optim that fit their place, and ids that installed packages register.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ml_pipeline.runs.signatures import UntrustedError
 from ml_pipeline.targets import import_dotted
 from ml_pipeline.training.contracts import Algorithm, Callback
 
-_PACKAGES = ("ml_pipeline", "gymnasium", "torch.nn")
+_PACKAGES = ("ml_pipeline", "gymnasium", "torch.nn", "torch.optim")
 _ENV_KEYS = ("env", "eval_env")
 _WRITERS = ("gymnasium.wrappers.rendering.RecordVideo",)  # write files into a folder of the config
 
@@ -27,7 +27,9 @@ _FOLDER = re.compile(r"(.+_)?(dir|folder)")  # keys of an env that name where it
 _LOGGER = r"logger/[^/]+/_target_"
 _TERM = r"(eval_)?env/wrappers/[^/]+/terms/[^/]+/_target_"  # of RewardShaping: a function
 # The modules whose functions a config may name; others of the package may write files.
-_AGENT_PART = r"ml_pipeline\.algorithms\.\w+\.(loss|ideas\.\w+)"
+_AGENT_PART = r"ml_pipeline\.(training\.returns|algorithms\.\w+\.(loss|ideas\.\w+))"
+_SCHEDULE = r"agent/\w+_schedule"  # a word, or the dotted path of a function
+_DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 _NETWORK = r"network/(.+/)?_target_"
 _NETWORK_MODULE = "ml_pipeline.policy.auto_network"
 _TERM_MODULE = r"ml_pipeline\.(envs\.wrappers\.\w+|worlds\.\w+\.shaping_terms)"
@@ -72,16 +74,25 @@ def check_algorithm(config: Mapping[str, object], source: object) -> None:
             _check_name(path, name, source)
 
 
-def _names(value: object, path: Path) -> Iterator[tuple[Path, str]]:
-    """The keys that name something to import, and their values."""
+def _names(value: object, path: Path, *, in_entry: bool = False) -> Iterator[tuple[Path, str]]:
+    """The keys that name something to import, and their values.
+
+    ``in_entry``: below a ``_target_`` of the agent, whose arguments may be dotted paths too.
+    """
     if isinstance(value, Mapping):
+        in_entry = in_entry or (path[:1] == ("agent",) and "_target_" in value)
         for key, part in value.items():
-            yield from _names(part, (*path, str(key)))
+            yield from _names(part, (*path, str(key)), in_entry=in_entry)
     elif isinstance(value, (list, tuple)):
         for index, part in enumerate(value):
-            yield from _names(part, (*path, str(index)))
-    elif value is not None and _names_a_part(path):
+            yield from _names(part, (*path, str(index)), in_entry=in_entry)
+    elif value is not None and (_names_a_part(path) or _may_name(value, path, in_entry)):
         yield path, str(value)
+
+
+def _may_name(value: object, path: Path, in_entry: bool) -> bool:
+    is_dotted = isinstance(value, str) and re.fullmatch(_DOTTED, value) is not None
+    return is_dotted and (in_entry or re.fullmatch(_SCHEDULE, "/".join(path)) is not None)
 
 
 def _names_a_part(path: Path) -> bool:
@@ -114,8 +125,8 @@ def _is_known_part(path: Path, name: str) -> bool:
     if path == ("agent", "algorithm"):
         return isinstance(found, Algorithm)
     defined_in = str(getattr(found, "__module__", ""))
-    if path[0] == "agent":  # parts of an algorithm may be functions
-        return re.fullmatch(_AGENT_PART, defined_in) is not None
+    if path[0] == "agent" and re.fullmatch(_AGENT_PART, defined_in):
+        return True  # parts of an algorithm may be functions
     if re.fullmatch(_NETWORK, key) and defined_in == _NETWORK_MODULE:
         return True
     if re.fullmatch(_TERM, key):
@@ -135,7 +146,7 @@ def _bases() -> dict[str, tuple[type, ...]]:
     """Which classes fit which keys; "/" separates the parts of a key."""
     # Spawned workers import this module through the entry script: keep torch out of it.
     import gymnasium as gym
-    from torch import nn
+    from torch import nn, optim
 
     from ml_pipeline.envs.tensor_env import TorchVectorEnv
 
@@ -143,6 +154,7 @@ def _bases() -> dict[str, tuple[type, ...]]:
         r"(eval_)?env/target": (gym.Env, TorchVectorEnv),
         r"(eval_)?env/wrappers/[^/]+/_target_": (gym.Wrapper,),
         _NETWORK: (nn.Module,),
+        r"agent/.+/_target_": (optim.Optimizer,),
         r"callbacks/[^/]+/_target_": (Callback,),
     }
 

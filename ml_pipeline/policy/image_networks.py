@@ -15,11 +15,42 @@ from ml_pipeline.policy.contracts import Obs
 from ml_pipeline.policy.networks import MLP, activation_class, check_sizes, out_features
 
 
-class CNN(nn.Module):
-    """Convolutions over one image, then a dense layer; the defaults are those of Nature DQN.
+def image_size(space: gym.Space[Any]) -> tuple[int | None, int, int, int]:
+    """Where the channels are (None: nowhere), how many, height and width.
 
     In an image of rank 3, the shortest side is the channels; of two equal sides, the first.
     """
+    shape = space.shape
+    if shape is None or len(shape) not in (2, 3):
+        raise ValueError(
+            "observation_space must be one image (a Box of rank 2 or 3), got "
+            f"{space}; for images and vectors together use network=dict"
+        )
+    channel_dim = None if len(shape) == 2 else shape.index(min(shape))
+    if channel_dim == 1:
+        raise ValueError(
+            f"observation_space has its channels in the middle: {shape}; "
+            "move them to the first or last dimension"
+        )
+    n_channels = 1 if channel_dim is None else shape[channel_dim]
+    height, width = [n for i, n in enumerate(shape) if i != channel_dim]
+    return channel_dim, n_channels, height, width
+
+
+def channels_first(obs: Tensor, channel_dim: int | None) -> Tensor:
+    """[B, channels, height, width], in the memory layout that is fast on the device."""
+    if channel_dim is None:
+        obs = obs.unsqueeze(1)
+    elif channel_dim == 2:
+        obs = obs.permute(0, 3, 1, 2)
+    if obs.device.type == "cpu" or (obs.is_cuda and torch.backends.cudnn.allow_tf32):
+        # CPUs and tensor cores want the channels last; float32 on a GPU is slower that way.
+        obs = obs.contiguous(memory_format=torch.channels_last)
+    return obs
+
+
+class CNN(nn.Module):
+    """Convolutions over one image, then a dense layer; the defaults are those of Nature DQN."""
 
     def __init__(
         self,
@@ -38,19 +69,7 @@ class CNN(nn.Module):
                 raise ValueError(f"{name} must have one item per layer, got {sizes}")
         check_sizes("hidden_size", [hidden_size])
         shape = observation_space.shape
-        if shape is None or len(shape) not in (2, 3):
-            raise ValueError(
-                "observation_space must be one image (a Box of rank 2 or 3), got "
-                f"{observation_space}; for images and vectors together use network=dict"
-            )
-        self._channel_dim = None if len(shape) == 2 else shape.index(min(shape))
-        if self._channel_dim == 1:
-            raise ValueError(
-                f"observation_space has its channels in the middle: {shape}; "
-                "move them to the first or last dimension"
-            )
-        n_channels = 1 if self._channel_dim is None else shape[self._channel_dim]
-        height, width = [n for i, n in enumerate(shape) if i != self._channel_dim]
+        self._channel_dim, n_channels, height, width = image_size(observation_space)
         layers: list[nn.Module] = []
         for n_out, kernel, stride in zip(channels, kernels, strides, strict=True):
             if min(height, width) < kernel:
@@ -66,14 +85,7 @@ class CNN(nn.Module):
         self.out_features = hidden_size
 
     def forward(self, obs: Tensor) -> Tensor:
-        if self._channel_dim is None:
-            obs = obs.unsqueeze(1)
-        elif self._channel_dim == 2:
-            obs = obs.permute(0, 3, 1, 2)
-        if obs.device.type == "cpu" or (obs.is_cuda and torch.backends.cudnn.allow_tf32):
-            # CPUs and tensor cores want the channels last; float32 on a GPU is slower that way.
-            obs = obs.contiguous(memory_format=torch.channels_last)
-        features: Tensor = self.layers(obs)
+        features: Tensor = self.layers(channels_first(obs, self._channel_dim))
         return features
 
 

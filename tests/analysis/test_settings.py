@@ -26,6 +26,15 @@ def test_differing_keys_include_a_key_that_one_config_lacks() -> None:
     assert differing_keys([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}]) == ["b", "c"]
 
 
+def test_option_that_is_off_equals_one_that_older_runs_lack() -> None:
+    old, off, on = {"seed": 1}, {"seed": 1, "a": False, "b": None}, {"seed": 1, "a": True, "b": 0}
+
+    assert differing_keys([old, off]) == []
+    assert differing_keys([old, on]) == ["a", "b"]
+    assert differing_keys([off, on]) == ["a", "b"]
+    assert differing_keys([{"a": None}, {"a": False}]) == ["a"]
+
+
 def test_settings_of_one_algorithm_differ_only_between_its_own_runs() -> None:
     ppo = {"agent.algorithm": "ppo.PPO", "agent.gamma": 0.9, "agent.clip_range": 0.2}
     sac = {"agent.algorithm": "sac.SAC", "agent.gamma": 0.8, "agent.tau": 0.5}

@@ -285,6 +285,14 @@ def test_network_that_returns_infinity_in_the_run_is_named(here: Path, agent: st
         train([*words, f"agent={agent}", *steps, *own_network("LateInfinity"), "total_steps=4096"])
 
 
+def test_run_without_an_ended_episode_says_so(here: Path, capsys: Capture) -> None:
+    train([*small(), "env.target=tiny_envs.EndlessEnv", "~callbacks.evaluation"])
+
+    printed = capsys.readouterr().out
+    assert "no episode of the training has ended, so it has no return; raise total_steps" in printed
+    assert "was never measured" not in printed
+
+
 def test_nan_weights_never_reach_a_checkpoint(here: Path) -> None:
     settings = [*small(), "env.target=tiny_envs.NanEnv", "~callbacks.evaluation"]
 

@@ -76,7 +76,20 @@ def test_file_in_the_commands_folder_is_a_command(
         ),
         (["serve", "file", "--port", "99999"], 2, "--port: must be an integer from 0 to 65535"),
         (["evaluate", "run", "--episodes", "0"], 2, "--episodes: must be an integer of at least 1"),
-        (["evalute", "run"], 2, "invalid choice: 'evalute'"),
+        (["evalute", "run"], 2, "COMMAND: no evalute; did you mean evaluate?"),
+        (["eval", "run"], 2, "COMMAND: no eval; did you mean evaluate?"),
+        (["fly", "run"], 2, "invalid choice: 'fly'"),
+        (["evaluate", "run", "--render"], 2, "--render: expected one argument, one of human;"),
+        (["evaluate", "run", "--n_episodes", "5"], 2, "did you mean --episodes 5?; see python -m "),
+        (["evaluate", "run", "episodes=5"], 2, "arguments: episodes=5; did you mean --episodes 5?"),
+        (
+            ["evaluate", "run", "-x"],
+            2,
+            "evaluate: unknown arguments: -x; see python -m ml_pipeline",
+        ),
+        (["runs", "--evn=CartPole-v1"], 2, "did you mean --env CartPole-v1?"),
+        (["play", "run", "--episode=3"], 1, "run cannot be read"),  # argparse completes it
+        (["study", "statsu", "NAME"], 2, "did you mean status?"),
         ([], 2, "required: COMMAND; see python -m ml_pipeline --help"),
     ],
 )

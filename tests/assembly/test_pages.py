@@ -207,10 +207,10 @@ def test_trained_policy_is_loaded_and_played_in_three_lines(finished_run: Path, 
 def test_loss_of_the_page_trains_and_can_be_swept(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (here / "my_loss.py").write_text(code_blocks("change_the_loss.md")[0])
+    (here / "my_loss.py").write_text(code_blocks("ideas.md")[0])
     monkeypatch.syspath_prepend(str(here))
     target = "agent.loss._target_=my_loss.kl_penalty_loss"
-    settings = [[], [target], [target, "+agent.loss.beta=30"]]
+    settings = [[], [target], [target, "agent.loss.beta=30"]]
 
     runs = [
         train([*small(agent__learning_rate=0.01, agent__n_epochs=8), *each]).run_dir
@@ -220,6 +220,33 @@ def test_loss_of_the_page_trains_and_can_be_swept(
     kls = [float(read_rows(run)[0]["policy/approx_kl"]) for run in runs]
     assert kls[0] != kls[1]
     assert kls[2] < kls[1]
+
+
+OTHER_IDEAS = {
+    "critic": ["network.critic.hidden_sizes=[256,256]"],
+    "critic's keys": [
+        *("env=cartpole", "agent.obs_groups.actor=[obs]", "+env.wrappers.critic.hidden=[1,3]"),
+        "+env.wrappers.critic._target_=ml_pipeline.envs.wrappers.for_critic.ForCritic",
+    ],
+    "optimiser": ["agent.optimizer._target_=my_ideas.slow_heads"],
+    "advantages": ["agent.advantage._target_=my_ideas.td_zero"],
+    "schedule": ["agent.learning_rate_schedule=my_ideas.warm_up"],
+    "rollout": ["agent.on_rollout._target_=my_ideas.shift_rewards", "agent.on_rollout.offset=-2"],
+}
+
+
+def test_every_place_of_the_page_takes_its_example(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "my_ideas.py").write_text("\n\n".join(code_blocks("ideas.md")[1:]))
+    monkeypatch.syspath_prepend(str(here))
+
+    losses = {
+        name: [row["loss/value"] for row in read_rows(train([*small(), *words]).run_dir)]
+        for name, words in {"": [], **OTHER_IDEAS}.items()
+    }
+
+    assert len({tuple(each) for each in losses.values()}) == len(losses)
 
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))

@@ -10,6 +10,7 @@ from gymnasium import spaces
 
 from ml_pipeline.device import precision_of_products
 from ml_pipeline.policy.image_networks import CNN, DictNetwork
+from ml_pipeline.policy.impala import Impala
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.recurrent import Recurrent
 from ml_pipeline.targets import import_dotted
@@ -43,6 +44,27 @@ def test_default_cnn_is_the_nature_network_for_every_channel_order(shape: Any) -
     convolutions = [each for each in network.layers if isinstance(each, torch.nn.Conv2d)]
     assert [each.out_channels for each in convolutions] == [32, 64, 64]
     assert convolutions[0].in_channels == (1 if len(shape) == 2 else min(shape))
+
+
+@pytest.mark.parametrize(("pooled", "n_inputs"), [(1, 32), (2, 4 * 32), (None, 11 * 11 * 32)])
+def test_impala_pools_before_its_dense_layer(pooled: int | None, n_inputs: int) -> None:
+    network = Impala(spaces.Box(0, 1, (84, 84, 4)), pooled=pooled)
+
+    features = network(torch.rand(2, 84, 84, 4))
+
+    assert features.shape == (2, 256)
+    dense = [each for each in network.modules() if isinstance(each, nn.Linear)]
+    assert [each.in_features for each in dense] == [n_inputs]
+    # Three stages of one convolution and two residual blocks of two.
+    assert sum(isinstance(each, nn.Conv2d) for each in network.modules()) == 3 * 5
+
+
+def test_impala_gives_the_same_features_for_channels_first_and_last() -> None:
+    first, last = (Impala(spaces.Box(0, 1, shape)) for shape in ((2, 16, 16), (16, 16, 2)))
+    last.load_state_dict(first.state_dict())
+    image = torch.rand(3, 2, 16, 16)
+
+    torch.testing.assert_close(first(image), last(image.permute(0, 2, 3, 1)))
 
 
 def test_cnn_gives_the_same_features_for_channels_first_and_last() -> None:

@@ -72,7 +72,8 @@ def change(run: RunFolder, key: str, value: Any) -> None:
     *parents, last = key.split(".")
     part = config
     for parent in parents:
-        part = part.setdefault(parent, {})
+        part[parent] = part.get(parent) or {}
+        part = part[parent]
     part[last] = value
     run.config.write_text(yaml.safe_dump(config))
 
@@ -114,6 +115,14 @@ NAMES: dict[str, dict[str, Any]] = {
     "callbacks.x.y._target_=evil.Callback": {},
     "logger.x._target_=evil.Logger": {},
     "agent.algorithm=evil.PPO": {},
+    "agent.learning_rate_schedule=evil.schedule": {},
+    "agent.loss._target_=evil.loss": {},
+    "agent.loss.mirror_obs=evil.mirror": {
+        "agent.loss._target_": "ml_pipeline.algorithms.ppo.ideas.symmetry.symmetric_loss"
+    },
+    "agent.optimizer._target_=evil.Adam": {},
+    "agent.advantage._target_=evil.advantage": {},
+    "agent.on_rollout._target_=evil.hook": {},
     # Names of the known packages that would import or write what their arguments say.
     "env.target=gymnasium.make": {"env.kwargs": {"id": "evil:Env-v0"}},
     "env.target=gymnasium.Wrapper.evil": {},
@@ -165,6 +174,13 @@ def test_refusal_names_the_file_the_key_the_value_and_the_fix(
     assert error.startswith(f"{foreign.config}: env.target=evil.Env: ")
     assert "this user did not write the file, or it has changed since" in error
     assert "add --trust (with resume=: trust=true)" in error
+
+
+def test_shipped_ideas_in_a_foreign_config_need_no_trust(foreign: RunFolder) -> None:
+    idea = "ml_pipeline.algorithms.ppo.ideas.plasticity.Plasticity"
+    change(foreign, "agent.on_rollout._target_", idea)
+
+    assert main(["evaluate", str(foreign.path), "--episodes", "1"]) == 0
 
 
 @pytest.mark.parametrize("command", ["evaluate", "play", "resume"])

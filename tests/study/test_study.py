@@ -597,6 +597,28 @@ def test_stopped_study_saves_its_trials_and_continues(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_trial_that_is_stopped_while_it_begins_is_recorded_when_the_journal_is_free(
+    here: Path, space: str
+) -> None:
+    begun = here / "begun"
+    env = ["env.id=null", "env.target=faulty_envs.WaitsToBegin", f"+env.kwargs.begun={begun}"]
+    process = begin(here, "start", "mine", *small(), space, "n_trials=1", *env)
+    wait_until(begun.exists, 100)
+    journal = JournalLock(StudyFolder("mine").journal)
+
+    journal.acquire()
+    process.send_signal(signal.SIGTERM)
+    time.sleep(4.0)  # a signal that has not arrived is raised again after 2 seconds
+    journal.release()
+    process.communicate(timeout=100)
+
+    assert process.returncode == 143
+    (trial,) = trials_of("mine")
+    assert trial.user_attrs["stopped"]
+
+
+@pytest.mark.slow
 def test_killed_worker_is_replaced_and_workers_end_with_their_parent(
     here: Path, space: str
 ) -> None:
