@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ml_pipeline.assembly.run import train
-from ml_pipeline.policy.optimiser import FlatAdam
+from ml_pipeline.policy.optimiser import FlatAdam, TorchOptimiser
 from ml_pipeline.training.contracts import Callback
 from ml_pipeline.training.loop import Loop
 
@@ -37,6 +37,11 @@ CASES = {
     "recurrent": ["env=cartpole", "network=lstm"],
     "tensor": [*TENSOR, *NORMALISED],
     "parts": ["env=lanes"],
+    "ideas": [
+        *("env=pendulum", "agent.loss._target_=own_ideas.with_metrics"),
+        *("agent.optimizer._target_=torch.optim.AdamW", "agent.recompute_advantages=true"),
+        *("agent.on_rollout._target_=own_ideas.double_reward", "network.critic.hidden_sizes=[32]"),
+    ],
     "attention": ["env=cartpole", "network=trxl", "network.window=8"],
 }
 STACK = "{_target_: gymnasium.wrappers.FrameStackObservation, stack_size: 4}"
@@ -87,26 +92,30 @@ def trained(folder: Path, case: str, n_envs: int, device: str = "cpu") -> dict[s
     """Train one case; returns weights, checksums after each gradient step, and metrics."""
     checksums: list[float] = []
     rows = Rows()
-    steps = {name: getattr(FlatAdam, name) for name in ("step", "step_on_cpu")}
+    steps: dict[tuple[Any, str], Any] = {
+        (owner, name): getattr(owner, name)
+        for owner, names in {FlatAdam: ("step", "step_on_cpu"), TorchOptimiser: ("step",)}.items()
+        for name in names
+    }
 
-    def recorded(name: str) -> Any:
-        def step(self: FlatAdam, *args: Any) -> Any:
-            result = steps[name](self, *args)
+    def recorded(method: Any) -> Any:
+        def step(self: Any, *args: Any) -> Any:
+            result = method(self, *args)
             if self.world.size > 1:  # not in the check of the fast backend
                 checksums.append(float(self.values.double().sum()))
             return result
 
         return step
 
-    for name in steps:
-        setattr(FlatAdam, name, recorded(name))
+    for (owner, name), method in steps.items():
+        setattr(owner, name, recorded(method))
     try:
         own = [*ROLLOUTS, *CASES[case]] if case in CASES else [*REPLAY, *REPLAY_CASES[case]]
         settings = [f"n_envs={n_envs}", f"device={device}", f"run_root={folder}"]
         result = train([*COMMON, *own, *settings], callbacks={"rows": rows})
     finally:
-        for name, step in steps.items():
-            setattr(FlatAdam, name, step)
+        for (owner, name), method in steps.items():
+            setattr(owner, name, method)
     state = result.agent.state_dict()
     return {
         "model": {

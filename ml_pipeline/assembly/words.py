@@ -13,6 +13,7 @@ from typing import NamedTuple
 import yaml
 from hydra._internal.utils import get_args_parser
 
+from ml_pipeline.config.checks import number_meant
 from ml_pipeline.errors import UserError
 from ml_pipeline.shelves import preset_files
 
@@ -224,7 +225,7 @@ def value_meant(key: str, value: str) -> str | None:
     """The words to write instead of ``key=value``, whose value should be a number; or None."""
     if several := _several(value):
         return f"-m {shlex.quote(f'{key}={several}') if '(' in several else f'{key}={several}'}"
-    if (number := _number(value)) is not None:
+    if (number := number_meant(value)) is not None:
         return f"{key}={number}"
     if value in ("None", "none", "nil"):
         return f"{key}=null"
@@ -232,24 +233,6 @@ def value_meant(key: str, value: str) -> str | None:
     if rate and key.endswith("learning_rate"):
         return f"{key}={rate[1]} {key}_schedule=linear"
     return None
-
-
-def _number(text: str) -> str | None:
-    """1M, 1000k, 1,000,000, 1 000 000, 1.000.000, 2**20 and 1e6 as an integer; else None."""
-    text = text.strip().lower()
-    if re.fullmatch(r"\d{1,3}([ ,'_]\d{3})+|\d{1,3}(\.\d{3}){2,}", text):
-        return re.sub(r"\D", "", text)
-    if decimal := re.fullmatch(r"0,(\d+)", text):
-        return f"0.{decimal[1]}"
-    if power := re.fullmatch(r"(\d{1,2})(?:\*\*|\^)(\d{1,2})", text):
-        return str(int(power[1]) ** int(power[2]))
-    unit = re.fullmatch(r"([\d.]+)\s*(k|m|b|g|mio|million|millions|thousand)", text)
-    exponent = {"k": 3, "t": 3, "b": 9, "g": 9}.get(unit[2][0], 6) if unit else 0
-    try:
-        number = float(unit[1] if unit else text) * 10**exponent
-    except ValueError:
-        return None
-    return str(int(number)) if number.is_integer() and abs(number) < 1e15 else None
 
 
 def _several(text: str) -> str | None:

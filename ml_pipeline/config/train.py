@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 
-from ml_pipeline.config.checks import check, integer_steps
+from ml_pipeline.config.checks import check, integer_steps, number_to_write
 from ml_pipeline.config.opponent import OpponentConfig
 from ml_pipeline.errors import shorten
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
@@ -223,4 +223,5 @@ class TrainConfig:
 
 def _check_count(key: str, count: object) -> None:
     fits = type(count) is int and 1 <= count < 2**31
-    check(fits or count == "auto", key, "auto, or at least 1", count)
+    rule = f"auto, or at least 1{number_to_write(count)}"
+    check(fits or count == "auto", key, rule, count)

@@ -106,8 +106,6 @@ class FlatParameters:
 class FlatAdam(FlatParameters):
     """Adam with gradient clipping."""
 
-    can_be_captured = True  # in a CUDA graph: a step never waits for the device
-
     def __init__(self, module: nn.Module, *, eps: float, max_grad_norm: float) -> None:
         super().__init__(module, max_grad_norm=max_grad_norm)
         self.eps = eps
@@ -193,8 +191,6 @@ class TorchOptimiser(FlatParameters):
     It is called with ``[(name, parameter), ...]`` and ``lr``, as every optimiser of torch may be. A
     function may make groups of them; their learning rates keep their ratios.
     """
-
-    can_be_captured = False
 
     def __init__(
         self,

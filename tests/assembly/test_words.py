@@ -12,6 +12,7 @@ from ml_pipeline.assembly.compose import checked_config, compose_config
 from ml_pipeline.assembly.entry import check_words
 from ml_pipeline.assembly.explain import ConfigError
 from ml_pipeline.assembly.words import is_foreign, repeated
+from ml_pipeline.config.checks import integer_steps
 from ml_pipeline.errors import UserError
 
 
@@ -131,6 +132,9 @@ def test_key_of_an_option_that_is_off_leads_to_the_option(typed: str, fix: str) 
         ("total_steps=10^6", "total_steps=1000000"),
         ("agent.n_steps=2e3", "agent.n_steps=2000"),
         ("agent.n_steps=2048.0", "agent.n_steps=2048"),
+        ("n_envs=8.0", "8"),
+        ("n_envs=1k", "1000"),
+        ("num_episodes=1k", "num_episodes=1000"),
         ("agent.max_kl=None", "agent.max_kl=null"),
         ("agent.learning_rate=lin_3e-4", "agent.learning_rate=3e-4 agent.learning_rate_schedule="),
         ("seed=1..5", "-m seed=1,2,3,4,5"),
@@ -144,6 +148,14 @@ def test_key_of_an_option_that_is_off_leads_to_the_option(typed: str, fix: str) 
 )
 def test_value_that_is_almost_right_leads_to_the_right_one(typed: str, fix: str) -> None:
     assert suggested(typed).partition("write ")[2].startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("value", "end"), [("10k", "1; write 10000"), ("many", "at least 1"), ("0", "1"), ("0,5", "1")]
+)
+def test_steps_of_a_callback_are_answered_in_the_same_way(value: str, end: str) -> None:
+    with pytest.raises(ValueError, match=f"^every_steps={value}: must be an integer of .*{end}$"):
+        integer_steps("every_steps", value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

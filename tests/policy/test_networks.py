@@ -53,10 +53,10 @@ def test_impala_pools_before_its_dense_layer(pooled: int | None, n_inputs: int) 
     features = network(torch.rand(2, 84, 84, 4))
 
     assert features.shape == (2, 256)
-    dense = [each for each in network.modules() if isinstance(each, nn.Linear)]
+    dense = [each for each in network.modules() if isinstance(each, torch.nn.Linear)]
     assert [each.in_features for each in dense] == [n_inputs]
     # Three stages of one convolution and two residual blocks of two.
-    assert sum(isinstance(each, nn.Conv2d) for each in network.modules()) == 3 * 5
+    assert sum(isinstance(each, torch.nn.Conv2d) for each in network.modules()) == 3 * 5
 
 
 def test_impala_gives_the_same_features_for_channels_first_and_last() -> None:

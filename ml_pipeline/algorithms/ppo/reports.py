@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.loss import COLUMNS, Minibatch
+from ml_pipeline.algorithms.ppo.loss import COLUMNS
 from ml_pipeline.moments import merge_moments
 from ml_pipeline.policy.optimiser import Optimiser
 from ml_pipeline.records import Metrics
@@ -104,9 +104,9 @@ class QualityPart(NamedTuple):
     target: Moments
 
 
-def quality_part(rollout: Minibatch, is_finite: bool) -> QualityPart:
-    target = rollout.value_target.double()
-    both = (target - rollout.value.double(), target)
+def quality_part(value: Tensor, target: Tensor, is_finite: bool) -> QualityPart:
+    target = target.double()
+    both = (target - value.double(), target)
     moments = ((float(x.mean()), float(x.var(correction=0)), x.numel()) for x in both)
     return QualityPart(is_finite, *moments)
 

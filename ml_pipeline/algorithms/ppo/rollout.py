@@ -107,7 +107,8 @@ class RolloutBuffer:
         self.final_obs = None if programs is None else torch.zeros_like(self.obs[""][:n_steps])
         # Final observations by (row, column), of the episodes that were truncated.
         self.final_steps: dict[tuple[int, int], FinalObservation] = {}
-        self.value = self.advantage = self.value_target = self._scaled_reward = zeros(n_steps)
+        self.value = self.advantage = self.value_target = zeros(n_steps)
+        self._scaled_reward = zeros(n_steps)  # always in the same place, for ``recompute``
         self._finished: Minibatch | None = None  # [T, n_envs, ...] on the device
         self._flat: Minibatch | None = None  # views of it, as ``finished`` returns them
         self._programs_of: dict[str, Callable[[], None]] = {}
@@ -191,9 +192,10 @@ class RolloutBuffer:
         action = torch.as_tensor(self.action).to(self.agent.device)
         log_prob, value = self._scores(inputs, action)
         self.value = self._home(value)
-        self._scaled_reward = self.reward
+        reward = self.reward
         if scaler is not None:
-            self._scaled_reward = scaler.scaled(self.reward, self.terminated | self.truncated)
+            reward = scaler.scaled(reward, self.terminated | self.truncated)
+        self._scaled_reward[:] = reward
         estimates = self._estimates(value, estimator, gamma, lam)
         self.advantage, self.value_target = estimates
         self._keep(Minibatch(inputs, action, log_prob, value, *map(self._there, estimates)))
@@ -308,7 +310,8 @@ class RolloutBuffer:
             explained, is_finite = self._quality.tolist()
             own = RolloutQuality(explained, bool(is_finite))
         # Empty for one rank.
-        parts = self._world.parts(lambda: quality_part(self.finished(), own.is_finite))
+        both = torch.as_tensor(self.value), torch.as_tensor(self.value_target)
+        parts = self._world.parts(lambda: quality_part(*both, own.is_finite))
         return merged_quality(parts) if parts else own
 
     def observations(self) -> Obs:
