@@ -29,9 +29,9 @@ from ml_pipeline.errors import UserError, first_line, printable, shorten, type_a
 from ml_pipeline.extras import import_extra
 from ml_pipeline.foreign import read_regular
 from ml_pipeline.policy.actor_critic import ACTION, MASK, MEMORY, NEXT_MEMORY
-from ml_pipeline.policy.distributions import action_distribution
 from ml_pipeline.policy.masks import MaskError, checked_mask, masks_in
 from ml_pipeline.policy.observations import ObservationReader
+from ml_pipeline.policy.product import action_distribution
 from ml_pipeline.policy.space_data import named_parts, space_from_data, tree_of
 from ml_pipeline.runs.signatures import UntrustedError, is_signed
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.policy.contracts import NetworkBuilder, Networks, Obs, PolicyInput
-from ml_pipeline.policy.distributions import Distribution, action_distribution
+from ml_pipeline.policy.distributions import Distribution
 from ml_pipeline.policy.masks import ActionMasks
 from ml_pipeline.policy.networks import out_features
 from ml_pipeline.policy.observations import ObservationReader, Preprocess, map_obs
+from ml_pipeline.policy.product import action_distribution
 from ml_pipeline.policy.space_data import named_parts
 from ml_pipeline.ranks.world import World
 

@@ -19,8 +19,8 @@ from ml_pipeline.policy.distributions import (
     MultiCategorical,
     SquashedGaussian,
     StateDependentNoise,
-    action_distribution,
 )
+from ml_pipeline.policy.product import action_distribution
 
 CHOICES = MultiCategorical(spaces.MultiDiscrete([2, 4, 3], start=[0, 10, -1]))
 

@@ -11,8 +11,9 @@ import torch
 from gymnasium import spaces
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.policy.distributions import ActionSpaceError, Product, action_distribution
+from ml_pipeline.policy.distributions import ActionSpaceError
 from ml_pipeline.policy.masks import MaskError, checked_mask, flat_mask, masks_in
+from ml_pipeline.policy.product import Product, action_distribution
 from ml_pipeline.policy.space_data import named_parts, tree_of
 
 CHOICE, BOX = spaces.Discrete(2), spaces.Box(-1, 1, (2,), np.float32)

@@ -154,22 +154,11 @@ def test_replay_refuses_it_like_other_recurrent_networks(here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_corridor_is_learned(here: Path, seed: int) -> None:
-    settings = ["experiment=corridor", f"seed={seed}", "total_steps=20_000", "logger=none"]
+    settings = ["experiment=corridor", f"seed={seed}", "total_steps=8_192", "logger=none"]
     run = train([*settings, "device=cpu", "vec_env=serial"]).run_dir
 
     last = read_metrics(run / "metrics.csv")[-1]
 
     assert float(last["eval/episode_return"]) == 1.0  # 0.5 without memory
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_cartpole_without_velocities_is_learned(here: Path) -> None:
-    settings = ["experiment=cartpole_memory", "network=trxl", "seed=1", "logger=none"]
-    run = train([*settings, "device=cpu", "vec_env=serial"]).run_dir
-
-    last = read_metrics(run / "metrics.csv")[-1]
-
-    assert float(last["eval/episode_return"]) >= 400.0

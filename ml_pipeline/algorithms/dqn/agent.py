@@ -31,10 +31,10 @@ from ml_pipeline.policy.distributions import (
     FORBIDDEN,
     ActionSpaceError,
     Distribution,
-    action_distribution,
 )
 from ml_pipeline.policy.networks import out_features
 from ml_pipeline.policy.optimiser import flat_parameters
+from ml_pipeline.policy.product import action_distribution
 from ml_pipeline.policy.recurrent import refuse_recurrent
 from ml_pipeline.records import StateDict
 from ml_pipeline.seeding import stream_seed
