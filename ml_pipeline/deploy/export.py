@@ -111,7 +111,7 @@ def export_policy(
 
 def _traced(module: GreedyPolicy) -> torch.export.ExportedProgram:
     inputs = module.example_inputs()
-    batch = torch.export.Dim("batch", min=1)
+    batch = torch.export.Dim("batch", min=1, max=2**31 - 1)  # torch 2.6 refuses 2**63 - 1
     shapes = ({name: {0: batch} for name in inputs},)
     try:
         return torch.export.export(module, (inputs,), dynamic_shapes=shapes, strict=False)
