@@ -154,9 +154,8 @@ def test_replay_refuses_it_like_other_recurrent_networks(here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_corridor_is_learned(here: Path, seed: int) -> None:
-    settings = ["experiment=corridor", f"seed={seed}", "total_steps=8_192", "logger=none"]
+def test_corridor_is_learned(here: Path) -> None:
+    settings = ["experiment=corridor", "seed=1", "total_steps=8_192", "logger=none"]
     run = train([*settings, "device=cpu", "vec_env=serial"]).run_dir
 
     last = read_metrics(run / "metrics.csv")[-1]

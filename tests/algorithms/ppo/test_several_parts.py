@@ -192,9 +192,8 @@ def test_check_env_is_ready_and_names_the_part_of_wide_bounds(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
-def test_lanes_are_learned_which_needs_both_parts(here: Path, seed: int) -> None:
-    run = train(["experiment=lanes", f"seed={seed}", "logger=none", "device=cpu"]).run_dir
+def test_lanes_are_learned_which_needs_both_parts(here: Path) -> None:
+    run = train(["experiment=lanes", "seed=1", "logger=none", "device=cpu"]).run_dir
 
     last = read_metrics(run / "metrics.csv")[-1]
 
