@@ -71,9 +71,9 @@ class ActorCritic(nn.Module):
         clip = config.clip_obs if config.normalize_obs else None
         groups = checked_groups(config, reader)
         self.preprocess = Preprocess(reader, ignored=mask_leaf, clip=clip, only=groups["actor"])
-        self.critic_preprocess = self.preprocess
+        self.own_preprocess: Preprocess | None = None  # of the critic, if it reads other leaves
         if groups["critic"] != groups["actor"]:
-            self.critic_preprocess = Preprocess(
+            self.own_preprocess = Preprocess(
                 reader, ignored=mask_leaf, clip=clip, only=groups["critic"]
             )
         build_critic = (
@@ -108,8 +108,8 @@ class ActorCritic(nn.Module):
         features, memory = _run(self.actor, obs, memories[0], inputs.episode_start)
         value_features = features
         if self.critic is not None:
-            if self.critic_preprocess is not self.preprocess:
-                obs = self.critic_preprocess(inputs.obs)
+            if self.own_preprocess is not None:
+                obs = self.own_preprocess(inputs.obs)
             value_features, other = _run(self.critic, obs, memories[1], inputs.episode_start)
             if memory is not None and other is not None:
                 memory = torch.cat([memory, other], dim=-1)
@@ -122,12 +122,17 @@ class ActorCritic(nn.Module):
         features = self.actor(self.preprocess(inputs.obs))
         return self._outputs(features, inputs.action_mask)
 
+    @property
+    def critic_preprocess(self) -> Preprocess:
+        """What prepares the critic's observations."""
+        return self.preprocess if self.own_preprocess is None else self.own_preprocess
+
     @torch.no_grad()
     def learn_moments(self, obs: Obs, world: World) -> None:
         """Add observations, [N, ...], to the running normalisation."""
         self.preprocess.learn_moments(obs, world)
-        if self.critic_preprocess is not self.preprocess:
-            self.critic_preprocess.learn_moments(obs, world)
+        if self.own_preprocess is not None:
+            self.own_preprocess.learn_moments(obs, world)
 
     def acting(self, inputs: PolicyInput) -> tuple[Tensor, Tensor | None]:
         """Outputs for one step without the critic, whose own memory stays as it is."""

@@ -200,7 +200,7 @@ class PPOAgent:
         self.distribution = self.model.distribution
         # Acting does not need what only the critic reads.
         self.acting_reader = self.reader
-        if self.model.critic_preprocess is not self.model.preprocess:
+        if self.model.own_preprocess is not None:
             leaves = [
                 *self.model.preprocess.leaves,
                 find_mask_leaf(config.action_mask, self.reader),

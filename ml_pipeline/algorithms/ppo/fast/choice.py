@@ -39,7 +39,7 @@ MIRRORED: Mirrored = {
     "ml_pipeline.algorithms.ppo.loss.policy_change": "7ff95ec6a831",
     "ml_pipeline.algorithms.ppo.loss.Minibatch.mapped": "f1646552aaf4",
     "ml_pipeline.algorithms.ppo.loss.Minibatch.take": "b3cc5a8f2aac",
-    "ml_pipeline.policy.actor_critic.ActorCritic.forward": "7f217704c728",
+    "ml_pipeline.policy.actor_critic.ActorCritic.forward": "dd90fa4265ff",
     "ml_pipeline.policy.actor_critic.ActorCritic.policy": "caef38db9116",
     "ml_pipeline.policy.actor_critic.ActorCritic._outputs": "f8983062120a",
     "ml_pipeline.policy.actor_critic._run": "0f57bcead4da",
