@@ -226,7 +226,6 @@ def test_salvage_on_two_ranks_drops_the_rows_of_both(
         for row in range(192 - n_kept // 8, 192):
             before = f"rank {rank}, row {row - moved}, action"
             assert ours[f"rank {rank}, row {row}, action"] == theirs[before]
-    assert "finished" in ended(torchrun(2, *resume, "total_steps=1664"))
     assert main(["replay", str(run)]) == 0
 
 
