@@ -157,7 +157,8 @@ def _for_critic(config: TrainConfig, own: Mapping[str, Any]) -> TrainConfig:
     """The config for the critic: with another _target_ it has none of the actor's keys."""
     if not config.agent.has_critic:
         raise ConfigError(
-            f"network.critic={own}: {agent_name(config)} has no critic network; remove the key"
+            f"network.critic={own}: {agent_name(config)} has no critic network of its own with "
+            "these settings (agent.shared_trunk=true has none); remove the key"
         )
     shared = {} if "_target_" in own else config.network
     return dataclasses.replace(config, network={**shared, **own})

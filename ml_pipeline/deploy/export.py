@@ -236,7 +236,7 @@ def compare(
         mask = np.concatenate(masks) if masks else None
         memory = torch.cat(memories) if memories else None
         # The critic's recurrent state follows the actor's, and is not exported.
-        state = None if memory is None else memory[:, :size].numpy().copy()
+        state = None if memory is None or not size else memory[:, :size].numpy().copy()
         inputs = policy.named_inputs(module.reader.read(obs), action_mask=mask, state=state)
         got = policy.run(inputs)
         with torch.no_grad():
@@ -245,7 +245,7 @@ def compare(
         for name in got.keys() - actions.keys():
             largest = max(largest, _difference(expected[name].numpy(), got[name]))
         live = agent.act_batch(obs, True, action_mask=mask, memory=memory)
-        if memory is not None:
+        if memory is not None and size:
             largest = max(largest, _difference(memory[:, :size].numpy(), got[NEXT_MEMORY]))
         ours = named_parts(policy.to_env_action(got), ACTION)
         pairs = zip(ours.values(), named_parts(live, ACTION).values(), strict=True)

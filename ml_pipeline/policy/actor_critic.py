@@ -140,8 +140,9 @@ class ActorCritic(nn.Module):
             return self.policy(inputs), None
         obs, mask, _, start = one_step(inputs)
         own, *rest = torch.split(inputs.memory, self.memory_sizes, dim=-1)
-        features, memory = self.actor(self.preprocess(obs), own, start)
-        return self._outputs(features, mask)[0], torch.cat([memory, *rest], dim=-1)
+        features, memory = _run(self.actor, self.preprocess(obs), own, start)
+        kept = own if memory is None else memory
+        return self._outputs(features, mask)[0], torch.cat([kept, *rest], dim=-1)
 
     def greedy(self, reader: ObservationReader, masks: ActionMasks) -> GreedyPolicy:
         return GreedyPolicy(
@@ -210,8 +211,11 @@ def init_orthogonal(module: nn.Module, *, gain: float, generator: torch.Generato
 def _run(
     trunk: nn.Module, obs: Obs, memory: Tensor | None, episode_start: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    if memory is None:
+    if memory is None or episode_start is None:
         return trunk(obs), None
+    if memory.shape[-1] == 0:  # only the other network is recurrent
+        flat = trunk(map_obs(lambda leaf: leaf.flatten(0, 1), obs))
+        return flat.unflatten(0, episode_start.shape), memory
     features, memory = trunk(obs, memory, episode_start)
     return features, memory
 

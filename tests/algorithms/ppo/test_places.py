@@ -17,10 +17,12 @@ from own_ideas import Counting
 from small_agents import agent_for, minibatch
 
 from ml_pipeline import load
+from ml_pipeline.__main__ import main
 from ml_pipeline.algorithms.ppo.loss import Rates
 from ml_pipeline.assembly.explain import ConfigError
 from ml_pipeline.assembly.run import train
 from ml_pipeline.errors import UserError
+from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.optimiser import FlatAdam, TorchOptimiser
 from ml_pipeline.runs.loggers import read_metrics
 from ml_pipeline.training import returns
@@ -259,6 +261,10 @@ def test_wrong_optimiser_is_one_line(options: Any, message: str) -> None:
         ("agent.loss.beta=1", "agent.loss.beta is unknown"),
         ("network.critic.size=1", "network.*size.* is unknown"),
         ("agent=dqn network.critic.hidden_sizes=[1]", "dqn has no critic network"),
+        (
+            "agent.shared_trunk=true network.critic.hidden_sizes=[8]",
+            "agent.shared_trunk=true has none",
+        ),
     ],
 )
 def test_wrong_place_is_one_line_before_the_run(word: str, message: str, here: Path) -> None:
@@ -278,6 +284,26 @@ def test_state_of_a_rollout_class_is_in_the_checkpoint(here: Path) -> None:
 
     assert text == json.dumps({"n_rollouts": 2})
     assert Counting.__name__ in (run / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "networks",
+    [
+        ["network=lstm", f"network.critic._target_={MLP.__module__}.MLP"],
+        ["network=mlp", "network.critic._target_=ml_pipeline.policy.recurrent.Recurrent"],
+    ],
+    ids=["actor", "critic"],
+)
+def test_one_of_both_networks_may_be_recurrent(networks: list[str], here: Path) -> None:
+    run = train([*small(), *networks]).run_dir
+
+    rows = rows_of(f"resume={run}", "total_steps=128")
+    policy = load(run)
+
+    assert len(rows) == 4
+    assert policy.predict(np.zeros(4, np.float32)) in (0, 1)
+    assert main(["export", str(run)]) == 0
+    assert (run / "policy.pt2").exists()
 
 
 GROUPS = ["env.id=null", "env.target=own_ideas.TwoSights", "agent.fast=auto"]

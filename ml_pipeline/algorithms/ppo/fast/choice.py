@@ -42,7 +42,7 @@ MIRRORED: Mirrored = {
     "ml_pipeline.policy.actor_critic.ActorCritic.forward": "dd90fa4265ff",
     "ml_pipeline.policy.actor_critic.ActorCritic.policy": "caef38db9116",
     "ml_pipeline.policy.actor_critic.ActorCritic._outputs": "f8983062120a",
-    "ml_pipeline.policy.actor_critic._run": "0f57bcead4da",
+    "ml_pipeline.policy.actor_critic._run": "a24ed2f18c94",
     "ml_pipeline.policy.actor_critic.policy_outputs": "22265cd20bc0",
     "ml_pipeline.policy.contracts.PolicyInput.mapped": "1b7413d796d1",
 }
