@@ -62,6 +62,21 @@ class GatedEnv(CountingEnv):
         return super().step(action)
 
 
+class GatedLater(CountingEnv):
+    """After ``n_free`` steps, a step waits until the file ``gate`` exists."""
+
+    def __init__(self, gate: str, n_free: int) -> None:
+        super().__init__()
+        self.gate = gate
+        self.n_free = n_free
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.n_free -= 1
+        while self.n_free < 0 and not Path(self.gate).exists():
+            time.sleep(0.01)
+        return super().step(action)
+
+
 class WaitsToBegin(CountingEnv):
     """Creates the file ``begun`` and cannot be constructed further."""
 

@@ -148,9 +148,10 @@ def test_a_run_ends_despite_the_threads_of_its_envs(door: Door, mode: str) -> No
     ],
 )
 def test_clone_whose_packages_are_not_installed_names_one_and_the_fix(
-    arguments: list[str], package: str
+    arguments: list[str], package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # -S: without site-packages.
+    # -S: without site-packages, and without the prefix of a venv.
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     result = call(sys.executable, "-S", *arguments, cwd=REPOSITORY, PYTHONPATH="")
 
     assert result.stderr == f"{package} is not installed; {core_fix()}\n"

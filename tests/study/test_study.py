@@ -574,8 +574,10 @@ def test_study_killed_twice_ends_with_the_same_trials_as_one_that_was_not(
 def test_stopped_study_saves_its_trials_and_continues(
     here: Path, space: str, number: int, code: int
 ) -> None:
-    process = begin(here, "start", "mine", *small(**LONG), space, "n_trials=4", "n_jobs=2")
-    # Not until a trial has ended: beside other tests that takes minutes.
+    gate = here / "gate"  # no trial ends before it exists
+    env = [*("env.id=null", "env.target=faulty_envs.GatedLater"), f"+env.kwargs.gate={gate}"]
+    settings = [*small(**LONG), space, "n_trials=4", "n_jobs=2"]
+    process = begin(here, "start", "mine", *settings, *env, "+env.kwargs.n_free=600")
     wait_until(lambda: has_begun("mine", 0), 100)
     process.send_signal(number)
     output, _ = process.communicate(timeout=100)
@@ -588,12 +590,13 @@ def test_stopped_study_saves_its_trials_and_continues(
     assert all(trial.user_attrs["stopped"] for trial in begun)
     assert not any(is_running(trial.user_attrs["pid"]) for trial in stopped)
 
+    gate.touch()
     complete(here, "mine")
 
     trials = trials_of("mine")
     assert [trial.number for trial in trials] == [0, 1, 2, 3]
     assert all(trial.state.is_finished() and "error" not in trial.user_attrs for trial in trials)
-    assert len(list(here.glob("runs/CartPole-v1/*"))) == 4
+    assert len(list(here.glob("runs/GatedLater/*"))) == 4
 
 
 @pytest.mark.slow
