@@ -32,11 +32,7 @@ from ml_pipeline.foreign import TABLE_BYTES, read_regular
 from ml_pipeline.runs.console import python_command
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 
-_NUMBER, _COMMA, _NEWLINE, _OTHER = range(4)  # the kinds of bytes in a row
-_KINDS = bytearray([_OTHER] * 256)
-_KINDS[ord(",")], _KINDS[ord("\n")] = _COMMA, _NEWLINE
-for _byte in b"0123456789+-.einfa":
-    _KINDS[_byte] = _NUMBER
+_ROW_BYTES = b"0123456789+-.einfa,\n"  # of the rows that CsvLogger writes
 _WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -135,50 +131,30 @@ def read_columns(path: Path, wanted: Collection[str]) -> Columns:
     """Some columns of a metrics.csv; much faster than ``read_metrics``."""
     try:
         content = read_regular(path, most_bytes=TABLE_BYTES)
-        start = (content.find(b"\n") + 1) or len(content)
-        names = content[:start].removesuffix(b"\n").decode("utf-8").split(",")
-        body = content[start : max(content.rfind(b"\n") + 1, start)]
-        if {'"', "\r"} & set("".join(names)):
+        head = content.partition(b"\n")[0]
+        body = content[len(head) + 1 : content.rfind(b"\n") + 1]
+        if body.translate(None, _ROW_BYTES) or b'"' in head or b"\r" in head:
             raise ValueError("not as CsvLogger writes it")
-        starts, ends = _cells(body, n_columns=len(names))
+        names = head.decode("utf-8").split(",")
+        rows = [line.split(b",") for line in body.splitlines()]
+        if any(len(row) != len(names) for row in rows):
+            raise ValueError("a row has another number of cells than the header")
         read = {
-            name: _column(body, starts[:, i], ends[:, i], int if name == "env_steps" else float)
+            name: _column([row[i] for row in rows], int if name == "env_steps" else float)
             for i, name in enumerate(names)
             if name in wanted
         }
         if not read["env_steps"].measured.all():
             raise ValueError("a row without env_steps")
-        first = body.partition(b"\n")[0].decode("utf-8").split(",")
-        return Columns(names, dict(zip(names, first, strict=True)) if body else {}, read)
+        first = dict(zip(names, map(bytes.decode, rows[0]), strict=True)) if rows else {}
+        return Columns(names, first, read)
     except (OSError, ValueError, KeyError, OverflowError):
         return as_columns(read_metrics(path), wanted)  # it says what is damaged
 
 
-def _cells(body: bytes, *, n_columns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each cell starts and ends, both [rows, columns].
-
-    100 runs of 5,000 rows have millions of cells: only those that are wanted become objects.
-    """
-    kinds = np.frombuffer(body.translate(_KINDS), dtype=np.uint8)
-    places = np.flatnonzero(kinds != _NUMBER)  # faster than of the bytes
-    if len(places) % n_columns:
-        raise ValueError("a row has another number of cells than the header")
-    starts = np.concatenate([[0], places[:-1] + 1])[: len(places)].reshape(-1, n_columns)
-    ends = places.reshape(-1, n_columns)
-    expected = [_COMMA] * (n_columns - 1) + [_NEWLINE]
-    if (kinds[ends] != expected).any():
-        raise ValueError("not as CsvLogger writes it")
-    return starts, ends
-
-
-def _column(
-    body: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64], parse: Callable[[bytes], float]
-) -> Column:
-    measured = starts < ends
-    places = zip(starts[measured].tolist(), ends[measured].tolist(), strict=True)
-    values = np.full(len(starts), np.nan)
-    values[measured] = [parse(body[start:end]) for start, end in places]
-    return Column(values, measured)
+def _column(cells: Sequence[bytes], parse: Callable[[bytes], float]) -> Column:
+    values = np.array([parse(cell) if cell else np.nan for cell in cells], dtype=np.float64)
+    return Column(values, np.array([cell != b"" for cell in cells], dtype=np.bool_))
 
 
 def as_columns(rows: Sequence[Mapping[str, str]], wanted: Collection[str]) -> Columns:
