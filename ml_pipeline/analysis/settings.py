@@ -26,17 +26,6 @@ _GAP = 2  # between columns
 Columns = Mapping[str, Sequence[str]]  # title -> one cell per row
 
 
-def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """A nested config with dotted keys: "agent.gamma" -> 0.99."""
-    values: dict[str, object] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            values |= flat(value, f"{prefix}{key}.")
-        else:
-            values[f"{prefix}{key}"] = value
-    return values
-
-
 def is_compared(key: str, configs: Iterable[Mapping[str, object]]) -> bool:
     """Whether a key of these configs can affect learning; false for the seed, too."""
     recorder = _RECORDERS.match(key)
