@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import Capture, contents, small
+from conftest import Capture, change_config, contents, small
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.assembly.compose import compose_config
@@ -25,18 +25,10 @@ SETTINGS = [*small(), "~callbacks.evaluation", "~callbacks.media"]
 RUN = "runs/CartPole-v1/foreign"
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("template")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        yield (folder / train(SETTINGS).run_dir).absolute()
-
-
 @pytest.fixture
-def run(template: Path, here: Path) -> Path:
+def run(plain_run: Path, here: Path) -> Path:
     """A run that the tests make hostile, and a folder ``precious`` beside it."""
-    shutil.copytree(template, here / RUN)
+    shutil.copytree(plain_run, here / RUN)
     (here / "precious" / "checkpoints").mkdir(parents=True)
     (here / "precious" / "file").write_text("{}")
     return here / RUN
@@ -238,12 +230,6 @@ def foreign(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return run
 
 
-def change(run: Path, key: str, value: object) -> None:
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    config[key] = value
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-
-
 TENSORBOARD = {"_target_": "ml_pipeline.runs.local_loggers.TensorBoardLogger"}
 
 
@@ -257,7 +243,7 @@ def test_resume_uses_the_loggers_of_another_user_only_with_trust(
 ) -> None:
     if exists:
         pytest.importorskip("tensorboard", reason="needs the extra: pip install -e '.[look]'")
-    change(foreign, "logger", {"theirs": TENSORBOARD})
+    change_config(foreign, "logger", {"theirs": TENSORBOARD})
 
     assert resume(RUN, *typed) == 0
 
@@ -274,7 +260,7 @@ def test_resume_takes_no_setting_of_a_foreign_logger_of_the_same_name(
         "mode": "online",
         "entity": "author",
     }
-    change(foreign, "logger", {"wandb": theirs})
+    change_config(foreign, "logger", {"wandb": theirs})
 
     assert resume(RUN, "logger.wandb.mode=disabled") == 0
 
@@ -288,7 +274,7 @@ def test_env_of_another_user_names_no_folder_to_write_into(
     key: str, foreign: Path, here: Path, capsys: Capture
 ) -> None:
     env = yaml.safe_load((foreign / "config.yaml").read_text())["env"]
-    change(foreign, "env", {**env, "kwargs": {"data": [{key: str(here / "precious")}]}})
+    change_config(foreign, "env", {**env, "kwargs": {"data": [{key: str(here / "precious")}]}})
 
     for command in ("evaluate", "resume", "play"):
         assert COMMANDS[command](RUN) == 1
