@@ -6,8 +6,8 @@
 
 ``ours`` changes no setting. ``SB3`` and ``CleanRL`` are the defaults of stable-baselines3 2.9 and
 of CleanRL's scripts, written as settings of ours: one implementation, so that only the defaults
-differ (its numbers equal SB3's, see sb3_numbers.py). What cannot be written so stays ours: CleanRL's
-squared error in DQN and its rate of 1e-3 for SAC's critics. Every run has the same steps; then the
+differ (its numbers equal SB3's, see sb3_numbers.py). Two settings of CleanRL are missing here: the
+squared error in DQN and the rate of 1e-3 for SAC's critics. Every run has the same steps; then the
 last policy plays 20 greedy episodes. Results are in benchmarks/results/defaults.json, an entry per
 task, setting and seed.
 """

@@ -302,6 +302,31 @@ def finished_run(_template: Path, here: Path, config_home: Path) -> Path:
     return only_run(here)
 
 
+@pytest.fixture(scope="session")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without evaluations, which this user signed; copied, never changed."""
+    from ml_pipeline.assembly.run import train
+
+    folder = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return folder / train([*small(), "~callbacks.evaluation", "~callbacks.media"]).run_dir
+
+
+def change_config(run: Path, key: str, value: object) -> None:
+    """Set ``key``, such as env.kwargs.x, in config.yaml."""
+    import yaml
+
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    *parents, last = key.split(".")
+    part = config
+    for parent in parents:
+        part[parent] = part.get(parent) or {}
+        part = part[parent]
+    part[last] = value
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+
+
 def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
     """Wait until all these processes have ended."""
     wait_until(lambda: not any(map(is_running, pids)), seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -13,7 +13,9 @@ from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.analysis.statistics import (
     Array,
     iqm,
+    iqm_over_envs,
     iqm_with_interval,
+    mean_over_envs,
     performance_profile,
     probability_of_improvement,
 )
@@ -105,9 +107,10 @@ def _held(run: RunData, *, position: Callable[[RunData], Array], metric: str, at
     return run.curve(metric)[1][np.searchsorted(position(run), at, side="right") - 1]
 
 
-def _bar(label: str, rank: int, points: Array) -> Bar:
-    value, low, high = (float(each) for each in iqm_with_interval(points))
-    return Bar(label, rank, value, low, high, points)
+def iqm_bar(label: str, rank: int, parts: Sequence[Array]) -> Bar:
+    """The IQM of the seeds of one env, or the mean of those of several."""
+    value, low, high = map(float, iqm_over_envs(parts))
+    return Bar(label, rank, value, low, high, np.concatenate(parts))
 
 
 def _bars(groups: Sequence[Group], points_of: Callable[[Group], Array]) -> list[Bar]:
@@ -117,7 +120,7 @@ def _bars(groups: Sequence[Group], points_of: Callable[[Group], Array]) -> list[
         points = points_of(group)
         points = points[np.isfinite(points)]
         if len(points):
-            bars.append(_bar(group.name, rank, points))
+            bars.append(iqm_bar(group.name, rank, [points]))
     return bars
 
 
@@ -129,37 +132,45 @@ def _final(groups: Sequence[Group], metric: str) -> Chart:
 
 
 def _improvement(groups: Sequence[Group], metric: str) -> Chart:
-    """The best group against each other group."""
-    best, *others = groups
+    chart = improvement_chart({group.name: [group.finals(metric)] for group in groups})
+    return _noted(chart, groups[1:], f"no {metric} in its runs", first_rank=1)
+
+
+def improvement_chart(finals: Mapping[str, Sequence[Array]]) -> Chart:
+    """The best group against each other group; ``finals`` of the seeds in one or several envs."""
+    best, *others = finals
     bars = []
-    for rank, group in enumerate(others, start=1):
-        ours, theirs = best.finals(metric), group.finals(metric)
-        if len(ours) and len(theirs):
-            value, low, high = (float(each) for each in probability_of_improvement(ours, theirs))
-            bars.append(Bar(group.name, rank, value, low, high, np.array([])))
-    note = (
-        f"Probability that a run of {best.name} ends above a run of each other group. 0.5: equal."
-    )
-    title = "Probability of improvement"
-    x_title = f"{best.name} is better with probability"
-    all_of_it = (-0.02, 1.02)
-    chart = Chart("improvement", title, x_title, "", note, bars=bars, x_range=all_of_it)
-    return _noted(chart, others, f"no {metric} in its runs", first_rank=1)
+    for rank, name in enumerate(others, start=1):
+        pairs = list(zip(finals[best], finals[name], strict=True))
+        if all(len(each) for pair in pairs for each in pair):
+            estimates = [probability_of_improvement(*pair) for pair in pairs]
+            value, low, high = map(float, mean_over_envs(estimates))
+            bars.append(Bar(name, rank, value, low, high, np.array([])))
+    note = f"Probability that a run of {best} ends above a run of each other group. 0.5: equal."
+    x_title = f"{best} is better with probability"
+    title, all_of_it = "Probability of improvement", (-0.02, 1.02)
+    return Chart("improvement", title, x_title, "", note, bars=bars, x_range=all_of_it)
 
 
 def _profile(groups: Sequence[Group], metric: str) -> Chart:
-    finals = np.concatenate([group.finals(metric) for group in groups])
-    low, high = (finals.min(), finals.max()) if len(finals) else (0.0, 0.0)
-    thresholds = np.linspace(low, high, _N_POINTS if low < high else 1)
-    lines = [
-        Line(group.name, rank, thresholds, *performance_profile(group.finals(metric), thresholds))
-        for rank, group in enumerate(groups)
-        if len(group.finals(metric))
-    ]
+    finals = {group.name: group.finals(metric) for group in groups}
     note = f"Share of seeds whose final {metric} is at or above each value. Higher is better."
     title = "Performance profile"
+    lines = profile_lines(finals)
     chart = Chart("profile", title, metric, "share of seeds", note, lines=lines)
     return _noted(chart, groups, f"no {metric} in its runs")
+
+
+def profile_lines(finals: Mapping[str, Array], *, shown: Sequence[float] = ()) -> list[Line]:
+    """The share of each group's values at or above each position; ``shown`` are in the range."""
+    every = np.concatenate([*finals.values(), np.asarray(shown)])
+    low, high = (every.min(), every.max()) if len(every) else (0.0, 0.0)
+    x = np.linspace(low, high, _N_POINTS if low < high else 1)
+    return [
+        Line(name, rank, x, *performance_profile(values, x))
+        for rank, (name, values) in enumerate(finals.items())
+        if len(values)
+    ]
 
 
 def _efficiency(groups: Sequence[Group], metric: str) -> Chart:
@@ -178,7 +189,7 @@ def _efficiency(groups: Sequence[Group], metric: str) -> Chart:
         reached = needed[np.isfinite(needed)]
         counted = f"{group.name} ({len(reached)} of {len(needed)})"
         if len(reached) == len(needed):
-            bars.append(_bar(counted, rank, reached))
+            bars.append(iqm_bar(counted, rank, [reached]))
         elif len(reached):  # a mean over the successful seeds alone would be too optimistic
             bars.append(Bar(counted, rank, np.nan, np.nan, np.nan, reached))
     goal = shown_return(target)

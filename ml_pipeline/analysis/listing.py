@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import yaml
 
-from ml_pipeline.analysis.settings import differing_keys, fitted, flat, short_names, shown_value
+from ml_pipeline.analysis.settings import differing_keys, fitted, short_names, shown_value
 from ml_pipeline.errors import UserError, first_line, shorten
 from ml_pipeline.foreign import TEXT_BYTES, read_regular
 from ml_pipeline.metrics import shown_return
-from ml_pipeline.runs.run_folder import YAML_LOADER, RunFolder, check_yaml
+from ml_pipeline.runs.run_folder import YAML_LOADER, RunFolder, check_yaml, flat
 from ml_pipeline.runs.signatures import report_change, warn_once
 
 _TOP_LEVEL = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # before each key of a config

@@ -5,8 +5,10 @@ A page has sections and a section has parts. Parts take plain text; they escape 
 
 from __future__ import annotations
 
+import csv
 import html
-from collections.abc import Sequence
+import io
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -161,6 +163,13 @@ def write_drawing(path: Path, figure: Figure, *, title: bool = True) -> None:
             axes.set_title(figure.title)
         figure.draw_png(axes)
         canvas.savefig(path, dpi=110)
+
+
+def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> None:
+    """Write a table beside a page; the first row has the titles."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    write_text(path, text.getvalue())
 
 
 def _figure_html(figure: Figure) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ml_pipeline.analysis.charts import make_charts
 from ml_pipeline.analysis.compare import Group, groups_cells
 from ml_pipeline.analysis.figures import Chart
-from ml_pipeline.analysis.page import write_drawing
+from ml_pipeline.analysis.page import write_csv, write_drawing
 from ml_pipeline.analysis.report import file_name
 from ml_pipeline.analysis.suite import Suite, suite_cells, suite_charts
 from ml_pipeline.extras import import_extra
@@ -50,8 +49,8 @@ def _write(
             if not chart.is_empty:
                 write_drawing(folder / f"{chart.name}.pdf", chart, title=False)
                 write_drawing(folder / f"{chart.name}.svg", chart, title=False)
-                _write_csv(folder / f"{chart.name}.csv", _numbers(chart))
-        _write_csv(folder / "groups.csv", [titles, *rows])
+                write_csv(folder / f"{chart.name}.csv", _numbers(chart))
+        write_csv(folder / "groups.csv", [titles, *rows])
         (folder / "groups.tex").write_text(latex_table(titles, rows), encoding="utf-8")
     except OSError as error:
         raise RunFolderError(f"cannot write the files of --paper into {folder}: {error}") from error
@@ -78,8 +77,3 @@ def _numbers(chart: Chart) -> Iterator[Sequence[object]]:
     for line in chart.lines:
         for point in zip(line.x, line.y, line.low, line.high, strict=True):
             yield line.label, *map(float, point)
-
-
-def _write_csv(path: Path, rows: Iterator[Sequence[object]] | Sequence[Sequence[object]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)

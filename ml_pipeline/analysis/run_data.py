@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ml_pipeline.analysis.settings import flat, is_class
+from ml_pipeline.analysis.settings import is_class
 from ml_pipeline.analysis.statistics import Array
 from ml_pipeline.errors import UserError
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN, PHASE
 from ml_pipeline.moved import moved
 from ml_pipeline.runs.loggers import Column, Columns, read_columns
-from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
+from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, flat
 
 _OF_THE_MACHINE = ("time/", "workers/", "gpu/")  # metrics that differ between equal runs
 _ITERATION_SECONDS = "time/iteration_seconds"

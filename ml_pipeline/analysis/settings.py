@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from unicodedata import combining, east_asian_width
+
+from rich.cells import cell_len
 
 from ml_pipeline.errors import printable
 
@@ -23,17 +24,6 @@ _MOST_CHARACTERS = 30  # of a value
 _GAP = 2  # between columns
 
 Columns = Mapping[str, Sequence[str]]  # title -> one cell per row
-
-
-def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """A nested config with dotted keys: "agent.gamma" -> 0.99."""
-    values: dict[str, object] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            values |= flat(value, f"{prefix}{key}.")
-        else:
-            values[f"{prefix}{key}"] = value
-    return values
 
 
 def is_compared(key: str, configs: Iterable[Mapping[str, object]]) -> bool:
@@ -137,7 +127,7 @@ def table_lines(columns: Columns) -> list[str]:
         title, cells = column
         is_number = all(re.fullmatch(r"[\d.,e+-]+", cell) for cell in cells)
         width = _width(column) - _GAP
-        gaps = [" " * (width - _cell_width(cell)) for cell in (title, *cells)]
+        gaps = [" " * (width - cell_len(cell)) for cell in (title, *cells)]
         pairs = zip(gaps, (title, *cells), strict=True)
         padded.append([gap + cell if is_number else cell + gap for gap, cell in pairs])
     return [(" " * _GAP).join(row).rstrip() for row in zip(*padded, strict=True)]
@@ -145,14 +135,7 @@ def table_lines(columns: Columns) -> list[str]:
 
 def _width(column: tuple[str, Sequence[str]]) -> int:
     title, cells = column
-    return _GAP + max(map(_cell_width, (title, *cells)))
-
-
-def _cell_width(text: str) -> int:
-    """How many characters of a terminal ``text`` takes."""
-    if text.isascii():
-        return len(text)
-    return sum(1 + (east_asian_width(each) in "WF") for each in text if not combining(each))
+    return _GAP + max(map(cell_len, (title, *cells)))
 
 
 def _one_line(text: str) -> str:

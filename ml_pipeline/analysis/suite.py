@@ -6,13 +6,18 @@ all runs there, and 1 for the final value of the best group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from rich.table import Table
 
-from ml_pipeline.analysis.charts import MOST_GROUPS
+from ml_pipeline.analysis.charts import (
+    MOST_GROUPS,
+    improvement_chart,
+    iqm_bar,
+    profile_lines,
+)
 from ml_pipeline.analysis.compare import (
     Group,
     check_keys,
@@ -23,22 +28,17 @@ from ml_pipeline.analysis.compare import (
     narrowed,
     parted,
 )
-from ml_pipeline.analysis.figures import Bar, Chart, Line
+from ml_pipeline.analysis.figures import Chart
 from ml_pipeline.analysis.run_data import RunData
 from ml_pipeline.analysis.settings import ALGORITHM, differing_keys, is_compared
 from ml_pipeline.analysis.statistics import (
     Array,
-    Estimate,
     iqm,
     iqm_over_envs,
-    mean_over_envs,
-    performance_profile,
-    probability_of_improvement,
 )
 from ml_pipeline.metrics import counted
 from ml_pipeline.runs.console import plain_table
 
-_N_POINTS = 100  # of a profile
 _SCORE = "normalised score"
 _MEANING = "0: the first value in an env. 1: where the best group ends."
 
@@ -115,7 +115,7 @@ def _scored(groups: dict[str, list[Group]], metric: str) -> Suite:
     if lacking:
         remarks.append(f"without a score, as they lack runs of an env: {listed(lacking)}")
     complete = {name: scores[name] for name in names if name not in lacking}
-    order = sorted(complete, key=lambda name: -float(_mean_score(complete[name]).value))
+    order = sorted(complete, key=lambda name: -float(iqm_over_envs(complete[name]).value))
     rank = {name: place for place, name in enumerate([*order, *lacking])}
     ranked = {env: sorted(each, key=lambda g: rank[g.name]) for env, each in groups.items()}
     return Suite(ranked, {name: complete[name] for name in order}, remarks)
@@ -126,18 +126,13 @@ def suite_verdicts(suite: Suite) -> list[str]:
     return claims(suite.scores)
 
 
-def _mean_score(parts: Sequence[Array]) -> Estimate:
-    """The mean over the envs of the interquartile mean of the seeds."""
-    return iqm_over_envs(parts)
-
-
 def suite_cells(suite: Suite, metric: str) -> tuple[list[str], list[list[str]]]:
     """The titles and rows of a table: the score of each group, and its value in each env."""
     rows = []
     for name in dict.fromkeys(group.name for group in suite.all_groups):
         score, interval = "-", "-"
         if name in suite.scores:
-            value, low, high = map(float, _mean_score(suite.scores[name]))
+            value, low, high = map(float, iqm_over_envs(suite.scores[name]))
             score = f"{value:.2f}"
             interval = f"{low:.2f} to {high:.2f}" if np.isfinite(low) else "-"
         in_envs = [
@@ -163,48 +158,19 @@ def suite_charts(suite: Suite) -> list[Chart]:
     scores = dict(list(suite.scores.items())[:MOST_GROUPS])
     if not scores:
         return []
-    compared = [_improvement(suite, list(scores))] if len(scores) > 1 else []
-    return [_bars(scores), *compared, _profile(scores)]
-
-
-def _bars(scores: Mapping[str, Sequence[Array]]) -> Chart:
-    bars = []
-    for rank, (name, parts) in enumerate(scores.items()):
-        value, low, high = map(float, _mean_score(parts))
-        bars.append(Bar(name, rank, value, low, high, np.concatenate(parts)))
+    bars = [iqm_bar(name, rank, parts) for rank, (name, parts) in enumerate(scores.items())]
     note = (
         "Interquartile mean over the seeds, averaged over the envs, with its 95 % interval. Each "
         f"tick is one run. {_MEANING}"
     )
-    return Chart("scores", "Score over all envs", _SCORE, "", note, bars=bars)
-
-
-def _improvement(suite: Suite, names: Sequence[str]) -> Chart:
-    """The best group against each other group."""
-    best, *others = names
-    bars = []
-    for rank, name in enumerate(others, start=1):
-        pairs = zip(suite.scores[best], suite.scores[name], strict=True)
-        estimates = [probability_of_improvement(*pair) for pair in pairs]
-        value, low, high = map(float, mean_over_envs(estimates))
-        bars.append(Bar(name, rank, value, low, high, np.array([])))
-    note = (
-        f"Probability that a run of {best} ends above a run of each other group; mean of the envs."
-    )
-    title = "Probability of improvement over all envs"
-    x_title = f"{best} is better with probability"
-    all_of_it = (-0.02, 1.02)
-    return Chart("score_improvement", title, x_title, "", note, bars=bars, x_range=all_of_it)
-
-
-def _profile(scores: Mapping[str, Sequence[Array]]) -> Chart:
-    every = np.concatenate([part for parts in scores.values() for part in parts])
-    thresholds = np.linspace(min(every.min(), 0.0), max(every.max(), 1.0), _N_POINTS)
-
-    lines = [
-        Line(name, rank, thresholds, *performance_profile(np.concatenate(parts), thresholds))
-        for rank, (name, parts) in enumerate(scores.items())
-    ]
+    charts = [Chart("scores", "Score over all envs", _SCORE, "", note, bars=bars)]
+    if len(scores) > 1:
+        chart = improvement_chart(scores)
+        title = f"{chart.title} over all envs"
+        mean = f"{chart.note} Mean of the envs."
+        charts.append(chart._replace(name="score_improvement", title=title, note=mean))
+    lines = profile_lines({n: np.concatenate(p) for n, p in scores.items()}, shown=(0.0, 1.0))
     note = f"Share of the runs of all envs at or above each score. Higher is better. {_MEANING}"
     title = "Performance profile over all envs"
-    return Chart("score_profile", title, _SCORE, "share of runs", note, lines=lines)
+    profile = Chart("score_profile", title, _SCORE, "share of runs", note, lines=lines)
+    return [*charts, profile]

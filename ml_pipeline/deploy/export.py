@@ -41,7 +41,6 @@ from ml_pipeline.runs.run_folder import write_atomically
 from ml_pipeline.runs.signatures import SIGNATURE_SIZE, signature
 from ml_pipeline.training.contracts import Agent
 
-FORMATS = ("pt2", "onnx")
 N_OBSERVATIONS = 1_000
 TOLERANCE = 1e-4  # absolute below 1, relative above
 TIED_SHARE = 0.01  # of observations where rounding may decide between two discrete actions

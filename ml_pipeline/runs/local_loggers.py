@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ml_pipeline.extras import import_extra
 from ml_pipeline.runs.console import python_command
-from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.run_folder import RunFolder, flat
 
 # How a run is computed and recorded; the rest is a hyperparameter.
 _NOT_HYPERPARAMETERS = (
@@ -47,7 +47,7 @@ class TensorBoardLogger:
 
         shown = {key: run_config[key] for key in run_config if key not in _NOT_HYPERPARAMETERS}
         metrics = dict.fromkeys((run_config["objective"], run_config["best_metric"]), 0.0)
-        experiment, start, _ = hparams(_flat(shown), metrics)  # type: ignore[no-untyped-call]
+        experiment, start, _ = hparams(_accepted(shown), metrics)  # type: ignore[no-untyped-call]
         for summary in (experiment, start):
             self._writer.file_writer.add_summary(summary)
 
@@ -64,17 +64,15 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, str | int | float]:
+def _accepted(config: Mapping[str, object]) -> dict[str, str | int | float]:
     """Dotted keys, and only the types that TensorBoard accepts."""
-    flat: dict[str, str | int | float] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, bool):  # torch would write it as a number
-            flat[f"{prefix}{key}"] = str(value).lower()
-        elif value is not None:
-            flat[f"{prefix}{key}"] = value if isinstance(value, (int, float)) else str(value)
-    return flat
+    accepted: dict[str, str | int | float] = {}
+    for key, value in flat(config).items():
+        if isinstance(value, bool):  # torch would write it as a number
+            accepted[key] = str(value).lower()
+        elif value is not None and value != {}:
+            accepted[key] = value if isinstance(value, (int, float)) else str(value)
+    return accepted
 
 
 class TrackioLogger:

@@ -21,7 +21,7 @@ from ml_pipeline.errors import UserError, first_line
 from ml_pipeline.extras import import_extra
 from ml_pipeline.runs.console import python_command
 from ml_pipeline.runs.loggers import server_answers
-from ml_pipeline.runs.run_folder import RunFolder
+from ml_pipeline.runs.run_folder import RunFolder, flat
 
 _RUN_TAG = "ml_pipeline.run"  # by which a resumed run finds itself
 _MOST_METRICS = 1_000  # in one request, as MLflow allows
@@ -185,16 +185,10 @@ class MLflowLogger:
             self._client.log_batch(run_id, metrics=rows[first : first + _MOST_METRICS])
 
 
-def _params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A nested config with dotted keys, as texts that MLflow accepts."""
-    params: dict[str, str] = {}
-    for key, value in config.items():
-        name = re.sub(r"[^/\w. -]", "_", f"{prefix}{key}")
-        if isinstance(value, Mapping) and value:
-            params |= _params(value, f"{prefix}{key}.")
-        elif name not in _PARAM_TAGS:
-            params[name] = str(value)[:_MOST_CHARACTERS]
-    return params
+def _params(config: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted keys and their values, as texts that MLflow accepts."""
+    params = {re.sub(r"[^/\w. -]", "_", key): value for key, value in flat(config).items()}
+    return {k: str(v)[:_MOST_CHARACTERS] for k, v in params.items() if k not in _PARAM_TAGS}
 
 
 def _is_server(uri: str) -> bool:

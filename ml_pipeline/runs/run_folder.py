@@ -215,6 +215,17 @@ def check_yaml(text: str) -> None:
             raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
 
 
+def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """A nested config with dotted keys: "agent.gamma" -> 0.99."""
+    values: dict[str, object] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
+    return values
+
+
 def remove(path: Path) -> None:
     """Remove a file, if it exists."""
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from conftest import Capture, small
@@ -27,7 +28,7 @@ from ml_pipeline.analysis.wandb_runs import WandbError, download
 from ml_pipeline.assembly.run import train
 from ml_pipeline.assembly.sweeps import JobNote
 from ml_pipeline.metrics import EVAL_RETURN, MEAN_RETURN
-from ml_pipeline.runs.loggers import as_columns
+from ml_pipeline.runs.loggers import Column, Columns
 from ml_pipeline.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.xdist_group("compare")  # the runs are trained once
@@ -48,7 +49,12 @@ def run_data(
     ]
     if loss is not None:
         rows[0]["loss/policy"] = str(loss)
-    return RunData(RunFolder(Path("runs") / name), config, {}, as_columns(rows, rows[0]))
+    columns = {}
+    for key in rows[0]:
+        values = np.array([float(row.get(key, "nan")) for row in rows])
+        columns[key] = Column(values, np.array([key in row for row in rows]))
+    metrics = Columns(list(rows[0]), rows[0], columns)
+    return RunData(RunFolder(Path("runs") / name), config, {}, metrics)
 
 
 def runs_of(gamma: float, seeds: list[int | None], first_return: float) -> list[RunData]:

@@ -14,6 +14,7 @@ from test_compare import run_data
 
 from ml_pipeline.analysis.charts import make_charts
 from ml_pipeline.analysis.compare import Group
+from ml_pipeline.analysis.page import Figures
 from ml_pipeline.analysis.paper_files import latex_table, write_paper_files
 from ml_pipeline.analysis.report import write_report
 from ml_pipeline.analysis.run_data import RunData
@@ -68,8 +69,7 @@ def with_columns(run: RunData, columns: dict[str, Column]) -> RunData:
     return run._replace(metrics=run.metrics._replace(read=columns))
 
 
-@pytest.mark.slow
-def test_curves_are_marked_where_a_phase_starts(tmp_path: Path) -> None:
+def test_curves_are_marked_where_a_phase_starts() -> None:
     phases = [[1, 2, 2, 2], [1, 1, 1, 2], [1, 1, 2, 3]]
     runs = [in_phases(run_of([1.0] * 4, seed), each) for seed, each in enumerate(phases)]
     group = Group("A", {}, [[run] for run in runs], [])
@@ -80,8 +80,7 @@ def test_curves_are_marked_where_a_phase_starts(tmp_path: Path) -> None:
     assert [mark.x for mark in curves.marks] == [200.0, 300.0]
     assert curves.note.endswith(" Dotted: a phase of the curriculum starts.")
     assert chart("curves").marks == []
-    page = write_report(tmp_path, [group], EVAL_RETURN)
-    assert page.read_text().count('"dash":"dot"') == 2
+    assert Figures([curves]).html().count('"dash":"dot"') == 2
 
 
 def test_bars_show_the_final_value_and_each_seed() -> None:
@@ -164,14 +163,14 @@ def test_twenty_groups_are_drawn_without_warnings(tmp_path: Path) -> None:
     assert [bar.label for bar in chart("improvement", groups).bars] == shown[1:]
 
 
-@pytest.mark.slow
-def test_curve_of_one_evaluation_is_a_point(tmp_path: Path) -> None:
+def test_curve_of_one_evaluation_is_a_point() -> None:
     group = Group("A", {}, [[run_of([1.0], 1)], [run_of([3.0], 2)]], [])
 
-    (line,) = chart("curves", [group]).lines
+    curves = chart("curves", [group])
 
+    (line,) = curves.lines
     assert (line.x.tolist(), line.y.tolist()) == ([100.0], [2.0])
-    assert '"mode":"markers"' in write_report(tmp_path, [group], EVAL_RETURN).read_text()
+    assert '"mode":"markers"' in Figures([curves]).html()
 
 
 def test_empty_chart_says_why_and_has_no_png(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 from ml_pipeline.analysis.settings import (
     differing_keys,
     fitted,
-    flat,
     short_names,
     shown_value,
     table_lines,
 )
+from ml_pipeline.runs.run_folder import flat
 
 
 def test_flat_config_has_dotted_keys_and_keeps_empty_groups() -> None:

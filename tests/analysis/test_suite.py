@@ -112,7 +112,8 @@ def test_report_and_paper_files_of_several_envs(tmp_path: Path) -> None:
     suite = suite_of(RUNS)
 
     page = write_suite_report(tmp_path / "report", suite, EVAL_RETURN)
-    folder = write_suite_files(tmp_path / "paper", suite, EVAL_RETURN)
+    only_a = suite._replace(groups={"a": suite.groups["a"]})  # drawing takes seconds
+    folder = write_suite_files(tmp_path / "paper", only_a, EVAL_RETURN)
 
     drawn = {path.stem for path in page.parent.glob("*.png")}
     of_envs = {f"{env}_{name}" for env in "ab" for name in ("curves", "final")}
@@ -120,4 +121,4 @@ def test_report_and_paper_files_of_several_envs(tmp_path: Path) -> None:
     assert "20 runs" in page.read_text()
     assert (folder / "score_profile.svg").is_file()
     assert (folder / "a" / "curves.pdf").is_file()
-    assert r"lr=0.01 & 0.38 & 0.38 to 0.38 & 5.0 & 150.0 \\" in (folder / "groups.tex").read_text()
+    assert r"lr=0.01 & 0.38 & 0.38 to 0.38 & 5.0 \\" in (folder / "groups.tex").read_text()

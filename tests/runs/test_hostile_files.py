@@ -76,7 +76,9 @@ def test_special_or_huge_file_is_refused_in_one_line(
 
     assert read() == 1
 
-    assert "Traceback" not in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert name in error.splitlines()[0]
+    assert "Traceback" not in error
 
 
 JOBS: dict[str, object] = {

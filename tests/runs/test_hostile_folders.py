@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import Capture, contents, small
+from conftest import Capture, change_config, contents, small
 
 from ml_pipeline.__main__ import main
 from ml_pipeline.assembly.compose import compose_config
@@ -25,18 +25,10 @@ SETTINGS = [*small(), "~callbacks.evaluation", "~callbacks.media"]
 RUN = "runs/CartPole-v1/foreign"
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("template")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        yield (folder / train(SETTINGS).run_dir).absolute()
-
-
 @pytest.fixture
-def run(template: Path, here: Path) -> Path:
+def run(plain_run: Path, here: Path) -> Path:
     """A run that the tests make hostile, and a folder ``precious`` beside it."""
-    shutil.copytree(template, here / RUN)
+    shutil.copytree(plain_run, here / RUN)
     (here / "precious" / "checkpoints").mkdir(parents=True)
     (here / "precious" / "file").write_text("{}")
     return here / RUN
@@ -45,10 +37,6 @@ def run(template: Path, here: Path) -> Path:
 def resume(run: str, *more: str) -> int:
     words = [f"resume={run}", "total_steps=128", *more]
     return exit_code(lambda: build_run(compose_config(words), words))
-
-
-def replay(run: str) -> int:
-    return main(["replay", run])
 
 
 COMMANDS: dict[str, Callable[[str], int]] = {
@@ -60,7 +48,7 @@ COMMANDS: dict[str, Callable[[str], int]] = {
     "paper": lambda run: main(["compare", run, "--paper", "figures"]),
     "tournament": lambda run: main(["tournament", run, run]),
     "judge": lambda run: main(["judge", run]),
-    "replay": replay,
+    "replay": lambda run: main(["replay", run]),
     "init_from": lambda run: exit_code(lambda: train([*SETTINGS, f"init_from={run}"])),
     "resume": resume,
 }
@@ -102,7 +90,7 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("kind", ["link", "fifo"])  # a resume refuses the others, too
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.csv", "checkpoints/latest.pt"])
 def test_special_file_is_refused_by_every_command(
     name: str, kind: str, command: str, run: Path, here: Path, capsys: Capture
@@ -165,7 +153,7 @@ def test_links_of_wandb_and_inside_the_folder_are_accepted(run: Path, here: Path
     assert main(["evaluate", RUN, "--episodes", "1"]) == 0
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["evaluate", "resume"])
 def test_link_inside_the_folder_of_tensorboard_is_refused(
     command: str, run: Path, here: Path, capsys: Capture
 ) -> None:
@@ -221,22 +209,6 @@ def test_list_of_runs_shows_a_hostile_folder(
     assert "good" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", ["/dev/zero", "fifo", "policy.onnx"])
-@pytest.mark.parametrize("command", ["play", "serve"])
-def test_policy_file_must_be_regular_and_not_huge(
-    command: str, path: str, here: Path, capsys: Capture
-) -> None:
-    if command == "serve":
-        pytest.importorskip("uvicorn", reason="needs the extra: pip install -e '.[serve]'")
-    os.mkfifo("fifo")
-    (here / "policy.onnx").touch()
-    os.truncate("policy.onnx", 2**43)
-
-    assert main([command, path]) == 1
-
-    assert capsys.readouterr().err.startswith(path)
-
-
 def test_file_of_the_kernel_without_a_size_is_not_read_past_the_limit() -> None:
     with pytest.raises(ForeignFileError, match="at most 3 are read"):
         read_regular("/proc/self/status", most_bytes=3)
@@ -258,12 +230,6 @@ def foreign(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return run
 
 
-def change(run: Path, key: str, value: object) -> None:
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    config[key] = value
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-
-
 TENSORBOARD = {"_target_": "ml_pipeline.runs.local_loggers.TensorBoardLogger"}
 
 
@@ -277,7 +243,7 @@ def test_resume_uses_the_loggers_of_another_user_only_with_trust(
 ) -> None:
     if exists:
         pytest.importorskip("tensorboard", reason="needs the extra: pip install -e '.[look]'")
-    change(foreign, "logger", {"theirs": TENSORBOARD})
+    change_config(foreign, "logger", {"theirs": TENSORBOARD})
 
     assert resume(RUN, *typed) == 0
 
@@ -294,7 +260,7 @@ def test_resume_takes_no_setting_of_a_foreign_logger_of_the_same_name(
         "mode": "online",
         "entity": "author",
     }
-    change(foreign, "logger", {"wandb": theirs})
+    change_config(foreign, "logger", {"wandb": theirs})
 
     assert resume(RUN, "logger.wandb.mode=disabled") == 0
 
@@ -308,7 +274,7 @@ def test_env_of_another_user_names_no_folder_to_write_into(
     key: str, foreign: Path, here: Path, capsys: Capture
 ) -> None:
     env = yaml.safe_load((foreign / "config.yaml").read_text())["env"]
-    change(foreign, "env", {**env, "kwargs": {"data": [{key: str(here / "precious")}]}})
+    change_config(foreign, "env", {**env, "kwargs": {"data": [{key: str(here / "precious")}]}})
 
     for command in ("evaluate", "resume", "play"):
         assert COMMANDS[command](RUN) == 1

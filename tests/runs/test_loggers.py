@@ -24,7 +24,6 @@ from ml_pipeline.assembly.run import train
 from ml_pipeline.runs.loggers import (
     CsvLogger,
     WandbLogger,
-    as_columns,
     has_wandb_key,
     read_columns,
     read_metrics,
@@ -94,12 +93,13 @@ def test_columns_are_those_of_the_rows(run: RunFolder, text: str) -> None:
 
     columns = read_columns(run.metrics, {"env_steps", "a", "b"})
 
-    expected = as_columns(read_metrics(run.metrics), {"env_steps", "a", "b"})
-    assert columns.first_row == expected.first_row
-    assert columns.read.keys() == expected.read.keys() or not expected.first_row
-    for name, column in expected.read.items():
-        np.testing.assert_array_equal(columns.read[name].values, column.values)
-        np.testing.assert_array_equal(columns.read[name].measured, column.measured)
+    rows = read_metrics(run.metrics)
+    assert columns.first_row == (rows[0] if rows else {})
+    for name in columns.first_row:
+        cells = [row[name] for row in rows]
+        values = [float(cell or "nan") for cell in cells]
+        np.testing.assert_array_equal(columns.read[name].values, values)
+        assert columns.read[name].measured.tolist() == [cell != "" for cell in cells]
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,6 @@ N_KILLS = int(os.environ.get("KILLS", "12"))
     [
         pytest.param([*PPO, *OFTEN, UNSEEN, "agent.n_steps=8"], N_KILLS, 512 * N_KILLS, id="PPO"),
         pytest.param([*DQN, *RING, *FRAMES, "agent.priority_exponent=0.6"], 20, 1536, id="DQN"),
-        pytest.param([*PENDULUM, *RING, UNSEEN], 6, 512, id="SAC"),
     ],
 )
 def test_run_killed_many_times_repeats_at_most_one_interval_and_equals_an_uninterrupted_one(

@@ -54,7 +54,7 @@ def stopped(started: Start, arguments: list[str], *numbers: signal.Signals) -> t
     return process, time.monotonic() - begin
 
 
-@pytest.mark.parametrize("agent", list(AGENTS))
+@pytest.mark.parametrize("agent", ["ppo", "dqn"])  # SAC and TD3 collect as DQN does
 def test_run_in_a_slow_env_stops_soon_and_is_saved(agent: str, started: Start, here: Path) -> None:
     process, seconds = stopped(started, settings(agent, "Slow", 0.4), signal.SIGTERM)
 
@@ -91,15 +91,12 @@ def test_run_with_very_many_updates_stops_between_two_of_them_and_continues(
     assert train([f"resume={run.path}", "total_steps=64", f"{updates}=1"]).env_steps == 64
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stop_that_an_env_swallows_is_raised_again(
-    number: signal.Signals, started: Start, here: Path
-) -> None:
+def test_stop_that_an_env_swallows_is_raised_again(started: Start, here: Path) -> None:
     arguments = [*settings("ppo", "Swallowing", 0.4), "agent.n_steps=8"]
 
-    process, seconds = stopped(started, arguments, number, number)
+    process, seconds = stopped(started, arguments, signal.SIGTERM, signal.SIGTERM)
 
-    assert process.returncode == 128 + number
+    assert process.returncode == 128 + signal.SIGTERM
     assert seconds < 2 * SECONDS
     assert load_checkpoint(RunFolder.open(only_run(here)), LATEST)["iteration"] <= 2
 

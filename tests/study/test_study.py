@@ -546,9 +546,9 @@ def has_begun(name: str, n_finished: int) -> bool:
 def test_study_killed_twice_ends_with_the_same_trials_as_one_that_was_not(
     here: Path, space: str
 ) -> None:
-    settings = [*small(**LONG), space, "n_trials=20"]
+    settings = [*small(**LONG), space, "n_trials=12"]  # Optuna draws the first ten at random
     killed = []
-    for n_finished in (4, 11):
+    for n_finished in (3, 7):
         process = begin(here, "start", "killed", *settings)
         wait_until(lambda n=n_finished: has_begun("killed", n), 100)
         kill_everything(process, "killed")
@@ -559,30 +559,27 @@ def test_study_killed_twice_ends_with_the_same_trials_as_one_that_was_not(
     complete(here, "whole", *settings)
 
     trials, whole = trials_of("killed"), trials_of("whole")
-    assert [trial.number for trial in trials] == list(range(20))
+    assert [trial.number for trial in trials] == list(range(12))
     assert all(t.state in (TrialState.COMPLETE, TrialState.PRUNED) for t in trials)
     assert all(trials[number].user_attrs["deaths"] == 1 for number in killed)
-    assert len({trial.user_attrs["run_dir"] for trial in trials}) == 20
-    assert len(list(here.glob("runs/CartPole-v1/*"))) == 40
+    assert len({trial.user_attrs["run_dir"] for trial in trials}) == 12
+    assert len(list(here.glob("runs/CartPole-v1/*"))) == 24
     assert [t.params for t in trials] == [t.params for t in whole]
     assert [(t.state, t.value) for t in trials] == [(t.state, t.value) for t in whole]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stopped_study_saves_its_trials_and_continues(
-    here: Path, space: str, number: int, code: int
-) -> None:
+def test_stopped_study_saves_its_trials_and_continues(here: Path, space: str) -> None:
     gate = here / "gate"  # no trial ends before it exists
     env = [*("env.id=null", "env.target=faulty_envs.GatedLater"), f"+env.kwargs.gate={gate}"]
     settings = [*small(**LONG), space, "n_trials=4", "n_jobs=2"]
     process = begin(here, "start", "mine", *settings, *env, "+env.kwargs.n_free=600")
     wait_until(lambda: has_begun("mine", 0), 100)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=100)
 
-    assert process.returncode == code
+    assert process.returncode == 130
     assert "nothing is lost\ncontinue: " in output
     stopped = running(trials_of("mine"))
     begun = [trial for trial in stopped if "run_dir" in trial.user_attrs]
@@ -669,14 +666,14 @@ def test_trial_whose_worker_dies_five_times_fails(
 
 @pytest.mark.slow
 def test_trained_trial_without_a_result_is_not_trained_again(here: Path, space: str) -> None:
-    complete(here, "mine", *small(), space, "n_trials=2")
+    complete(here, "mine", *small(), space, "n_trials=1")
     before = trials_of("mine")
     journal = StudyFolder("mine").journal
     *lines, last = journal.read_bytes().splitlines(keepends=True)
     assert b'"values":[' in last
     journal.write_bytes(b"".join(lines))
-    assert trials_of("mine")[1].state == TrialState.RUNNING
-    run = Path(before[1].user_attrs["run_dir"])
+    assert trials_of("mine")[0].state == TrialState.RUNNING
+    run = Path(before[0].user_attrs["run_dir"])
     summary = (run / "summary.json").read_text()
 
     complete(here, "mine")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -188,28 +185,14 @@ def write_results(folder: Path, judgement: Judgement) -> None:
     columns = [walk.equity for walk in judgement.walks.values()]
     values = np.column_stack([judgement.equity, judgement.hold_equity, *columns])
     times = iso_times(judgement.time)
-    _write_csv(
-        folder / "equity.csv",
-        ["bar_end_utc", "all", "buy_and_hold", *names],
-        ([time, *row] for time, row in zip(times, values.tolist(), strict=True)),
-    )
-    trades: list[list[object]] = []
+    equity = [[time, *row] for time, row in zip(times, values.tolist(), strict=True)]
+    page.write_csv(folder / "equity.csv", [["bar_end_utc", "all", "buy_and_hold", *names], *equity])
+    titles = ("bar_end_utc", "run", "symbol", "units", "price", "cost", "reason", "equity")
+    trades: list[list[object]] = [[*titles]]
     for run, walk in judgement.walks.items():
         times = iso_times(np.array([trade.time for trade in walk.trades], dtype=np.int64))
         trades += [[time, run, *trade[1:]] for time, trade in zip(times, walk.trades, strict=True)]
-    _write_csv(
-        folder / "trades.csv",
-        ["bar_end_utc", "run", "symbol", "units", "price", "cost", "reason", "equity"],
-        trades,
-    )
-
-
-def _write_csv(path: Path, titles: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(titles)
-    writer.writerows(lines)
-    write_text(path, text.getvalue())
+    page.write_csv(folder / "trades.csv", trades)
 
 
 def write_report(folder: Path, judgement: Judgement) -> Path:
