@@ -17,8 +17,8 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
@@ -32,7 +32,11 @@ from ml_pipeline.foreign import TABLE_BYTES, read_regular
 from ml_pipeline.runs.console import python_command
 from ml_pipeline.runs.run_folder import RunFolder, RunFolderError, write_text
 
-_ROW_BYTES = b'0123456789+-.einfa,"\r\n'  # of numbers, and what separates them
+_NUMBER, _COMMA, _NEWLINE, _OTHER = range(4)  # the kinds of bytes in a row
+_KINDS = bytearray([_OTHER] * 256)
+_KINDS[ord(",")], _KINDS[ord("\n")] = _COMMA, _NEWLINE
+for _byte in b"0123456789+-.einfa":
+    _KINDS[_byte] = _NUMBER
 _WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -99,26 +103,17 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
 
     A last row that a kill has truncated is left out; any other damage is an error.
     """
-    with _damage_named(path):
-        rows = list(csv.DictReader(io.StringIO(_complete_text(path))))
+    try:
+        text = read_regular(path, most_bytes=TABLE_BYTES).decode("utf-8")
+        complete = text[: text.rfind("\n") + 1]
+        rows = list(csv.DictReader(io.StringIO(complete)))
         for row in rows:
             float(int(row["env_steps"]))
             for value in row.values():
                 float(value or 0.0)
-    return rows
-
-
-def _complete_text(path: Path) -> str:
-    text = read_regular(path, most_bytes=TABLE_BYTES).decode("utf-8")
-    return text[: text.rfind("\n") + 1]
-
-
-@contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    try:
-        yield
     except (OSError, ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
         raise RunFolderError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    return rows
 
 
 class Column(NamedTuple):
@@ -137,30 +132,66 @@ class Columns(NamedTuple):
 
 
 def read_columns(path: Path, wanted: Collection[str]) -> Columns:
-    """Some columns of a metrics.csv; only their cells become numbers, so it takes less time."""
-    with _damage_named(path):
-        text = _complete_text(path)
-        if text.partition("\n")[2].encode().translate(None, _ROW_BYTES):
-            raise ValueError("a cell is not a number")
-        lines = [line for line in csv.reader(io.StringIO(text)) if line]
-        if not lines:
-            return Columns([], {}, {})
-        names, *rows = lines
-        if any(len(row) != len(names) for row in rows):
-            raise ValueError("a row has another number of cells than the header")
+    """Some columns of a metrics.csv; much faster than ``read_metrics``."""
+    try:
+        content = read_regular(path, most_bytes=TABLE_BYTES)
+        start = (content.find(b"\n") + 1) or len(content)
+        names = content[:start].removesuffix(b"\n").decode("utf-8").split(",")
+        body = content[start : max(content.rfind(b"\n") + 1, start)]
+        if {'"', "\r"} & set("".join(names)):
+            raise ValueError("not as CsvLogger writes it")
+        starts, ends = _cells(body, n_columns=len(names))
         read = {
-            name: _column([row[i] for row in rows], int if name == "env_steps" else float)
+            name: _column(body, starts[:, i], ends[:, i], int if name == "env_steps" else float)
             for i, name in enumerate(names)
             if name in wanted
         }
         if not read["env_steps"].measured.all():
             raise ValueError("a row without env_steps")
-        return Columns(names, dict(zip(names, rows[0], strict=True)) if rows else {}, read)
+        first = body.partition(b"\n")[0].decode("utf-8").split(",")
+        return Columns(names, dict(zip(names, first, strict=True)) if body else {}, read)
+    except (OSError, ValueError, KeyError, OverflowError):
+        return as_columns(read_metrics(path), wanted)  # it says what is damaged
 
 
-def _column(cells: Sequence[str], parse: Callable[[str], float]) -> Column:
-    values = np.array([parse(cell) if cell else np.nan for cell in cells], dtype=np.float64)
-    return Column(values, np.array([cell != "" for cell in cells], dtype=np.bool_))
+def _cells(body: bytes, *, n_columns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each cell starts and ends, both [rows, columns].
+
+    100 runs of 5,000 rows have millions of cells: only those that are wanted become objects.
+    """
+    kinds = np.frombuffer(body.translate(_KINDS), dtype=np.uint8)
+    places = np.flatnonzero(kinds != _NUMBER)  # faster than of the bytes
+    if len(places) % n_columns:
+        raise ValueError("a row has another number of cells than the header")
+    starts = np.concatenate([[0], places[:-1] + 1])[: len(places)].reshape(-1, n_columns)
+    ends = places.reshape(-1, n_columns)
+    expected = [_COMMA] * (n_columns - 1) + [_NEWLINE]
+    if (kinds[ends] != expected).any():
+        raise ValueError("not as CsvLogger writes it")
+    return starts, ends
+
+
+def _column(
+    body: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64], parse: Callable[[bytes], float]
+) -> Column:
+    measured = starts < ends
+    places = zip(starts[measured].tolist(), ends[measured].tolist(), strict=True)
+    values = np.full(len(starts), np.nan)
+    values[measured] = [parse(body[start:end]) for start, end in places]
+    return Column(values, measured)
+
+
+def as_columns(rows: Sequence[Mapping[str, str]], wanted: Collection[str]) -> Columns:
+    """Some columns of ``rows``, which ``read_metrics`` returns."""
+    first_row = dict(rows[0]) if rows else {}
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    read = {}
+    for name in names:
+        if name in wanted:
+            cells = [row.get(name) or "" for row in rows]
+            values = np.array([float(cell or "nan") for cell in cells])
+            read[name] = Column(values, np.array([cell != "" for cell in cells]))
+    return Columns(names, first_row, read)
 
 
 class WandbLogger:
