@@ -193,7 +193,8 @@ def test_check_env_is_ready_and_names_the_part_of_wide_bounds(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_lanes_are_learned_which_needs_both_parts(here: Path) -> None:
-    run = train(["experiment=lanes", "seed=1", "logger=none", "device=cpu"]).run_dir
+    settings = ["experiment=lanes", "seed=1", "total_steps=20_480", "logger=none", "device=cpu"]
+    run = train(settings).run_dir
 
     last = read_metrics(run / "metrics.csv")[-1]
 

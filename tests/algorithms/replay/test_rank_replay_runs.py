@@ -200,9 +200,13 @@ def damage(run: Path, rank: int, segment: int) -> None:
 # those before them move up by 33: the last of them has lost its next observation.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("damaged", "n_kept", "moved"),
-    [([(1, 0)], 256, 0), ([(0, 1)], 248, 33), ([(0, 0), (1, 1)], 0, 0)],
-    ids=["oldest of rank 1", "newest of rank 0", "another of each rank"],
+    ("complete", "damaged", "n_kept", "moved"),
+    [
+        pytest.param("dqn", [(1, 0)], 256, 0, id="oldest of rank 1"),
+        pytest.param("sac", [(0, 1)], 248, 33, id="newest of rank 0"),
+        pytest.param("dqn", [(0, 0), (1, 1)], 0, 0, id="another of each rank"),
+    ],
+    indirect=["complete"],
 )
 def test_salvage_on_two_ranks_drops_the_rows_of_both(
     complete: Any, damaged: list[tuple[int, int]], n_kept: int, moved: int, tmp_path: Path
