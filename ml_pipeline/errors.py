@@ -23,6 +23,10 @@ class UserError(Exception):
         return printable(super().__str__())
 
 
+class BrokenEnvError(UserError):
+    """An env failed during a run; the last complete iteration is worth saving."""
+
+
 def refused_path(error: BaseException) -> str:
     """One line if the system refused to read or write a file or folder; an empty text if not."""
     if not isinstance(error, OSError) or error.filename is None:

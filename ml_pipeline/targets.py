@@ -40,7 +40,11 @@ def import_dotted(path: str, *, key: str) -> Any:
     if not module_name:
         raise TargetError(f"{key}={path}: this is not a dotted path; write package.module.Name")
     module = import_module(module_name, key=key, path=path)
-    if not hasattr(module, name):
+    try:
+        has_it = hasattr(module, name)
+    except ImportError as error:  # the module imports it only now
+        raise missing_extra(f"{key}={path}", error) from error
+    if not has_it:
         near = get_close_matches(name, dir(module), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise TargetError(f"{key}={path}: module {module_name} has no {name!r}{hint}")

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 
 from ml_pipeline.config.train import VecEnvConfig
-from ml_pipeline.envs.factory import close_env
+from ml_pipeline.envs.factory import EnvFactory, close_env
 from ml_pipeline.envs.kinds import MakeEnv
 from ml_pipeline.envs.trial import in_worker, try_env
 from ml_pipeline.envs.workers.pool import call_in_worker
@@ -32,14 +32,17 @@ class Findings(NamedTuple):
 
 
 def check_env(
-    make_env: MakeEnv, name: str, settings: VecEnvConfig, *, mask_key: str, seconds: float
+    make_env: EnvFactory, name: str, settings: VecEnvConfig, *, mask_key: str, seconds: float
 ) -> Findings:
-    """Try the env in a worker, under the deadline of ``settings``; then Gymnasium's own checks."""
+    """Try the env in a worker, under the deadline of ``settings``; then Gymnasium's own checks.
+
+    A vector env may have processes of its own, which a worker cannot start: it is tried here.
+    """
     try:
         play = partial(
             try_env, make_env, name, mask_key=mask_key, seconds=seconds, most_steps=10_000
         )
-        trial = in_worker(play, name, settings)
+        trial = play() if make_env.is_vector else in_worker(play, name, settings)
     except UserError as error:
         return Findings([], [], [str(error)])
     facts = [
@@ -63,6 +66,8 @@ def check_env(
             )
     if trial.no_snapshot is not None:
         remarks.append(f"a resumed run starts new episodes: {trial.no_snapshot}")
+    if make_env.is_vector:
+        return Findings(facts, remarks, [])
     remarks += call_in_worker(
         partial(_gymnasium_remarks, make_env),
         start_method=settings.start_method or "spawn",  # type: ignore[arg-type]  # VecEnvConfig

@@ -30,7 +30,7 @@ from ml_pipeline.training.graphs import Programs
 
 def build_env_factory(env: EnvConfig) -> EnvFactory:
     given = objects_in([env.target, env.kwargs, env.wrappers])
-    return EnvFactory(env.id, env.target, env.kwargs, env.wrappers, given)
+    return EnvFactory(env.id, env.target, env.kwargs, env.wrappers, given, env.vector)
 
 
 def cpu_context(config: TrainConfig) -> RunContext:

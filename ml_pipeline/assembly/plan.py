@@ -30,7 +30,7 @@ from ml_pipeline.assembly.explain import ConfigError
 from ml_pipeline.assembly.load import restored_agent, started_from
 from ml_pipeline.assembly.phases import check_phases
 from ml_pipeline.assembly.players import SelfPlay, find_self_play
-from ml_pipeline.config.train import EnvConfig, TrainConfig
+from ml_pipeline.config.train import EnvConfig, TrainConfig, VecEnvConfig
 from ml_pipeline.device import program_mode, resolve_device, torch_threads
 from ml_pipeline.envs.choice import choose_n_envs
 from ml_pipeline.envs.factory import EnvFactory
@@ -142,6 +142,9 @@ def make_plan(
         state = _state_of_rank(config, state, context, run_folder)
     seed_global_generators(config.seed)
     tensor_env = find_tensor_env(config)
+    is_vector = build_env_factory(config.env).is_vector
+    if is_vector:
+        _check_vector_env(config)
     self_play = find_self_play(config, tensor_env)
     make_env = build_env_factory(config.env) if self_play is None else self_play.arena.make_env
     trial = _try_envs(config, make_env, self_play)
@@ -179,6 +182,8 @@ def make_plan(
         config = started_from(config, agent)
     if tensor_env is not None:
         _check_tensor_env(config, trial, agent)
+    if trial.has_reset_rows:
+        _check_reset_rows(config, context, agent)
     config = _with_cpu_threads(config, agent, context)
     config, remark = _with_n_envs(config, trial, agent, context, is_tensor=tensor_env is not None)
     reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
@@ -347,6 +352,37 @@ def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> Non
         if is_wrong:
             raise ConfigError(
                 f"env {config.env.name} is a tensor env, which does not support {key_and_fix}"
+            )
+
+
+def _check_vector_env(config: TrainConfig) -> None:
+    """Refuse settings that need single envs."""
+    plain, vec_env = VecEnvConfig(), config.vec_env
+    of_workers = ("mode", "n_workers", "start_method", "on_worker_death")
+    has_workers = any(getattr(vec_env, key) != getattr(plain, key) for key in of_workers)
+    for is_wrong, key_and_fix in (
+        (has_workers, "vec_env; leave vec_env=auto"),
+        (config.collector != "sync", "collector; leave collector=sync"),
+        (config.n_envs == "auto", "n_envs=auto; give a number"),
+        (config.opponent is not None, "opponent"),
+        (config.curriculum is not None, "curriculum"),
+    ):
+        if is_wrong:
+            raise ConfigError(
+                f"env {config.env.name} is a vector env, which does not support {key_and_fix}"
+            )
+
+
+def _check_reset_rows(config: TrainConfig, context: RunContext, agent: Agent) -> None:
+    """Refuse what needs every step of a vector env to be a transition."""
+    for is_wrong, key_and_fix in (
+        (_is_recurrent(agent), "network; use one that is not recurrent, such as network=mlp"),
+        (context.world.size > 1, "torchrun; start one process"),
+    ):
+        if is_wrong:
+            raise ConfigError(
+                f"env {config.env.name} is a vector env that resets its envs in the next step, "
+                f"which does not support {key_and_fix}"
             )
 
 

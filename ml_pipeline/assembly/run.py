@@ -31,11 +31,11 @@ from ml_pipeline.assembly.plan import RunPlan, make_plan
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.device import precision_of_products, torch_threads
 from ml_pipeline.envs.choice import choose_mode
+from ml_pipeline.envs.foreign_vector_env import ForeignVectorEnv
 from ml_pipeline.envs.tensor_env import TorchVectorEnv
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.envs.workers.cores import available_cores
-from ml_pipeline.envs.workers.errors import WorkerError
-from ml_pipeline.errors import UserError, type_and_line
+from ml_pipeline.errors import BrokenEnvError, UserError, type_and_line
 from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.self_play import ArrayOpponents, SelfPlayEnv
 from ml_pipeline.metrics import MEAN_RETURN
@@ -61,7 +61,7 @@ from ml_pipeline.training.out_of_memory import memory_explained, ran_out_of_memo
 
 __all__ = ["RunResult", "load_agent", "load_policy", "run", "train"]
 
-ProcessEnv = ParallelEnv | SerialEnv | SelfPlayEnv
+ProcessEnv = ParallelEnv | SerialEnv | SelfPlayEnv | ForeignVectorEnv
 
 
 class RunResult(NamedTuple):
@@ -200,7 +200,7 @@ def _train(loop: Loop, plan: RunPlan, record: Record, signals: StopSignals) -> N
     try:
         with record.timed():
             loop.train(plan.wanted_steps)
-    except (Interrupted, WorkerError, BadValueError) as error:
+    except (Interrupted, BrokenEnvError, BadValueError) as error:
         if isinstance(error, Interrupted) or loop.env_steps > plan.first_step:
             with signals.shielded():
                 save_latest(plan.run, loop)
@@ -231,6 +231,12 @@ def _save_after(error: Exception, loop: Loop, plan: RunPlan) -> None:
 
 def build_vec_envs(plan: RunPlan) -> tuple[Sequence[ProcessEnv | TorchVectorEnv], str]:
     """The envs, in two halves with collector=double, and a text that says how they run."""
+    if plan.make_env.is_vector:
+        n_envs = plan.config.n_envs
+        batch = plan.make_env.make_batch(n_envs)
+        how = f"{_counted(n_envs)} in one {type(batch.env.unwrapped).__name__}"
+        resets = ", whose step after an episode only resets it and is left out"
+        return [batch], how + (resets if batch.has_reset_rows else "")
     if plan.tensor_env is not None:
         env = make_tensor_env(
             plan.config,

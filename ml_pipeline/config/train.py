@@ -42,10 +42,14 @@ class EnvConfig:
     target: Optional[str] = None  # dotted path of a class, which takes precedence
     kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the env
     wrappers: dict[str, Any] = field(default_factory=dict)  # name -> `_target_` entry, in order
+    # Make the id by gymnasium.make_vec; a target that makes a vector env needs no key
+    vector: bool = False
 
     def __post_init__(self) -> None:
         if not self.id and not self.target:
             raise ValueError("env.id and env.target are both empty; set one of them")
+        if self.vector and self.target:
+            raise ValueError("env.vector is for an env.id; remove it beside env.target")
 
     @property
     def name(self) -> str:
@@ -70,7 +74,8 @@ class EvalEnvConfig:
         wrappers = {name: entry for name, entry in wrappers.items() if entry is not None}
         if self.id or self.target:
             return EnvConfig(self.id, self.target, self.kwargs, wrappers)
-        return EnvConfig(env.id, env.target, {**env.kwargs, **self.kwargs}, wrappers)
+        kwargs = {**env.kwargs, **self.kwargs}
+        return EnvConfig(env.id, env.target, kwargs, wrappers, env.vector)
 
 
 @dataclass

@@ -46,11 +46,18 @@ class EpisodeStats:
         self._length = np.zeros(n_envs, dtype=np.int64)
 
     def step(
-        self, reward: NDArray[np.float64], done: NDArray[np.bool_], infos: Mapping[str, Any]
+        self,
+        reward: NDArray[np.float64],
+        done: NDArray[np.bool_],
+        infos: Mapping[str, Any],
+        counts: NDArray[np.bool_] | int = 1,
     ) -> list[Episode]:
-        """Add one step; returns the episodes that ended in it, in the order of the envs."""
+        """Add one step; returns the episodes that ended in it, in the order of the envs.
+
+        ``counts``: in which envs it is a step of an episode.
+        """
         self._return += reward
-        self._length += 1
+        self._length += counts
         if not np.count_nonzero(done):  # far faster than any()
             return []
         ended = np.flatnonzero(done).tolist()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +19,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from numpy.typing import NDArray
 
-from ml_pipeline.envs.kinds import AnyEnv, AnySpace
+from ml_pipeline.envs.foreign_vector_env import ForeignVectorEnv, OneEnv
+from ml_pipeline.envs.kinds import AnyEnv, AnySpace, AnyVectorEnv
 from ml_pipeline.envs.wrappers.without_text import WithoutText, text_keys
 from ml_pipeline.errors import UserError, place_of, type_and_line
 from ml_pipeline.extras import missing_extra
@@ -45,26 +48,30 @@ class EnvError(UserError):
 
 @dataclass(frozen=True)
 class EnvFactory:
-    """A picklable ``() -> gym.Env``; ``target``, a dotted path, overrides ``id``."""
+    """A picklable ``() -> gym.Env``; ``target``, a dotted path, overrides ``id``.
+
+    If it names a vector env, ``make_batch`` makes one, and a call makes one with a single env.
+    """
 
     id: str | None
     target: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrappers: Mapping[str, Any] = field(default_factory=dict)  # name -> _target_ entry, in order
     given: tuple[tuple[str, Any], ...] = ()  # what the others name and a worker cannot import
+    vector: bool = False  # make ``id`` by gymnasium.make_vec
 
     def __call__(self) -> AnyEnv:
         keep(self.given)
+        if self.is_vector:
+            return OneEnv(self.make_batch(1))
         env = self._make_target() if self.target else self._make_id()
-        for name, entry in self.wrappers.items():
-            key = f"env.wrappers.{name}"
-            wrapper, arguments = import_entry(entry, key=key)
-            check_arguments(wrapper, arguments, key=key, given=1)
+        for key, wrapper, arguments in self._wrappers():
             with _named(f"{key} cannot be made"):
                 env = wrapper(env, **arguments)
             if not isinstance(env, gym.Env):
+                what = f"{wrapper.__module__}.{wrapper.__name__}"
                 raise TargetError(
-                    f"{key}: {entry['_target_']} returned {type(env).__name__}, not a gymnasium.Env"
+                    f"{key}: {what} returned {type(env).__name__}, not a gymnasium.Env"
                 )
             _check_made(env, key)
         space = env.observation_space
@@ -72,6 +79,58 @@ class EnvFactory:
         if isinstance(space, spaces.Dict) and 0 < len(text_keys(space)) < len(space):
             return WithoutText(env)
         return env
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it names a vector env: a class, a function with ``num_envs``, or such an id."""
+        if self.target is None:
+            spec = _spec_of(str(self.id))
+            return self.vector or spec.entry_point is None
+        maker = import_dotted(self.target, key="env.target")
+        if isinstance(maker, type):
+            # A TorchVectorEnv has a ``single_env`` and batches of its own.
+            return issubclass(maker, gym.vector.VectorEnv) and not hasattr(maker, "single_env")
+        try:
+            return "num_envs" in inspect.signature(maker).parameters
+        except (TypeError, ValueError):  # not a function, or one without a signature
+            return False
+
+    def make_batch(self, n_envs: int) -> ForeignVectorEnv:
+        """One vector env with ``n_envs``, if ``is_vector``."""
+        keep(self.given)
+        key = f"env.target={self.target}" if self.target else f"env.id={self.id}"
+        if "num_envs" in self.kwargs:
+            raise EnvError("env.kwargs.num_envs: n_envs sets it; remove the key")
+        maker, arguments = gym.make_vec, {**self.kwargs, "num_envs": n_envs}
+        if self.target:
+            maker = import_dotted(self.target, key="env.target")
+            check_arguments(maker, arguments, key="env.kwargs")
+        else:
+            arguments["id"] = str(self.id)
+        with _named(f"{key} cannot be made"):
+            env: AnyVectorEnv = maker(**arguments)
+        for wrapper_key, wrapper, given in self._wrappers():
+            if isinstance(wrapper, type) and issubclass(wrapper, gym.Wrapper):
+                raise EnvError(
+                    f"{wrapper_key}: {wrapper.__name__} wraps single envs, but {key} is a vector "
+                    "env; use one of gymnasium.wrappers.vector, or wrap the envs inside it"
+                )
+            with _named(f"{wrapper_key} cannot be made"):
+                env = wrapper(env, **given)
+        if not isinstance(env, gym.vector.VectorEnv):
+            raise TargetError(
+                f"{key} returned {type(env).__name__}, not a gymnasium.vector.VectorEnv; a "
+                "function with a parameter num_envs must return one"
+            )
+        return ForeignVectorEnv(env, key, n_envs)
+
+    def _wrappers(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+        """Key, class and arguments of each, the innermost first."""
+        for name, entry in self.wrappers.items():
+            key = f"env.wrappers.{name}"
+            wrapper, arguments = import_entry(entry, key=key)
+            check_arguments(wrapper, arguments, key=key, given=1)
+            yield key, wrapper, arguments
 
     def rendering(self, render_mode: str) -> EnvFactory:
         """The same factory, for envs with this render mode."""
@@ -98,6 +157,11 @@ class EnvFactory:
         check_arguments(maker, self.kwargs, key="env.kwargs")
         with _named(f"env.target={self.target} cannot be made"):
             env = maker(**self.kwargs)
+        if isinstance(env, gym.vector.VectorEnv):
+            raise TargetError(
+                f"env.target={self.target} returned a {type(env).__name__}; give the function the "
+                "parameter num_envs, so that the vector env gets as many envs as the run wants"
+            )
         if not isinstance(env, gym.Env):
             raise TargetError(
                 f"env.target={self.target} returned {type(env).__name__}, not a gymnasium.Env"
@@ -220,6 +284,11 @@ def close_env(env: AnyEnv) -> None:
 
 
 def check_env_id(env_id: str) -> None:
+    """Refuse an id that Gymnasium does not know, and suggest similar ids."""
+    _spec_of(env_id)
+
+
+def _spec_of(env_id: str) -> EnvSpec:
     """Refuse an id that Gymnasium does not know, and suggest similar ids.
 
     As in ``gym.make``, ``my_module:MyEnv-v0`` imports the module that registers the env.
@@ -232,7 +301,7 @@ def check_env_id(env_id: str) -> None:
     if owner is not None and not is_missing:
         import_module(owner, key="env.id", path=env_id)
     try:
-        gym.spec(registered)
+        return gym.spec(registered)
     except gym.error.NamespaceNotFound as error:
         # A separate package registers each namespace: ale_py registers ALE/Pong-v5.
         raise missing_extra(f"env.id={env_id}", error) from error

@@ -22,6 +22,7 @@ from gymnasium import spaces
 from ml_pipeline.config.train import VecEnvConfig
 from ml_pipeline.envs.episode_stats import counts_episodes, final_numbers
 from ml_pipeline.envs.factory import EnvError, allowed_action, close_env
+from ml_pipeline.envs.foreign_vector_env import NO_SNAPSHOT, OneEnv
 from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info, MakeEnv
 from ml_pipeline.envs.snapshots import why_no_snapshot
 from ml_pipeline.envs.vec_env import WorkerError
@@ -49,6 +50,7 @@ class EnvTrial(NamedTuple):
     step_seconds: float  # mean time of a step, resets included
     has_ended: bool  # at least one episode ended
     has_time_limit: bool  # the env declares one to Gymnasium
+    has_reset_rows: bool  # some steps of the vector env only reset an env
     remarks: list[str]  # observations that do not fit their space, and what is left out of them
 
 
@@ -84,6 +86,12 @@ def try_env(
                 n_steps=(least_steps, most_steps),
             )
         spec = env.spec
+        base, has_reset_rows = env.unwrapped, False
+        no_snapshot: str | None = NO_SNAPSHOT
+        if isinstance(base, OneEnv):
+            has_reset_rows = base.has_reset_rows
+        else:
+            no_snapshot = why_no_snapshot(env, make_env, mask_key=mask_key)
         return EnvTrial(
             env.observation_space,
             env.action_space,
@@ -91,11 +99,12 @@ def try_env(
             {mask_key: info[mask_key]} if mask_key in info else {},
             {mask_key: step_info[mask_key]} if mask_key in step_info else {},
             counts_episodes(env),
-            why_no_snapshot(env, make_env, mask_key=mask_key),
+            no_snapshot,
             len(durations),
             float(np.mean(durations[2:] or durations)),  # the first steps are slow
             has_ended,
             spec is not None and spec.max_episode_steps is not None,
+            has_reset_rows,
             [*_left_out(env), *check.remarks()],
         )
     finally:

@@ -26,6 +26,7 @@ class DeviceEnvs:
     """Env i of ``env`` is reset with ``seed + i``."""
 
     on_host = False
+    has_reset_rows = False
     memory: Tensor | None = None  # no recurrent policies yet
 
     def __init__(self, env: TorchVectorEnv, *, seed: int, programs: Programs | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.envs.episode_stats import Episode
@@ -65,6 +66,7 @@ class EnvStep(NamedTuple):
     final_obs: Tensor | None = None  # of every env, if it is on a device
     finals: Sequence[FinalObservation] = ()  # else of the episodes that were truncated
     episodes: Sequence[Episode] = ()  # that ended, unless ``ended_episodes`` counts them
+    is_reset: NDArray[np.bool_] | None = None  # steps that only reset an env: no transitions
 
 
 class EnvBatch(Protocol):
@@ -76,6 +78,7 @@ class EnvBatch(Protocol):
     env: VectorEnv[Any, Any, Any]
     place: slice  # the columns of these envs among all of a run
     on_host: bool  # arrays in host memory
+    has_reset_rows: bool  # some steps only reset an env, see ``EnvStep.is_reset``
     memory: Tensor | None  # recurrent state of the policy
 
     @property

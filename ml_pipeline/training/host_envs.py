@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.envs.episode_stats import Episode, EpisodeStats
+from ml_pipeline.envs.foreign_vector_env import ForeignVectorEnv
 from ml_pipeline.envs.vec_env import Resizable
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.policy.masks import Mask
@@ -46,10 +47,12 @@ class HostEnvs:
         ``in_background``: the envs step while the caller does other work.
         """
         mode = env.metadata.get("autoreset_mode")
-        if mode is not AutoresetMode.SAME_STEP:
+        self.has_reset_rows = isinstance(env, ForeignVectorEnv) and env.has_reset_rows
+        if mode is not AutoresetMode.SAME_STEP and not self.has_reset_rows:
             raise ValueError(
                 f"autoreset_mode={mode}: the collector needs SAME_STEP; pass "
-                "autoreset_mode=AutoresetMode.SAME_STEP to the env's constructor"
+                "autoreset_mode=AutoresetMode.SAME_STEP to the env's constructor, or wrap the env "
+                "in ForeignVectorEnv"
             )
         self.env: Any = env
         self.place = slice(first, first + env.num_envs)
@@ -57,6 +60,7 @@ class HostEnvs:
         self.mask: Mask | None = None
         self.memory: Tensor | None = None
         self.episode_start = np.ones(env.num_envs, dtype=bool)
+        self._needs_reset = np.zeros(env.num_envs, dtype=bool)  # which the next step does
         self._seed = seed
         self._check = check
         self._infos_have_episodes = infos_have_episodes
@@ -83,6 +87,7 @@ class HostEnvs:
         self._observe(agent, obs, infos)
         self.memory = agent.new_memory(self.env.num_envs)
         self.episode_start = np.ones(self.env.num_envs, dtype=bool)
+        self._needs_reset = np.zeros(self.env.num_envs, dtype=bool)
         self._check.obs(self.leaves, first_env=self.place.start, t=0)
         return True
 
@@ -131,6 +136,7 @@ class HostEnvs:
 
     def receive(self, agent: Observer, t: int, row: Row | None = None) -> EnvStep:
         first = self.place.start
+        is_reset = self._needs_reset if self.has_reset_rows else None
         try:
             reward, terminated, truncated, infos, episodes = self._answer(agent)
         except ObservationError as error:
@@ -155,6 +161,7 @@ class HostEnvs:
             truncated,
             finals=finals,
             episodes=episodes,
+            is_reset=is_reset,
         )
 
     def _answer(self, agent: Observer) -> tuple[Any, Any, Any, dict[str, Any], list[Episode]]:
@@ -164,9 +171,15 @@ class HostEnvs:
         self._is_calling = False
         obs, reward, terminated, truncated, infos = result
         self._action = None
-        self.episode_start = terminated | truncated
+        done = terminated | truncated
+        self.episode_start = done
         self._observe(agent, obs, infos)
-        episodes = self._stats.step(reward, self.episode_start, infos)
+        if self.has_reset_rows:
+            reward = np.where(self._needs_reset, 0.0, reward)
+            episodes = self._stats.step(reward, done, infos, ~self._needs_reset)
+            self._needs_reset = done
+        else:
+            episodes = self._stats.step(reward, done, infos)
         return reward, terminated, truncated, infos, episodes
 
     def _observe(self, agent: Observer, obs: Any, infos: Mapping[str, Any]) -> None:

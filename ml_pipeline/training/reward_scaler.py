@@ -7,6 +7,7 @@ from typing import Any, Generic
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline.moments import merge_moments
@@ -29,11 +30,17 @@ class RewardScaler(Generic[Numbers]):
         self._return: Numbers = start  # discounted, of the current episode in each env
         self._moments: Numbers = _like(start, [0.0, 1.0, 0.0])  # mean, variance, count
 
-    def scaled(self, reward: Numbers, done: Numbers) -> Numbers:
-        """Add a rollout, [T, n_envs], to the moments, then scale it by them."""
+    def scaled(
+        self, reward: Numbers, done: Numbers, counted: NDArray[np.bool_] | None = None
+    ) -> Numbers:
+        """Add a rollout, [T, n_envs], to the moments, then scale it by them.
+
+        ``counted``: the steps to add, None: all. Others must have the reward 0.
+        """
         library: Any = torch if isinstance(reward, Tensor) else np
         returns, running = discounted_returns(reward, done, self._return, gamma=self.gamma)
-        is_finite = self._learn(returns, library)
+        added = returns if counted is None else returns[counted][np.newaxis]
+        is_finite = self._learn(added, library)
         # A rollout that is not finite is skipped, and must not change later ones. In place: a
         # captured graph reads and writes the same tensors again.
         self._return[:] = library.where(is_finite, running, 0.0)

@@ -71,6 +71,7 @@ class Collector:
                 self._batches.append(host)
             self.n_envs += env.num_envs
         self.on_host = self._batches[0].on_host
+        self.has_reset_rows = any(each.has_reset_rows for each in self._batches)
         self._host_seconds = 0.0  # that the last rollout took
         is_on_gpu = not self.on_host and self._batches[0].env.device.type == "cuda"
         self._watch = GpuStopwatch() if is_on_gpu else None
@@ -94,7 +95,10 @@ class Collector:
 
     def new_buffer(self, n_steps: int, agent: Any) -> RolloutBuffer:
         programs = None if self.on_host else self._programs or Programs(agent.device)
-        return RolloutBuffer(n_steps, self.n_envs, agent, programs, self._world)
+        buffer = RolloutBuffer(n_steps, self.n_envs, agent, programs, self._world)
+        if self.has_reset_rows:
+            buffer.is_reset = np.zeros((n_steps, self.n_envs), dtype=bool)
+        return buffer
 
     def new_scaler(self, *, gamma: float, clip: float) -> RewardScaler[Any]:
         start: Any = np.zeros(self.n_envs)
@@ -196,6 +200,8 @@ class Collector:
         step = batch.receive(agent, t, rows[t])
         if step is not None:
             self._episodes += step.episodes
+            if buffer.is_reset is not None:
+                buffer.is_reset[t, batch.place] = step.is_reset
             for final in step.finals:
                 buffer.final_steps[t, batch.place.start + final.env] = final
 

@@ -74,16 +74,16 @@ class DeviceEpochs:
 
 
 class SentOrders:
-    """Orders of 0 .. n_items - 1, shuffled on the host for a rollout that was collected there."""
+    """Orders that the host draws, for a rollout that was collected there."""
 
-    def __init__(self, n_items: int, device: torch.device) -> None:
+    def __init__(self, shuffled: Callable[[torch.Generator], Tensor], device: torch.device) -> None:
         self.device = device
-        self._n_items = n_items
+        self._shuffled = shuffled
         self._orders: Tensor | None = None
 
     def draw(self, generator: torch.Generator, n_orders: int) -> None:
         """New orders, one per epoch."""
-        orders = [torch.randperm(self._n_items, generator=generator) for _ in range(n_orders)]
+        orders = [self._shuffled(generator) for _ in range(n_orders)]
         stacked = torch.stack(orders)
         if self._orders is None:
             self._orders = torch.empty_like(stacked, device=self.device)

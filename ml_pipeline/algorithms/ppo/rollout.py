@@ -25,6 +25,7 @@ from ml_pipeline.algorithms.ppo.reports import (
     quality_part,
 )
 from ml_pipeline.policy.contracts import Obs, PolicyInput
+from ml_pipeline.policy.observations import map_obs
 from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.training.env_batch import (
     ArrayOrTensor,
@@ -57,6 +58,7 @@ class Rollout(NamedTuple):
     reward: ArrayOrTensor  # [T, n_envs]
     terminated: ArrayOrTensor  # [T, n_envs], bool
     truncated: ArrayOrTensor
+    is_reset: NDArray[np.bool_] | None = None  # steps that only reset an env: no transitions
 
 
 class RolloutBuffer:
@@ -103,6 +105,8 @@ class RolloutBuffer:
         self.reward = zeros(n_steps)
         self.terminated = zeros(n_steps, dtype=torch.bool)
         self.truncated = zeros(n_steps, dtype=torch.bool)
+        # Steps that only reset an env, [T, n_envs]: nothing is learned from them.
+        self.is_reset: NDArray[np.bool_] | None = None
         # Before the autoreset: those of tensor envs at every step, others where truncated.
         self.final_obs = None if programs is None else torch.zeros_like(self.obs[""][:n_steps])
         # Final observations by (row, column), of the episodes that were truncated.
@@ -151,7 +155,30 @@ class RolloutBuffer:
 
     def rollout(self) -> Rollout:
         """What was collected; between ``end`` and ``finish``."""
-        return Rollout(self.obs, self.action, self.reward, self.terminated, self.truncated)
+        outcome = self.reward, self.terminated, self.truncated
+        return Rollout(self.obs, self.action, *outcome, self.is_reset)
+
+    def transitions_in(self, order: Tensor) -> Tensor:
+        """``order``, an epoch, without steps that only reset an env; others come twice instead.
+
+        So the size of a minibatch does not change.
+        """
+        if self.is_reset is None:
+            return order
+        is_reset = torch.from_numpy(self.is_reset.reshape(-1))[order]
+        others = order[~is_reset]
+        # As if the next epoch began early; the order is random, so all are equally likely.
+        again = torch.arange(int(is_reset.sum())) % len(others)
+        filled = order.clone()
+        filled[is_reset] = others[again]
+        return filled
+
+    def _transitions(self, table: ArrayOrTensor) -> ArrayOrTensor:
+        """A table [T, n_envs, ...] without steps that only reset an env: [1, N, ...]."""
+        if self.is_reset is None:
+            return table
+        is_kept = ~self.is_reset
+        return table[torch.from_numpy(is_kept) if isinstance(table, Tensor) else is_kept][None]
 
     def finish(
         self,
@@ -194,7 +221,11 @@ class RolloutBuffer:
         self.value = self._home(value)
         reward = self.reward
         if scaler is not None:
-            reward = scaler.scaled(reward, self.terminated | self.truncated)
+            counted = None
+            if self.is_reset is not None:
+                counted = ~self.is_reset
+                reward = reward * counted  # a hook may have added to it
+            reward = scaler.scaled(reward, self.terminated | self.truncated, counted)
         self._scaled_reward[:] = reward
         estimates = self._estimates(value, estimator, gamma, lam)
         self.advantage, self.value_target = estimates
@@ -304,7 +335,8 @@ class RolloutBuffer:
         """That of the rollouts of all ranks; waits for the device."""
         if self.on_host:
             # Every step was checked, unless steps that are not finite are allowed.
-            explained = float(np.float32(explained_variance(self.value, self.value_target)))
+            both_kept = self._transitions(self.value), self._transitions(self.value_target)
+            explained = float(np.float32(explained_variance(*both_kept)))
             own = RolloutQuality(explained, is_finite=True)
         else:
             explained, is_finite = self._quality.tolist()
@@ -315,12 +347,15 @@ class RolloutBuffer:
         return merged_quality(parts) if parts else own
 
     def observations(self) -> Obs:
-        """[T, n_envs, ...] on the device, after ``finish``."""
+        """Those of all transitions, [T, n_envs, ...] on the device, after ``finish``."""
         if self._finished is None:
             raise RuntimeError("the rollout is not finished; call finish first")
-        return self._finished.inputs.obs
+        return map_obs(self._transitions, self._finished.inputs.obs)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Actions and advantages, for histograms."""
         named = {"rollout/actions": self.action, "rollout/advantages": self.advantage}
-        return {name: torch.as_tensor(each).cpu().numpy() for name, each in named.items()}
+        return {
+            name: torch.as_tensor(self._transitions(each)).cpu().numpy()
+            for name, each in named.items()
+        }

@@ -24,6 +24,7 @@ from ml_pipeline.envs.episode_stats import EpisodeWindow
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.signals import Hold, never_held
+from ml_pipeline.training.checks import TrainingError
 from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.training.schedules import find_schedule
 
@@ -47,6 +48,11 @@ class PPOTrainer:
         reason = config.why_not(collector.n_envs, recurrent=bool(agent.memory_size))
         if reason is not None:
             raise ValueError(reason)
+        if collector.has_reset_rows and config.n_steps == 1:
+            raise TrainingError(
+                "agent.n_steps=1: in this vector env a rollout of one step may hold no transition; "
+                "use at least 2"
+            )
         self.progress = 0.0  # through the run, for the schedules
         self.schedules = Schedules(config)
         self._estimator = find_estimator(config)
@@ -74,7 +80,7 @@ class PPOTrainer:
         self._is_stoppable = self._on_host or self.schedules.uses_kl or is_long
         self._device_epochs: DeviceEpochs | None = None
         if not self._on_host:
-            orders: SentOrders | DeviceOrders = SentOrders(self._n_items, device)
+            orders: SentOrders | DeviceOrders = SentOrders(self._shuffled, device)
             if not self.collector.on_host:
                 orders = DeviceOrders(self._n_items, device, self._programs)
             n_at_once = 1 if self._is_stoppable else config.n_epochs
@@ -129,7 +135,7 @@ class PPOTrainer:
             if config.recompute_advantages and n_epochs > 0:
                 buffer.recompute(**estimate)
             if self._device_epochs is None:
-                order = torch.randperm(self._n_items, generator=self._generator)
+                order = self._shuffled(self._generator)
                 tables.append(self._epoch(order, rates))
                 n_epochs += 1
             else:
@@ -156,6 +162,10 @@ class PPOTrainer:
             "value/explained_variance": quality.explained_variance,
             "policy/n_epochs": float(n_epochs),
         }
+
+    def _shuffled(self, generator: torch.Generator) -> Tensor:
+        """The order of an epoch."""
+        return self.buffer.transitions_in(torch.randperm(self._n_items, generator=generator))
 
     def _epoch(self, order: Tensor, rates: Rates) -> Tensor:
         """One pass over the rollout, in minibatches; one row per gradient step."""

@@ -57,9 +57,12 @@ class ReplayBuffer:
         stacked_frames: int = 1,
         programs: Programs | None = None,
         on_device: bool = False,
+        has_reset_rows: bool = False,
         world: World = ALONE,
     ) -> None:
         """``capacity`` is that of all envs together; ``on_device``: those of a tensor env.
+
+        ``has_reset_rows``: some rows of an env only reset it, and are never drawn.
 
         Each rank stores its own ``n_envs``. Draws and priorities cover those of all.
         """
@@ -73,6 +76,7 @@ class ReplayBuffer:
         self.n_written = 0  # rows since the start of the run
         self.first = 0  # no row before this one can be drawn
         self._exponent = priority_exponent
+        self._has_reset_rows = has_reset_rows
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -102,7 +106,9 @@ class ReplayBuffer:
             "final": self.finals.slot_of,
         }
         self.tables = {**seen, **outcome}
-        self.tree = SumTree(world.all_envs(n), device) if priority_exponent > 0 else None
+        # Without prioritised replay, all that can be drawn have the priority 1.
+        has_tree = priority_exponent > 0 or has_reset_rows
+        self.tree = SumTree(world.all_envs(n), device) if has_tree else None
         # Files that hold the transitions: written by ``files``, named in the checkpoint.
         self.segments: list[dict[str, Any]] = []
         self.n_saved = 0  # rows that are in these files
@@ -139,6 +145,10 @@ class ReplayBuffer:
     def __len__(self) -> int:
         """Transitions that can be drawn, of all ranks."""
         return max(self.n_written - self.first_drawn, 0) * self.n_all_envs
+
+    @property
+    def is_prioritised(self) -> bool:
+        return self._exponent > 0
 
     @property
     def first_drawn(self) -> int:
@@ -247,6 +257,10 @@ class ReplayBuffer:
         Call ``count_row`` as well after a step of envs on the device: that is not captured.
         """
         done = step.terminated | step.truncated
+        starts, is_transition = done, None  # where episodes begin after this step
+        if step.is_reset is not None:
+            starts, is_transition = step.is_reset, torch.from_numpy(~step.is_reset)
+            done = done | step.is_reset
         row = {
             "action": action,
             "reward": step.reward,
@@ -262,16 +276,19 @@ class ReplayBuffer:
         row["final"] = self.finals.replace(place, step.finals)
         self.n_written += 1
         if self._device_rows is not None:
-            self.stacks.check(seen, done)
+            self.stacks.check(seen, starts)
             newest = {name: self.stacks.newest(name, values) for name, values in seen.items()}
             self._device_rows.write({**row, **newest})
         else:
             for name, values in row.items():
                 self.windows.tables[name][place] = values
-            self._observe(seen, done)
+            self._observe(seen, starts)
         if self.tree is not None:
             new, left = self.n_written - 1, self.n_written - 1 - self.capacity_rows
-            self._set_priority(max(new, self.first), new + 1, self._top)
+            top = self._top
+            if is_transition is not None:
+                top = top * is_transition.to(self.device)
+            self._set_priority(max(new, self.first), new + 1, top)
             self._set_priority(left, left + 1, 0.0 * self._top)
 
     def _insert(self, row: dict[str, Tensor], is_cut: Tensor, final_obs: Tensor) -> None:
@@ -366,7 +383,7 @@ class ReplayBuffer:
 
     def prioritise(self, index: ArrayOrTensor, error: ArrayOrTensor) -> None:
         """Set priorities by the absolute TD error, [B]; without prioritised replay does nothing."""
-        if self.tree is None:
+        if self.tree is None or not self.is_prioritised:
             return
         priority = (torch.as_tensor(error).abs() + 1e-6).pow(self._exponent)
         # The same transition may be drawn twice; its errors are equal, so any of them will do.
@@ -399,6 +416,8 @@ class ReplayBuffer:
         tree = self.tree
         if tree is not None and priorities is not None and len(priorities) == tree.n_leaves:
             tree.load(priorities)
+        elif self._has_reset_rows and self.n_written:
+            raise ValueError("this env does not allow another agent.buffer_size")
         else:  # agent.priority_exponent was 0, or agent.buffer_size has changed
             self._set_priority(self.first_drawn, self.n_written, self._top)
 

@@ -132,7 +132,7 @@ class ReplayLearning:
         if part is not None:
             self._agent.take_part(part)
         result = self._agent.gradient_step(batch, rates, is_turn)
-        if replay.tree is not None:
+        if replay.is_prioritised:
             replay.prioritise(index, self._batches.errors(result.error, part))
         report = [getattr(result, name) for name in self._names]
         if part is not None:  # the sum over ranks is the mean over the batch

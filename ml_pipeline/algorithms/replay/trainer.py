@@ -65,22 +65,6 @@ class OffPolicyTrainer(Generic[RatesT]):
         self.progress = 0.0  # through the run, for the schedules
         self.episodes = EpisodeWindow()
         (env,) = envs.parts
-        is_tensor = isinstance(env, TorchVectorEnv)
-        self.replay = ReplayBuffer(
-            int(config.buffer_size),
-            env.num_envs,
-            agent.reader,
-            agent.distribution,
-            n_step=config.n_step,
-            gamma=config.gamma,
-            device=context.device,
-            has_masks=agent.masks.are_used,
-            priority_exponent=config.replay_exponent,
-            stacked_frames=config.stacked_frames,
-            programs=context.programs,
-            on_device=is_tensor,
-            world=context.world,
-        )
         self._check = FiniteCheck(enabled=True)
         self._batch: EnvBatch
         if isinstance(env, TorchVectorEnv):
@@ -95,6 +79,22 @@ class OffPolicyTrainer(Generic[RatesT]):
                 in_background=True,
                 programs=context.programs,
             )
+        self.replay = ReplayBuffer(
+            int(config.buffer_size),
+            env.num_envs,
+            agent.reader,
+            agent.distribution,
+            n_step=config.n_step,
+            gamma=config.gamma,
+            device=context.device,
+            has_masks=agent.masks.are_used,
+            priority_exponent=config.replay_exponent,
+            stacked_frames=config.stacked_frames,
+            programs=context.programs,
+            on_device=not self._batch.on_host,
+            has_reset_rows=self._batch.has_reset_rows,
+            world=context.world,
+        )
         self._learning = ReplayLearning(
             agent,
             self.replay,
@@ -232,9 +232,14 @@ class OffPolicyTrainer(Generic[RatesT]):
         self.replay.write(self._action, step)
         self._episodes += step.episodes
         if agent.config.normalize_obs:
+            seen = step.obs
+            if step.is_reset is not None:  # the next step of ended envs is not a transition
+                is_used = ~(step.terminated | step.truncated)
+                seen = {name: leaf[is_used] for name, leaf in seen.items()}
             on_host = self._batch.on_host
-            obs = agent.reader.to_tensors(step.obs, agent.device) if on_host else step.obs[""]
-            agent.learn_moments(obs)
+            obs = agent.reader.to_tensors(seen, agent.device) if on_host else seen[""]
+            if len(next(iter(seen.values()))):
+                agent.learn_moments(obs)
 
     def _end(self, n_steps: int) -> list[Episode]:
         """The episodes that ended in this iteration."""

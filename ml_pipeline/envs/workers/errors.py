@@ -7,10 +7,10 @@ import multiprocessing
 from collections.abc import Sequence
 from typing import Any
 
-from ml_pipeline.errors import UserError
+from ml_pipeline.errors import BrokenEnvError
 
 
-class WorkerError(UserError, RuntimeError):
+class WorkerError(BrokenEnvError, RuntimeError):
     """An env raised, or the process that ran it died or stopped answering.
 
     If an env raised, this error can also be caught as the type that the env raised. The original
