@@ -18,7 +18,9 @@ from small_agents import agent_for, minibatch
 
 from ml_pipeline import load
 from ml_pipeline.__main__ import main
+from ml_pipeline.algorithms.ppo.ideas.rnd import RND
 from ml_pipeline.algorithms.ppo.loss import Rates
+from ml_pipeline.algorithms.ppo.rollout import Rollout
 from ml_pipeline.assembly.explain import ConfigError
 from ml_pipeline.assembly.run import train
 from ml_pipeline.errors import UserError
@@ -26,6 +28,7 @@ from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.optimiser import FlatAdam, TorchOptimiser
 from ml_pipeline.runs.loggers import read_metrics
 from ml_pipeline.training import returns
+from ml_pipeline.training.contracts import RunContext
 from ml_pipeline.training.returns import RolloutOutcome
 
 OBS = spaces.Box(-1, 1, (3,), np.float32)
@@ -88,7 +91,7 @@ def test_idea_takes_effect_and_a_resumed_run_goes_on_with_it(
     assert np.isfinite([float(each) for each in losses]).all()
 
 
-@pytest.mark.parametrize("place", ["rollout, class", "optimiser", "recomputed advantages"])
+@pytest.mark.parametrize("place", ["rollout, class", "optimiser", "recomputed advantages", "rnd"])
 def test_a_run_with_an_idea_continues_bit_for_bit(place: str, here: Path) -> None:
     idea = [*small(), "agent.learning_rate_schedule=constant", *PLACES[place]]
 
@@ -154,6 +157,42 @@ def test_rpo_shifts_means_by_at_most_alpha() -> None:
     normal = torch.distributions.Normal(shifted.outputs, agent.distribution.log_std.exp())
     expected = normal.log_prob(batch.action).sum(-1)
     torch.testing.assert_close(shifted.log_prob, expected)
+
+
+def rollout_for_rnd(seed: int, *, shift: float = 0.0) -> Rollout:
+    """32 steps of 8 envs; in the last 4 of them, the observations are elsewhere."""
+    obs = np.random.default_rng(seed).normal(size=(33, 8, 3)).astype(np.float32)
+    obs[:, 4:] += shift
+    reward, never = np.zeros((32, 8), np.float32), np.zeros((32, 8), bool)
+    return Rollout({"": obs}, np.zeros((32, 8), np.int64), reward, never, never)
+
+
+def test_rnd_pays_for_new_observations_long_after_the_first_rollouts() -> None:
+    rnd = RND(agent_for(OBS, TWO, gae_lambda=0.0), RunContext.alone(), gamma=0.0)
+
+    bonuses = [rnd(rollout_for_rnd(seed))["rnd/bonus"] for seed in range(20)]
+    last = rollout_for_rnd(20, shift=4.0)
+    rnd(last)
+
+    assert bonuses[-1] > 0.1 * bonuses[0]
+    assert last.reward[:, 4:].mean() > 1.0 > last.reward[:, :4].mean()
+
+
+def test_bonuses_of_rnd_do_not_end_with_an_episode() -> None:
+    agent = agent_for(OBS, TWO)
+    plain = rollout_for_rnd(1)
+    ending = plain._replace(reward=plain.reward.copy(), terminated=plain.terminated.copy())
+    ending.terminated[10, ::2] = True
+    discounts = {"gamma": agent.config.gamma, "lam": agent.config.gae_lambda}
+
+    advantages = []
+    for rollout in (plain, ending):
+        RND(agent, RunContext.alone())(rollout)
+        ends = (~rollout.terminated).astype(np.float32)
+        advantages.append(returns.gae(rollout.reward, 0.0, 0.0, ends, **discounts))
+
+    assert (plain.reward != ending.reward).any()
+    np.testing.assert_allclose(*advantages, rtol=1e-4, atol=1e-5)
 
 
 def test_symmetric_loss_is_the_same_for_a_minibatch_and_its_image() -> None:
