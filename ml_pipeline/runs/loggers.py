@@ -57,15 +57,14 @@ class CsvLogger:
     def begin(self) -> None:
         """Call it before ``log`` if the file is that of a resumed run."""
         if self._is_resumed:
-            self._file.close()
-            write_text(self._path, self._text(self.rows, header=bool(self._columns)))
-            self._file = self._opened()
+            self._rewrite(self.rows)
 
     def log(self, metrics: Mapping[str, float], *, env_steps: int) -> None:
         row = {"env_steps": env_steps, **metrics}
         new = [name for name in row if name not in self._columns]
         if new:
-            self._add_columns(new)
+            self._columns += new
+            self._rewrite(read_metrics(self._path))
         # One write per row, so a kill truncates at most the last row.
         try:
             self._file.write(self._text([row], header=False))
@@ -76,11 +75,9 @@ class CsvLogger:
     def close(self) -> None:
         self._file.close()
 
-    def _add_columns(self, names: list[str]) -> None:
+    def _rewrite(self, rows: Sequence[Mapping[str, object]]) -> None:
         self._file.close()
-        rows = read_metrics(self._path)
-        self._columns += names
-        write_text(self._path, self._text(rows, header=True))
+        write_text(self._path, self._text(rows, header=bool(self._columns)))
         self._file = self._opened()
 
     def _opened(self) -> IO[str]:

@@ -29,6 +29,7 @@ from ml_pipeline.runs.run_folder import RunFolder, RunFolderError
 
 # No command reads them.
 UNREAD = ("changes.diff", "user_changes.diff")
+SIGNED = (".yaml", ".onnx", ".pt2", ".envs")  # trust changes how these are read
 REPLAY = [
     *("agent=dqn", "agent.buffer_size=60", "agent.learning_starts=16", "agent.batch_size=4"),
     *("agent.iteration_length=8", "network.hidden_sizes=[8]", "callbacks.evaluation.n_episodes=2"),
@@ -198,7 +199,7 @@ def test_changed_byte_is_reported_or_changes_nothing(
     n_reported = 0
     wrong = []
     for path in sorted(whole.rglob("*")):
-        if path.is_dir() or path.name in UNREAD:
+        if path.is_dir() or path.name in UNREAD or (trust and path.suffix not in SIGNED):
             continue
         content, file = path.read_bytes(), path.relative_to(whole)
         # The ends hold checksums and signatures.
@@ -216,4 +217,4 @@ def test_changed_byte_is_reported_or_changes_nothing(
                 elif found != expected[command] and file.name != "metrics.csv":
                     wrong.append((str(file), place, command, found.printed))
     assert wrong == []
-    assert n_reported > 30
+    assert n_reported > (20 if trust else 30)

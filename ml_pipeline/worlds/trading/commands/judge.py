@@ -51,9 +51,8 @@ def run(options: Namespace) -> None:
     from ml_pipeline.worlds.trading.report import table, write_report, write_results
 
     paths = [chosen_run(each, options.root) for each in options.runs]
-    n_trials = options.trials or _n_trials(
-        [RunFolder.open(path, trust=options.trust) for path in paths]
-    )
+    runs = [RunFolder.open(path, trust=options.trust) for path in paths]
+    n_trials = options.trials or _n_trials(runs)
     judgement = judge_runs(
         paths,
         period=options.period,
@@ -65,7 +64,7 @@ def run(options: Namespace) -> None:
     print(judgement.verdict)
     for line in judgement.remarks:
         print(line)
-    env = RunFolder.open(paths[0], trust=options.trust).path.resolve().parent.name
+    env = runs[0].path.resolve().parent.name
     folder = options.out or dated_folder("judgements", f"{env}_{options.period}")
     write_results(folder, judgement)
     show_results(folder, lambda folder: write_report(folder, judgement), opens=options.open)
