@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
-_PACKAGES = ("torch", "numpy", "gymnasium", "stable-baselines3", "fastapi", "wandb")
+_PACKAGES = ("torch", "numpy", "gymnasium", "envpool", "stable-baselines3", "fastapi", "wandb")
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

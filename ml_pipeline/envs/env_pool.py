@@ -1,9 +1,8 @@
 """EnvPool: envs of the library EnvPool, which steps them in C++ threads, as a vector env.
 
 EnvPool itself starts a new episode in the step after an end and ignores its action. It can take
-that step for single envs, so here it is their reset: ``ForeignVectorEnv`` asks for it at once, and
-every other step is a transition. Its seeds are fixed when a pool is made; a reset with a seed makes
-a new pool.
+that step for single envs, so we take it at once for those that have ended: every step is a
+transition. Its seeds are fixed when a pool is made; a reset with a seed makes a new pool.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any
 
@@ -48,17 +48,18 @@ class EnvPool(VectorEnv[Any, Any, NDArray[Any]]):
     """
 
     metadata = {  # noqa: RUF012 - as in Gymnasium
-        "autoreset_mode": AutoresetMode.DISABLED,
+        "autoreset_mode": AutoresetMode.SAME_STEP,
         "render_modes": ["rgb_array"],
     }
 
     def __init__(
         self, num_envs: int, task_id: str, *, render_mode: str | None = None, **settings: Any
     ) -> None:
-        """``num_threads`` is a setting too; by default it is the number of cores."""
+        """``num_threads`` is a setting; by default, the number of cores that may be used."""
         library = import_extra("envpool", needed_by=f"env.kwargs.task_id={task_id}")
         threads = min(num_envs, available_cores())
         self._settings = {"num_envs": num_envs, "num_threads": threads, **settings}
+        self.num_threads: int = self._settings["num_threads"]
         if render_mode is not None:
             self._settings["render_mode"] = render_mode
         self._make, self._task_id = library.make_gymnasium, task_id
@@ -73,69 +74,69 @@ class EnvPool(VectorEnv[Any, Any, NDArray[Any]]):
         self.counts_own_episodes = {"info:reward", "info:terminated"} <= set(spec._state_keys)
         self._no_action = np.zeros_like(self.action_space.sample())
         self._pool: Any = None
-        self._obs: Any = None  # of all envs
-        self._has_ended = np.zeros(num_envs, dtype=bool)
+        self._all = np.ones(num_envs, dtype=bool)
         self._return = np.zeros(num_envs)  # of the games so far
 
     def reset(
         self, *, seed: int | None = None, options: Info | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset all envs, or those of ``options["reset_mask"]``, which must have ended."""
         super().reset(seed=seed)
-        mask = (options or {}).get("reset_mask")
-        if mask is not None:
-            return self._continue(np.flatnonzero(mask & self._has_ended).astype(np.int32))
         if seed is not None or self._pool is None:
             first = int(self.np_random.integers(_N_SEEDS)) if seed is None else seed
             seeds = [(first + index) % _N_SEEDS for index in range(self.num_envs)]
             self._pool = self._make(self._task_id, env_seed=seeds, **self._settings)
         self._return[:] = 0.0
-        self._has_ended[:] = False
         with _no_warnings():
-            self._obs, infos = self._pool.reset()
-        return self._obs, self._infos(infos, np.ones(self.num_envs, dtype=bool))
-
-    def _continue(self, envs: NDArray[np.int32]) -> tuple[Any, dict[str, Any]]:
-        """Let envs that have ended go to their next episode, by the step that only resets them.
-
-        EnvPool's own reset would end a game that has lives left.
-        """
-        ignored = self._no_action[: len(envs)]
-        obs, _, _, _, infos = self._pool.step(ignored, envs)
-        order = infos["env_id"]  # EnvPool may answer in another one
-        self._obs = _with_rows(self._obs, order, obs)
-        is_new = np.zeros(self.num_envs, dtype=bool)
-        is_new[order] = True
-        self._has_ended[order] = False
-        rows = {
-            name: _with_rows(np.zeros((self.num_envs, *value.shape[1:]), value.dtype), order, value)
-            for name, value in infos.items()
-            if isinstance(value, np.ndarray)
-        }
-        return self._obs, self._infos(rows, is_new)
+            obs, given = self._pool.reset()
+        return obs, self._infos(given)
 
     def step(
         self, actions: Any
     ) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        self._obs, reward, terminated, truncated, given = self._pool.step(actions)
-        self._has_ended = terminated | truncated
-        infos = self._infos(given, np.ones(self.num_envs, dtype=bool))
+        obs, reward, terminated, truncated, given = self._pool.step(actions)
+        infos = self._infos(given)
         if self.counts_own_episodes:
             self._return += given["reward"]
-            is_over = (given["terminated"] != 0) | truncated
-            if is_over.any():
-                episode = {"r": self._return.copy(), "l": given["elapsed_step"]}
-                infos |= {"episode": episode, "_episode": is_over}
-                self._return[is_over] = 0.0
-        return self._obs, reward, terminated, truncated, infos
+        done = terminated | truncated
+        if np.count_nonzero(done):  # far faster than any()
+            final_info = deepcopy(infos)
+            if self.counts_own_episodes:
+                final_info |= self._games((given["terminated"] != 0) | truncated, given)
+            infos = self._continued(obs, infos, done)
+            infos |= {"final_info": final_info, "_final_info": done}
+        return obs, reward, terminated, truncated, infos
 
-    def _infos(self, given: Mapping[str, Any], rows: NDArray[np.bool_]) -> dict[str, Any]:
-        """The infos of these rows, in Gymnasium's form."""
+    def _games(self, is_over: NDArray[np.bool_], given: Info) -> Info:
+        """Whole games, in the form of ``RecordEpisodeStatistics``."""
+        episode = {"r": self._return.copy(), "l": given["elapsed_step"]}
+        self._return[is_over] = 0.0
+        return {"episode": episode, "_episode": is_over}
+
+    def _continued(self, obs: Any, infos: Info, done: NDArray[np.bool_]) -> Info:
+        """Begin the next episodes of envs that have ended, in ``obs`` and ``infos``.
+
+        By the step that only resets them: EnvPool's own reset would end a game with lives left.
+        """
+        ended = np.flatnonzero(done).astype(np.int32)
+        final_obs = np.full(self.num_envs, None, dtype=object)
+        for env in ended.tolist():
+            final_obs[env] = _row(obs, env)
+        new_obs, _, _, _, new = self._pool.step(self._no_action[: len(ended)], ended)
+        order = new["env_id"]  # EnvPool may answer in another one
+        _write_rows(obs, order, new_obs)
+        for name, values in self._infos(new).items():
+            if not name.startswith("_"):
+                infos[name][order] = values
+        return {**infos, "final_obs": final_obs, "_final_obs": done}
+
+    def _infos(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """In Gymnasium's form."""
         infos: dict[str, Any] = {}
         for name, value in given.items():
             if name not in _INTERNAL and isinstance(value, np.ndarray):
                 ours = "action_mask" if name == "legal_action_mask" else name
-                infos |= {ours: value, f"_{ours}": rows}
+                infos[ours] = value
+                infos[f"_{ours}"] = self._all
         return infos
 
     def render(self) -> tuple[Any, ...] | None:
@@ -195,13 +196,18 @@ def _with_real_bounds(space: AnySpace) -> AnySpace:
     return space
 
 
-def _with_rows(batch: Any, rows: NDArray[Any], new: Any) -> Any:
-    """A copy of ``batch``, an array or a dict of batches, with other ``rows``."""
+def _row(batch: Any, env: int) -> Any:
     if isinstance(batch, Mapping):
-        return {key: _with_rows(part, rows, new[key]) for key, part in batch.items()}
-    batch = batch.copy()
-    batch[rows] = new
-    return batch
+        return {key: _row(part, env) for key, part in batch.items()}
+    return batch[env].copy()
+
+
+def _write_rows(batch: Any, rows: NDArray[Any], new: Any) -> None:
+    if isinstance(batch, Mapping):
+        for key, part in batch.items():
+            _write_rows(part, rows, new[key])
+    else:
+        batch[rows] = new
 
 
 @contextmanager

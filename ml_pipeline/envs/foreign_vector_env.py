@@ -268,6 +268,8 @@ def _resets_single_envs(env: AnyVectorEnv, mode: AutoresetMode) -> bool:
 
 def _as_arrays(value: Any) -> Any:
     """Tensors as arrays, in dicts and tuples too."""
+    if isinstance(value, np.ndarray):  # first, because it is common and must be fast
+        return value
     if isinstance(value, Mapping):
         return {key: _as_arrays(part) for key, part in value.items()}
     if isinstance(value, tuple):
