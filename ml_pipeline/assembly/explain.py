@@ -43,6 +43,13 @@ _GROUPS = {
     *("network", "opponent", "sweep", "vec_env"),
 }
 
+_ENTRIES = {  # keys that name a function or class, with an example
+    "agent.loss": "my_module.my_loss",
+    "agent.optimizer": "torch.optim.AdamW",
+    "agent.advantage": "my_module.my_estimate",
+    "agent.on_rollout": "my_module.my_hook",
+}
+
 
 class ConfigError(UserError):
     """The config contains a mistake."""
@@ -239,6 +246,8 @@ def _wrong_type(cause: ValidationError) -> str:
 
 def _needs_names(key: str) -> str:
     """The rule of a mapping that got another value."""
+    if key in _ENTRIES:
+        return f"must have a _target_; write {key}._target_={_ENTRIES[key]}"
     entry = "_target_=my_module.MyWrapper" if key.endswith("wrappers") else "3"
     dot = "." if key.endswith("wrappers") else "="
     return f"must map names to values; write +{key}.my_name{dot}{entry}"
