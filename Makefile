@@ -60,7 +60,7 @@ endif
 endif
 
 .PHONY: help setup setup-dev train train-parallel train-pure-rl train-20k bench-scaling test test-all test-lowest notebooks check format
-.PHONY: box2d mujoco atari clean
+.PHONY: box2d mujoco atari jax clean
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -146,6 +146,9 @@ mujoco: setup  ## install MuJoCo, for env=half_cheetah, hopper, walker2d
 
 atari: setup  ## install the Arcade Learning Environment, for env=pong, breakout
 	$(BIN)/python -m pip install --quiet -e ".[atari]"
+
+jax: setup  ## install JAX for the CPU and gymnax, for env=gymnax; 700 MiB
+	$(BIN)/python -m pip install --quiet -e ".[jax]"
 
 clean:  ## remove .venv, builds and caches; keep runs/
 	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .pytest_cache *.egg-info build
