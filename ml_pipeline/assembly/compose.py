@@ -277,6 +277,9 @@ def with_newest_run(words: Sequence[str]) -> list[str]:
 
     The path, because every part of a run reads the key, and another run may start meanwhile.
     """
+    for word in words:
+        if re.fullmatch("resume=(true|yes|on|1|last|newest|auto)", word, re.I):
+            raise ConfigError(f"{word}: for the run started last, write resume=latest")
     if "resume=latest" not in words or Path("latest").exists():
         return list(words)
     from ml_pipeline.analysis.listing import newest_run

@@ -29,6 +29,7 @@ from ml_pipeline.assembly.words import (
     with_sizes,
 )
 from ml_pipeline.errors import UserError, first_line
+from ml_pipeline.shelves import preset_files
 
 _TYPES = {
     **dict.fromkeys(("Integer", "int"), "an integer"),
@@ -38,7 +39,7 @@ _TYPES = {
 }
 
 _GROUPS = {
-    *("agent", "callbacks", "env", "experiment", "logger"),
+    *("agent", "callbacks", "curriculum", "env", "experiment", "logger"),
     *("network", "opponent", "sweep", "vec_env"),
 }
 
@@ -125,6 +126,8 @@ def _unknown_key(
     if does := needless(key):
         return f"{line}; {does}"
     config = _config_around(cause.parent_node, words)
+    if parent.partition(".")[0] == "curriculum" and not config.get("curriculum"):
+        return f"{override}: there is no curriculum; choose or write one: docs/curriculum.md"
     if with_option := option_with(key, value, config):
         return f"{line}; write {with_option}"
     replacement = meant(key, value, config)
@@ -181,6 +184,7 @@ def _config_around(node: Any, words: Sequence[str]) -> dict[str, object]:
 def _no_option(path: str, options: Sequence[str]) -> str:
     # Only Hydra's own groups have a slash; env=ALE/Pong-v5 is an option with one.
     group, _, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
+    options = options or list(preset_files(group))  # Hydra names none for a list, callbacks=[x]
     replacement = option_meant(group, option, options)
     hint = f"; did you mean {replacement}?" if replacement else _choice(options)
     return f"{group}={option}: no such option{hint}"

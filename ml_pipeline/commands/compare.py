@@ -12,7 +12,15 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ml_pipeline.commands._arguments import add_shared, dated_folder, print_fitted, show_report
+from ml_pipeline.commands._arguments import (
+    LATEST_RUN,
+    add_shared,
+    chosen_run,
+    dated_folder,
+    print_fitted,
+    show_report,
+)
+from ml_pipeline.config.train import RUN_ROOT
 from ml_pipeline.errors import UserError
 from ml_pipeline.extras import import_extra
 
@@ -27,7 +35,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="run folder, folder of runs, of a sweep or a study, or wandb:ENTITY/PROJECT[/RUN]",
+        help=f"run folder, {LATEST_RUN}, folder of runs, of a sweep or a study, "
+        "or wandb:ENTITY/PROJECT[/RUN]",
     )
     parser.add_argument(
         "--by",
@@ -121,6 +130,7 @@ def _run_folders(given: str) -> Sequence[Path | str]:
 
     if given.startswith(PREFIX):
         return download(given)
+    given = chosen_run(given, Path(RUN_ROOT))
     if "*" in given and not os.path.lexists(given):  # PowerShell and cmd leave it to the program
         matches = [path for path in sorted(glob(given)) if os.path.isdir(path)]
         return [run for path in matches for run in _run_folders(path)] or [given]

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from ml_pipeline.commands._arguments import add_shared, print_fitted
 from ml_pipeline.errors import UserError
 
 HELP = "list runs, or remove some with: runs prune"
 
+_ACTIONS = "list", "prune"
 _STATUSES = ("running", "finished", "interrupted", "failed", "died", "unknown")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
+    parser.add_argument("action", nargs="?", type=_action, choices=_ACTIONS, default="list")
     add_shared(parser, "--root")
     parser.add_argument("--env", help="only runs of this env")
     parser.add_argument(
         "--status", action="append", choices=_STATUSES, help="only runs of this status; repeatable"
     )
     parser.add_argument("--yes", action="store_true", help="prune: remove; default: only show")
+
+
+def _action(text: str) -> str:
+    if text not in _ACTIONS:
+        raise ArgumentTypeError(f"{text} is no action; for the runs of an env, write --env {text}")
+    return text
 
 
 def run(options: Namespace) -> None:

@@ -165,7 +165,8 @@ class TrainConfig:
         if self.num_episodes is not None:
             check(self.num_episodes >= 1, "num_episodes", "at least 1", self.num_episodes)
         known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None
-        check(known, "device", "auto | cpu | cuda | cuda:N | mps", self.device)
+        fix = "; write device=cuda" if re.match("gpu|nvidia|cuda", self.device, re.I) else ""
+        check(known, "device", f"auto | cpu | cuda | cuda:N | mps{fix}", self.device)
         if self.compile == "False":  # YAML reads an unquoted off as false
             self.compile = "off"
         check(self.compile in COMPILE_MODES, "compile", " | ".join(COMPILE_MODES), self.compile)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import NamedTuple
 
 import yaml
 
+from ml_pipeline.config.train import EnvConfig
 from ml_pipeline.envs.workers.errors import WorkerError
 from ml_pipeline.errors import last_line
 from ml_pipeline.records import StateDict
@@ -117,7 +119,9 @@ def read_episodes(
 def _saved_env(run: RunFolder, state: StateDict) -> object:
     with misfit_explained(run):
         check_yaml(state["config"])
-        return (yaml.safe_load(state["config"]) or {}).get("env")
+        saved = (yaml.safe_load(state["config"]) or {}).get("env")
+    # An older run lacks the keys that are new since; it used what is their default.
+    return {**asdict(EnvConfig()), **saved} if isinstance(saved, Mapping) else saved
 
 
 def resume_episodes(run: RunFolder, loop: Loop, state: StateDict, saved: SavedEpisodes) -> str:

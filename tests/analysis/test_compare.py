@@ -409,6 +409,19 @@ def test_star_that_the_shell_left_is_expanded(
     assert left_out.startswith("left out: runs/none* is not a run folder: it does not exist")
 
 
+def test_latest_stands_for_the_run_started_last(
+    runs: dict[str, str], here: Path, capsys: Capture
+) -> None:
+    paths = local(runs)
+
+    assert main(["compare", "latest", "--report", "report"]) == 0
+
+    named, *lines = capsys.readouterr().out.splitlines()
+    shown = [line.split()[0] for line in lines if line.startswith("runs/")]
+    assert shown == [named.removeprefix("latest: ")]
+    assert shown[0] in paths
+
+
 @pytest.mark.parametrize("given", ["runs/CartPole-v1", "runs/*", "runs/CartPole-v1/*"])
 def test_folder_of_runs_stands_for_its_runs(
     runs: dict[str, str], here: Path, given: str, capsys: Capture

@@ -229,6 +229,9 @@ def test_prune_removes_only_the_requested_runs_and_only_with_yes(
 ) -> None:
     assert main(["runs", "prune"]) == 1
     assert "--status failed" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["runs", "CartPole-v1"])
+    assert "for the runs of an env, write --env CartPole-v1" in capsys.readouterr().err
     assert main(["runs", "prune", "--status", "died"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("died") == 2

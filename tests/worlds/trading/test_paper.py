@@ -265,7 +265,7 @@ for kill in range(n_kills):
     if child == 0:
         os.dup2(output, 1)
         os._exit(main(arguments))
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     # Every third one gets far, on a slow machine too.
     while kill % 3 == 0 and progress() == before and time.monotonic() < deadline:
         time.sleep(0.01)
