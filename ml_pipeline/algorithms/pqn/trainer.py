@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ml_pipeline.algorithms.pqn.agent import PQNAgent, PQNBatch, PQNConfig
 from ml_pipeline.envs.episode_stats import Episode, EpisodeWindow
-from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.tensor_env import DeviceVectorEnv
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
@@ -125,7 +125,7 @@ class PQNTrainer:
         (env,) = envs.parts
         self._check = FiniteCheck(enabled=True)
         self._batch: EnvBatch
-        if isinstance(env, TorchVectorEnv):
+        if isinstance(env, DeviceVectorEnv):
             self._batch = DeviceEnvs(env, seed=envs.first_seed, programs=context.programs)
         else:
             self._batch = HostEnvs(
