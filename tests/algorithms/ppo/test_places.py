@@ -307,6 +307,12 @@ def test_wrong_optimiser_is_one_line(options: Any, message: str) -> None:
             "agent.advantage._target_=own_ideas.broken_estimate",
             "own_ideas.broken_estimate: raised AttributeError",
         ),
+        (
+            "agent.loss=my_losses.mine",
+            "must have a _target_; write agent.loss._target_=my_losses.mine",
+        ),
+        ("network.layer_norm=true", "write network=mlp network.layer_norm=true"),
+        ("network.critic=lstm", "network.critic=lstm: must have keys; write network.critic.hidden"),
         ("agent.optimizer=adamw", "write agent.optimizer._target_=torch.optim.AdamW"),
         ("agent.on_rollout._target_=own_ideas.halve", "did you mean halved"),
         ("agent.obs_groups.actor=[x]", "the observation is no Dict"),
