@@ -60,7 +60,7 @@ endif
 endif
 
 .PHONY: help setup setup-dev train train-parallel train-pure-rl train-20k bench-scaling test test-all test-lowest notebooks check format
-.PHONY: box2d mujoco atari envpool clean
+.PHONY: box2d mujoco atari envpool jax clean
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -149,6 +149,9 @@ atari: setup  ## install the Arcade Learning Environment, for env=pong, breakout
 
 envpool: setup  ## install EnvPool, for env=envpool; needs Python 3.11 or newer
 	$(BIN)/python -m pip install --quiet -e ".[envpool]"
+
+jax: setup  ## install JAX for the CPU and gymnax, for env=gymnax; 700 MiB
+	$(BIN)/python -m pip install --quiet -e ".[jax]"
 
 clean:  ## remove .venv, builds and caches; keep runs/
 	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .pytest_cache *.egg-info build

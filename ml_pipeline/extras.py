@@ -34,10 +34,11 @@ _EXTRAS = {
     "export": ("onnx", "onnxruntime", "onnxscript"),
     "serve": ("httptools", "uvicorn"),
     "trading": ("pyarrow",),
+    "jax": ("jax", "gymnax", "flax", "six"),
 }
 
 # Targets of the Makefile, which only a clone has.
-_MAKE_TARGETS = ("box2d", "mujoco", "atari", "envpool")
+_MAKE_TARGETS = ("box2d", "mujoco", "atari", "envpool", "jax")
 _CLONE = Path(__file__).resolve().parents[1]
 _IS_CLONE = (_CLONE / "Makefile").is_file()
 
@@ -66,6 +67,8 @@ INSTALL_COMMANDS = {
         for name in names
     },
     "pygame": 'pip install "gymnasium[classic-control]"',
+    **{name: f"pip install {name}" for name in ("craftax", "brax", "jumanji", "pgx")},
+    "mujoco_playground": "pip install playground",
 }
 
 

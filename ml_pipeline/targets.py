@@ -57,7 +57,7 @@ def import_module(name: str, *, key: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if (error.name or "").lower() in INSTALL_COMMANDS:
+        if (error.name or "").partition(".")[0].lower() in INSTALL_COMMANDS:
             raise missing_extra(f"{key}={path}", error) from error
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise TargetError(

@@ -15,7 +15,7 @@ from ml_pipeline.assembly.explain import ConfigError
 from ml_pipeline.callbacks.curriculum import Curriculum
 from ml_pipeline.config.train import EnvConfig, TrainConfig
 from ml_pipeline.envs.factory import EnvFactory
-from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.tensor_env import DeviceVectorEnv, TorchVectorEnv
 from ml_pipeline.games.opponent_pool import OpponentPool
 from ml_pipeline.games.tensor_self_play import TensorSelfPlay
 from ml_pipeline.given import objects_in
@@ -39,31 +39,35 @@ def cpu_context(config: TrainConfig) -> RunContext:
     return RunContext(device, config.seed, config.precision, Programs(device), World())
 
 
-def find_tensor_env(config: TrainConfig) -> type[TorchVectorEnv] | None:
+def find_tensor_env(config: TrainConfig) -> type[DeviceVectorEnv] | None:
     """The class of tensor envs that env.target names, or None if it names another kind."""
     if config.env.target is None:
         return None
     target = import_dotted(config.env.target, key="env.target")
-    is_tensor_env = isinstance(target, type) and issubclass(target, TorchVectorEnv)
+    is_tensor_env = isinstance(target, type) and issubclass(target, DeviceVectorEnv)
     return target if is_tensor_env else None
 
 
 def make_tensor_env(
     config: TrainConfig,
-    env_class: type[TorchVectorEnv],
+    env_class: type[DeviceVectorEnv],
     device: torch.device,
     *,
     n_envs: int,
     seed: int,
     pool: OpponentPool | None = None,
-) -> TorchVectorEnv:
+) -> DeviceVectorEnv:
     """The tensor env of a config; for self-play its two-player version, against ``pool``."""
     kwargs = dict(config.env.kwargs)
     if config.opponent is not None:
         kwargs["opponent"] = None
     try:
         env = env_class(n_envs, device=device, seed=seed, **kwargs)
-        return env if pool is None else TensorSelfPlay(env, pool)
+        if pool is None:
+            return env
+        if not isinstance(env, TorchVectorEnv):
+            raise ValueError("opponent needs tensor envs of torch")
+        return TensorSelfPlay(env, pool)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env.target={config.env.target}: {error}") from error
 

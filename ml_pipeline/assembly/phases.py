@@ -12,7 +12,7 @@ from ml_pipeline.callbacks.evaluation import PeriodicEvaluation
 from ml_pipeline.config.curriculum import CurriculumConfig
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.envs.factory import EnvFactory
-from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.tensor_env import DeviceVectorEnv
 from ml_pipeline.envs.trial import in_worker, try_phases
 from ml_pipeline.training.contracts import Callback
 
@@ -33,7 +33,7 @@ def check_phases(
     curriculum: CurriculumConfig,
     callbacks: Sequence[Callback],
     *,
-    env: EnvFactory | TorchVectorEnv,
+    env: EnvFactory | DeviceVectorEnv,
     opponents: Collection[str] | None,
 ) -> None:
     """Refuse settings that the envs do not accept, and metrics that nothing logs.
@@ -49,7 +49,7 @@ def check_phases(
             )
         for opponent in phase.opponents:
             _check_opponent(f"curriculum.phases.{name}.opponents.{opponent}", opponent, opponents)
-    if isinstance(env, TorchVectorEnv):
+    if isinstance(env, DeviceVectorEnv):
         _try_tensor_settings(curriculum, env)
         infos: dict[str, list[str] | None] = {name: [] for name in curriculum.phases}
     else:
@@ -79,7 +79,7 @@ def _try_settings(
     return in_worker(play, name, config.vec_env) if config.vec_env.mode == "parallel" else play()
 
 
-def _try_tensor_settings(curriculum: CurriculumConfig, env: TorchVectorEnv) -> None:
+def _try_tensor_settings(curriculum: CurriculumConfig, env: DeviceVectorEnv) -> None:
     for phase in curriculum.phases:
         for name, value in curriculum.phases[phase].env.items():
             try:

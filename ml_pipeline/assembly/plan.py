@@ -34,7 +34,7 @@ from ml_pipeline.config.train import EnvConfig, TrainConfig, VecEnvConfig
 from ml_pipeline.device import program_mode, resolve_device, torch_threads
 from ml_pipeline.envs.choice import choose_n_envs
 from ml_pipeline.envs.factory import EnvFactory
-from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.tensor_env import DeviceVectorEnv
 from ml_pipeline.envs.trial import EnvTrial, in_worker, slow_trial, try_env
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import UserError, place_of, type_and_line
@@ -78,7 +78,7 @@ class RunPlan(NamedTuple):
     config: TrainConfig
     context: RunContext
     make_env: EnvFactory
-    tensor_env: type[TorchVectorEnv] | None  # None: the envs run in processes
+    tensor_env: type[DeviceVectorEnv] | None  # None: the envs run in processes
     self_play: SelfPlay | None  # None: the env has no opponents from outside
     pool: OpponentPool | None  # of the opponents
     trial: EnvTrial  # of one env, as the agent sees it
@@ -320,8 +320,8 @@ def _try_env(config: TrainConfig, env: EnvConfig, make_env: EnvFactory, **option
 
 
 def _try_tensor_env(
-    config: TrainConfig, env_class: type[TorchVectorEnv], context: RunContext
-) -> TorchVectorEnv:
+    config: TrainConfig, env_class: type[DeviceVectorEnv], context: RunContext
+) -> DeviceVectorEnv:
     """One tensor env: its class may refuse arguments that its single env accepts."""
     with memory_explained(context.device, lambda: "one env does not fit; use another device"):
         return make_tensor_env(config, env_class, context.device, n_envs=1, seed=0)

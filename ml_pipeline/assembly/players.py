@@ -25,7 +25,7 @@ from ml_pipeline.config.train import EnvConfig, TrainConfig, VecEnvConfig
 from ml_pipeline.deploy.exported import ExportedPolicy
 from ml_pipeline.envs.factory import EnvFactory
 from ml_pipeline.envs.kinds import AnyVectorEnv
-from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.tensor_env import DeviceVectorEnv
 from ml_pipeline.envs.trial import EnvTrial
 from ml_pipeline.games.matches import DiscretePolicy, GameError, ScriptedPolicy
 from ml_pipeline.games.opponent_pool import OpponentPool
@@ -200,7 +200,7 @@ class SelfPlay(NamedTuple):
     spaces: Spaces  # of the agent
     moves: NDArray[Any] | None  # the arena's actions, if those of the agent are discrete
     config: OpponentConfig
-    tensor_env: type[TorchVectorEnv] | None  # its two-player version takes opponent=None
+    tensor_env: type[DeviceVectorEnv] | None  # its two-player version takes opponent=None
 
     def seen_by_agent(self, trial: EnvTrial) -> EnvTrial:
         """The trial of the arena's env as one player sees it."""
@@ -233,7 +233,9 @@ class SelfPlay(NamedTuple):
         return pool
 
 
-def find_self_play(config: TrainConfig, tensor_env: type[TorchVectorEnv] | None) -> SelfPlay | None:
+def find_self_play(
+    config: TrainConfig, tensor_env: type[DeviceVectorEnv] | None
+) -> SelfPlay | None:
     """The two-player version of the env, or None if the run has no opponents."""
     if config.opponent is None:
         return None

@@ -32,7 +32,7 @@ from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.device import precision_of_products, torch_threads
 from ml_pipeline.envs.choice import choose_mode
 from ml_pipeline.envs.foreign_vector_env import ForeignVectorEnv
-from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.tensor_env import DeviceVectorEnv
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
 from ml_pipeline.envs.workers.cores import available_cores
 from ml_pipeline.errors import BrokenEnvError, UserError, type_and_line
@@ -229,7 +229,7 @@ def _save_after(error: Exception, loop: Loop, plan: RunPlan) -> None:
         say(f"could not save the run: {type_and_line(second)}")
 
 
-def build_vec_envs(plan: RunPlan) -> tuple[Sequence[ProcessEnv | TorchVectorEnv], str]:
+def build_vec_envs(plan: RunPlan) -> tuple[Sequence[ProcessEnv | DeviceVectorEnv], str]:
     """The envs, in two halves with collector=double, and a text that says how they run."""
     if plan.make_env.is_vector:
         n_envs = plan.config.n_envs
@@ -255,7 +255,9 @@ def _how_tensor_envs_run(plan: RunPlan) -> str:
     how = "1 tensor env" if n_envs == 1 else f"{n_envs} tensor envs"
     if plan.context.programs.mode == "graph":
         # Say so: it takes seconds, and nothing else is printed meanwhile.
-        how += ", compiled and captured in the first iterations"
+        captured = ", compiled and captured in the first iterations"
+        why_not = plan.tensor_env.why_no_graph if plan.tensor_env is not None else None
+        how += f", whose steps no CUDA graph captures: {why_not}" if why_not else captured
     return how + (f" ({plan.remark})" if plan.remark else "")
 
 
@@ -352,7 +354,7 @@ def _make_vec_env(
 
 def build_loop(
     plan: RunPlan,
-    envs: Sequence[ProcessEnv | TorchVectorEnv],
+    envs: Sequence[ProcessEnv | DeviceVectorEnv],
     loggers: Sequence[Logger],
     signals: StopSignals,
 ) -> Loop:

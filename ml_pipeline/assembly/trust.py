@@ -148,10 +148,10 @@ def _bases() -> dict[str, tuple[type, ...]]:
     import gymnasium as gym
     from torch import nn, optim
 
-    from ml_pipeline.envs.tensor_env import TorchVectorEnv
+    from ml_pipeline.envs.tensor_env import DeviceVectorEnv
 
     return {
-        r"(eval_)?env/target": (gym.Env, TorchVectorEnv),
+        r"(eval_)?env/target": (gym.Env, DeviceVectorEnv),
         r"(eval_)?env/wrappers/[^/]+/_target_": (gym.Wrapper,),
         _NETWORK: (nn.Module,),
         r"agent/.+/_target_": (optim.Optimizer,),

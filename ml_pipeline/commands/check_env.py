@@ -11,7 +11,9 @@ HELP = "try an env and print what to correct before training in it"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("env", help="id such as CartPole-v1, or class such as my_module.MyEnv")
+    parser.add_argument(
+        "env", help="id such as CartPole-v1, class such as my_module.MyEnv, or preset: env=gymnax"
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="as for train: +env.kwargs.size=3"
     )
@@ -30,7 +32,8 @@ def run(options: Namespace) -> None:
 
     find_modules_in_cwd()
     key = "env.id" if _is_id(options.env) else "env.target"
-    config = checked_config(compose_config([f"{key}={options.env}", *options.overrides]))
+    word = options.env if options.env.startswith("env=") else f"{key}={options.env}"
+    config = checked_config(compose_config([word, *options.overrides]))
     slow = slow_trial(config.env.name, config.vec_env, in_worker=True)
     with say_if_slow(slow, seconds=options.seconds + 10.0):
         found = check_env(

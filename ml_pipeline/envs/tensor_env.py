@@ -1,9 +1,12 @@
-"""TorchVectorEnv: a batch of envs whose tensors stay on the device.
+"""DeviceVectorEnv and TorchVectorEnv: a batch of envs whose tensors stay on the device.
 
-A task defines three pure functions on tensors: ``begin``, ``advance`` and ``observe``. The base
-class turns them into a Gymnasium VectorEnv. Its ``transition`` is one step of all envs as a pure
-function, for rollouts that are compiled or captured in a CUDA graph. It never synchronises with
-the device.
+A DeviceVectorEnv takes and returns tensors. TorchVectorEnv is one that torch computes, and
+``jax_env.JaxVectorEnv`` one that JAX computes.
+
+A task of a TorchVectorEnv defines three pure functions on tensors: ``begin``, ``advance`` and
+``observe``. The base class turns them into a Gymnasium VectorEnv. Its ``transition`` is one step of
+all envs as a pure function, for rollouts that are compiled or captured in a CUDA graph. It never
+synchronises with the device.
 
 Env i of seed s draws its episodes from (s + i, number of the episode). So its episodes are equal on
 every device and in a batch of any size. Workers must not import this module: it imports torch.
@@ -58,24 +61,25 @@ class StepResult(NamedTuple):
     episode_length: Tensor  # [n_envs] int64, this step included
 
 
-class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
+class DeviceVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     """A Gymnasium VectorEnv whose arrays are tensors on ``device``, with same-step autoreset.
 
-    ``step`` and ``reset`` update ``position``; ``transition`` does not. Shape, dtype and device of
-    actions are checked, but not their values: that would wait for the device.
+    ``step`` and ``reset`` update ``position``. Shape, dtype and device of actions are checked, but
+    not their values: that would wait for the device.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 - as in Gymnasium
 
-    # A task also defines single_observation_space and single_action_space.
-    n_draws: int  # random numbers that the start of an episode needs
-    gymnasium_id: ClassVar[str | None] = None  # the Gymnasium env with the same dynamics
+    # A subclass also defines single_observation_space and single_action_space.
     max_episode_steps: int | None = None  # None: no time limit
     # Of a two-player task, by name: observations [N, *obs] -> actions [N, *act].
     scripted_players: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}
     # Names and first values of what ``set_attr`` may change. Each is an attribute, a tensor
-    # [n_envs] float32. ``begin`` copies it into the state, so that an episode keeps its value.
+    # [n_envs] float32. A new episode copies it, and keeps its value.
     settings: ClassVar[Mapping[str, float]] = {}
+    # Why torch cannot compile a step or capture it in a CUDA graph, for the user; None: it can.
+    why_no_graph: ClassVar[str | None] = None
+    position: Position
 
     def __init__(
         self,
@@ -103,10 +107,100 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         self._set_seed(int.from_bytes(os.urandom(6), "big") if seed is None else seed)
         for name, value in self.settings.items():
             setattr(self, name, torch.full((num_envs,), float(value), device=device))
+        self._needs_reset = True
+
+    @abstractmethod
+    def transition(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
+        """One step of all envs; after an episode ends, the next one starts in the same step."""
+
+    @abstractmethod
+    def state_dict(self) -> StateDict:
+        """Tensors on the CPU; an env that loads them continues exactly from here."""
+
+    @abstractmethod
+    def load_state_dict(self, saved: StateDict) -> None: ...
+
+    @classmethod
+    @abstractmethod
+    def single_env(cls, **kwargs: Any) -> AnyEnv:
+        """One env of this task as a plain Gymnasium env, for evaluation, video, export and play."""
+
+    def set_attr(self, name: str, values: object) -> None:
+        """Change a setting of the task: one number, or one per env."""
+        if name not in self.settings:
+            known = ", ".join(self.settings) or "none"
+            raise ValueError(f"{name}: {type(self).__name__} has no such setting; it has: {known}")
+        # In place: a captured CUDA graph reads the setting at this address.
+        getattr(self, name).copy_(torch.as_tensor(values, dtype=torch.float32))
+
+    def _check_call(self, actions: Tensor) -> None:
+        """Refuse a step before the first reset, and actions of another form."""
+        if self._needs_reset:
+            raise ResetNeeded("step was called before the first reset; call reset first")
+        self._check_action(self.single_action_space, actions)
+
+    def _set_seed(self, seed: int) -> None:
+        if not 0 <= seed < _MAX_SEED:
+            raise ValueError(f"seed must be between 0 and 2^62 - 1, got {seed}")
+        # In place: a captured CUDA graph reads the seeds at this address.
+        self.seeds.copy_(torch.arange(self.num_envs, device=self.device) + seed)
+
+    def _check_number(self, saved: StateDict) -> None:
+        n_saved = len(saved["seeds"])
+        if n_saved != self.num_envs:
+            raise ValueError(
+                f"num_envs={self.num_envs}: the saved state has {n_saved} envs; "
+                f"use num_envs={n_saved}"
+            )
+
+    def _check_action(self, space: AnySpace, action: Any) -> None:
+        if isinstance(space, (spaces.Dict, spaces.Tuple)):
+            kind: type[Any] = dict if isinstance(space, spaces.Dict) else tuple
+            if not isinstance(action, kind) or len(action) != len(space):
+                raise ValueError(f"actions must be one tensor for each part of {space}")
+            for name, part in space.items() if isinstance(space, spaces.Dict) else enumerate(space):
+                self._check_action(part, action[name])
+            return
+        shape = (self.num_envs, *(space.shape or ()))
+        is_real = isinstance(space, spaces.Box)
+        wanted = f"actions must be a tensor {shape} of "
+        wanted += "float32" if is_real else "integers"
+        wanted += f" on {self.device}"
+        if not isinstance(action, Tensor):
+            raise ValueError(f"{wanted}, got {type(action).__name__}; use torch.as_tensor")
+        right_dtype = (
+            action.dtype == torch.float32
+            if is_real
+            else not (action.is_floating_point() or action.is_complex())
+        )
+        if action.shape != shape or action.device != self.device or not right_dtype:
+            raise ValueError(
+                f"{wanted}, got {tuple(action.shape)} of {action.dtype} on {action.device}"
+            )
+
+
+class TorchVectorEnv(DeviceVectorEnv):
+    """Tensor envs of a task; ``transition`` is one step of all envs as a pure function.
+
+    ``step`` and ``reset`` update ``position``; ``transition`` does not.
+    """
+
+    n_draws: int  # random numbers that the start of an episode needs
+    gymnasium_id: ClassVar[str | None] = None  # the Gymnasium env with the same dynamics
+
+    def __init__(
+        self,
+        num_envs: int,
+        *,
+        device: torch.device | str = "cpu",
+        seed: int | None = None,
+        max_episode_steps: int | None = None,
+    ) -> None:
+        """``max_episode_steps=None``: the task's own limit. ``seed=None``: a random seed."""
+        super().__init__(num_envs, device=device, seed=seed, max_episode_steps=max_episode_steps)
         # Placeholders with the right shapes until the first reset.
         n_episodes = torch.zeros_like(self.seeds)
         self.position = self._start(n_episodes)._replace(n_episodes=n_episodes)
-        self._needs_reset = True
 
     @abstractmethod
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
@@ -143,14 +237,6 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         """
         return reward
 
-    def set_attr(self, name: str, values: object) -> None:
-        """Change a setting of the task: one number, or one per env."""
-        if name not in self.settings:
-            known = ", ".join(self.settings) or "none"
-            raise ValueError(f"{name}: {type(self).__name__} has no such setting; it has: {known}")
-        # In place: a captured CUDA graph reads the setting at this address.
-        getattr(self, name).copy_(torch.as_tensor(values, dtype=torch.float32))
-
     def transition(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
         """One step of all envs; after an episode ends, the next one starts in the same step."""
         return self._autoreset(*self._advance_shaped(position, action))
@@ -174,9 +260,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
 
         ``final_info`` has the task's ``outcome``, if it defines one.
         """
-        if self._needs_reset:
-            raise ResetNeeded("step was called before the first reset; call reset first")
-        self._check_action(self.single_action_space, actions)
+        self._check_call(actions)
         with torch.no_grad():
             position, result = self._advance_shaped(self.position, actions)
             done = result.terminated | result.truncated
@@ -185,12 +269,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             if self.device.type != "cpu" or bool(done.any()):
                 position, result = self._autoreset(position, result)
             self.position = position
-        infos = {
-            "final_obs": result.final_obs,
-            "_final_obs": done,
-            "episode": {"r": result.episode_return, "l": result.episode_length},
-            "_episode": done,
-        }
+        infos = infos_of(result)
         if outcome:
             masks = {f"_{name}": done for name in outcome}
             infos |= {"final_info": {**outcome, **masks}, "_final_info": done}
@@ -207,12 +286,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         }
 
     def load_state_dict(self, saved: StateDict) -> None:
-        n_saved = len(saved["seeds"])
-        if n_saved != self.num_envs:
-            raise ValueError(
-                f"num_envs={self.num_envs}: the saved state has {n_saved} envs; "
-                f"use num_envs={n_saved}"
-            )
+        self._check_number(saved)
         wanted = [tuple(part.shape) for part in self.position.state]
         found = [tuple(part.shape) for part in saved["state"]]
         if found != wanted:
@@ -286,37 +360,6 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     def _draws(self, n_episodes: Tensor) -> tuple[Tensor, ...]:
         return counter_random.uniform(self.seeds, n_episodes, self.n_draws)
 
-    def _set_seed(self, seed: int) -> None:
-        if not 0 <= seed < _MAX_SEED:
-            raise ValueError(f"seed must be between 0 and 2^62 - 1, got {seed}")
-        # In place: a captured CUDA graph reads the seeds at this address.
-        self.seeds.copy_(torch.arange(self.num_envs, device=self.device) + seed)
-
-    def _check_action(self, space: AnySpace, action: Any) -> None:
-        if isinstance(space, (spaces.Dict, spaces.Tuple)):
-            kind: type[Any] = dict if isinstance(space, spaces.Dict) else tuple
-            if not isinstance(action, kind) or len(action) != len(space):
-                raise ValueError(f"actions must be one tensor for each part of {space}")
-            for name, part in space.items() if isinstance(space, spaces.Dict) else enumerate(space):
-                self._check_action(part, action[name])
-            return
-        shape = (self.num_envs, *(space.shape or ()))
-        is_real = isinstance(space, spaces.Box)
-        wanted = f"actions must be a tensor {shape} of "
-        wanted += "float32" if is_real else "integers"
-        wanted += f" on {self.device}"
-        if not isinstance(action, Tensor):
-            raise ValueError(f"{wanted}, got {type(action).__name__}; use torch.as_tensor")
-        right_dtype = (
-            action.dtype == torch.float32
-            if is_real
-            else not (action.is_floating_point() or action.is_complex())
-        )
-        if action.shape != shape or action.device != self.device or not right_dtype:
-            raise ValueError(
-                f"{wanted}, got {tuple(action.shape)} of {action.dtype} on {action.device}"
-            )
-
     def _loaded(self, saved: Tensor) -> Tensor:
         return saved.to(self.device, copy=True)
 
@@ -380,6 +423,17 @@ def _saved(tensor: Tensor) -> Tensor:
 def _first(batch: Tensor) -> NDArray[np.generic]:
     first: NDArray[np.generic] = batch[0].numpy().copy()
     return first
+
+
+def infos_of(result: StepResult) -> Info:
+    """What a vector env reports besides: final observations and episodes, with their masks."""
+    done = result.terminated | result.truncated
+    return {
+        "final_obs": result.final_obs,
+        "_final_obs": done,
+        "episode": {"r": result.episode_return, "l": result.episode_length},
+        "_episode": done,
+    }
 
 
 def position_parts(position: Position) -> list[Tensor]:

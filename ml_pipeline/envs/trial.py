@@ -35,6 +35,8 @@ from ml_pipeline.errors import UserError, first_line, place_of
 
 Result = TypeVar("Result")
 
+_MANY_SHORT = 10  # episodes of one step, one after the other
+
 
 class EnvTrial(NamedTuple):
     """What a few steps of one env showed."""
@@ -76,7 +78,7 @@ def try_env(
             obs, info = deepcopy(_reset(env, seed=0))
             check = _ObservationCheck(env, allow_nonfinite=allow_nonfinite)
             check(obs, "reset")
-            step_info, durations, has_ended = _play(
+            step_info, durations, has_ended, n_short = _play(
                 env,
                 obs,
                 info,
@@ -105,7 +107,7 @@ def try_env(
             has_ended,
             spec is not None and spec.max_episode_steps is not None,
             has_reset_rows,
-            [*_left_out(env), *check.remarks()],
+            [*_left_out(env), *check.remarks(), *_short_episodes(n_short)],
         )
     finally:
         close_env(env)
@@ -206,21 +208,21 @@ def _play(
     mask_key: str,
     seconds: float,
     n_steps: tuple[int, int],
-) -> tuple[Info, list[float], bool]:
+) -> tuple[Info, list[float], bool, int]:
     """The info of the first step, the time of each step, and whether an episode ended.
 
-    ``n_steps``: the least and the most.
+    And how many of the last episodes had one step. ``n_steps``: the least and the most.
     """
     first_info: Info | None = None
     durations: list[float] = []
-    has_ended = False
+    has_ended, length, n_short = False, 0, 0
     deadline = time.perf_counter() + seconds
     while True:
         now, played = time.perf_counter(), len(durations)
         is_enough = played >= n_steps[0] and (played >= n_steps[1] or now >= deadline)
         # The least steps of a very slow env would take too long.
         if is_enough or (played >= 5 and now > deadline + 10 * seconds):
-            return first_info or {}, durations, has_ended
+            return first_info or {}, durations, has_ended, n_short
         action = allowed_action(env, obs, info, mask_key)
         start = time.perf_counter()
         returned = env.step(action)
@@ -233,9 +235,11 @@ def _play(
                 f"{_place(env, 'step')}"
             )
         first_info = deepcopy(info) if first_info is None else first_info
+        length += 1
         start = time.perf_counter()
         if terminated or truncated:
-            has_ended = True
+            n_short = n_short + 1 if length == 1 else 0
+            has_ended, length = True, 0
             obs, info = _reset(env)
             check(obs, "reset")
         durations.append(stepped + time.perf_counter() - start)
@@ -322,6 +326,15 @@ def _left_out(env: AnyEnv) -> list[str]:
     return [
         f"leaves {keys} out of the observation, because networks take no text; a wrapper in "
         "env.wrappers can turn it into numbers"
+    ]
+
+
+def _short_episodes(n_short: int) -> list[str]:
+    if n_short < _MANY_SHORT:
+        return []
+    return [
+        f"its last {n_short} episodes had one step each; if they should be longer, its reset does "
+        "not start a new episode"
     ]
 
 

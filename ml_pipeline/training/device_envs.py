@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ml_pipeline.envs.episode_stats import Episode
-from ml_pipeline.envs.tensor_env import TorchVectorEnv, join_position, position_parts, with_ended
+from ml_pipeline.envs.tensor_env import DeviceVectorEnv, join_position, position_parts, with_ended
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.records import StateDict
 from ml_pipeline.training.contracts import Observer
-from ml_pipeline.training.env_batch import Choose, EnvStep, Row, Seen
+from ml_pipeline.training.env_batch import Choose, EnvStep, Row, Seen, torch_dtype
 from ml_pipeline.training.graphs import Programs
 
 
@@ -29,7 +30,9 @@ class DeviceEnvs:
     has_reset_rows = False
     memory: Tensor | None = None  # no recurrent policies yet
 
-    def __init__(self, env: TorchVectorEnv, *, seed: int, programs: Programs | None = None) -> None:
+    def __init__(
+        self, env: DeviceVectorEnv, *, seed: int, programs: Programs | None = None
+    ) -> None:
         self.env: Any = env
         self.place = slice(0, env.num_envs)
         self.has_started = False
@@ -37,19 +40,31 @@ class DeviceEnvs:
         self._programs = programs or Programs(env.device)
         self._step: Any = None
         self._held = [part.clone() for part in position_parts(env.position)]
-        self._obs = env.observe(env.position.state).clone()
+        space = env.observation_space
+        dtype = torch_dtype(np.dtype(space.dtype))
+        self._obs = torch.zeros(space.shape or (), dtype=dtype, device=env.device)
         # Three tensors: if one stood for all, the first step would be compiled by itself.
         self._none_ended = [torch.zeros(env.num_envs, device=env.device) for _ in range(3)]
         # Number, summed returns and summed lengths of the episodes that ended since ``begin``.
         self._totals = torch.zeros(3, device=env.device)
+        # What acting reads, if it is a program of its own:
+        self._seen = self._obs.clone()
+        self._noise: Tensor | None = None
+        self._programs_of: dict[Choose, Callable[[], Tensor]] = {}
         # Within a program:
         self._parts, self._ended, self._now = self._held, self._none_ended, self._obs
         self._action = self._obs
 
+    @property
+    def can_be_captured(self) -> bool:
+        return self.env.why_no_graph is None
+
     def begin(self, agent: Observer) -> bool:
         if self._step is None:
             step = _new_step(self.env, agent.distribution.to_torch_env)
-            self._step = self._programs.compiled(step, f"a step of {type(self.env).__name__}")
+            if self.env.why_no_graph is None:
+                step = self._programs.compiled(step, f"a step of {type(self.env).__name__}")
+            self._step = step
         self._totals.zero_()
         if self.has_started:
             return False
@@ -77,9 +92,28 @@ class DeviceEnvs:
     def act(
         self, agent: Observer, choose: Choose, noise: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        sample = choose(PolicyInput(self._now, None, None, None), noise, out=out)
-        self._action = sample.action if out is None else out
-        return self._action
+        if self.can_be_captured:
+            sample = choose(PolicyInput(self._now, None, None, None), noise, out=out)
+            self._action = sample.action if out is None else out
+            return self._action
+        self._action = self._act_alone(choose, noise)
+        return self._action if out is None else out.copy_(self._action)
+
+    def _act_alone(self, choose: Choose, noise: Tensor) -> Tensor:
+        """Act in a program of its own, because the steps before and after it have none."""
+        if self._noise is None:
+            self._noise = noise.clone()
+        self._seen.copy_(self._now)
+        self._noise.copy_(noise)
+        if choose not in self._programs_of:
+            inputs = PolicyInput(self._seen, None, None, None), self._noise
+
+            def act() -> Tensor:
+                return choose(*inputs).action
+
+            self._programs_of[choose] = self._programs.captured(act, "acting")
+        action: Tensor = self._programs_of[choose]()
+        return action
 
     def receive(self, agent: Observer, t: int, row: Row | None = None) -> EnvStep | None:
         places: list[Tensor] = []
@@ -129,7 +163,7 @@ class DeviceEnvs:
         self._hold(state["obs"].to(self.env.device))
 
 
-def _new_step(env: TorchVectorEnv, to_env: Callable[[Tensor], Tensor]) -> Any:
+def _new_step(env: DeviceVectorEnv, to_env: Callable[[Tensor], Tensor]) -> Any:
     """One step of all envs as a pure function of their positions, fused into a few kernels.
 
     If there are ``places`` it writes the results there, and they need not be stored twice.

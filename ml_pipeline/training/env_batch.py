@@ -82,6 +82,10 @@ class EnvBatch(Protocol):
     memory: Tensor | None  # recurrent state of the policy
 
     @property
+    def can_be_captured(self) -> bool:
+        """Whether a program with steps of these envs can be captured as a CUDA graph."""
+
+    @property
     def has_started(self) -> bool: ...
 
     def begin(self, agent: Observer) -> bool:
@@ -134,10 +138,9 @@ class EnvBatch(Protocol):
 
 def saved_positions(batches: Sequence[EnvBatch]) -> list[StateDict] | StateDict | None:
     """The current step of all envs, for a checkpoint; None before the first."""
-    positions = [each.state_dict() for each in batches]
     if batches[0].on_host:
-        return positions
-    return positions[0] if batches[0].has_started else None
+        return [each.state_dict() for each in batches]
+    return batches[0].state_dict() if batches[0].has_started else None
 
 
 def restore_positions(

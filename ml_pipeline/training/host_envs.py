@@ -30,6 +30,7 @@ class HostEnvs:
     """``leaves`` are the current observations; empty before the first reset."""
 
     on_host = True
+    can_be_captured = False
 
     def __init__(
         self,

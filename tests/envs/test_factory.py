@@ -168,6 +168,9 @@ def test_a_wrong_wrapper_is_named_by_its_key(wrapper: dict[str, Any], words: str
         ("Namespace ALE not found.", r'make atari, or pip install "ml_pipeline\[atari\]"'),
         ("No module named 'ale_py'", r'make atari, or pip install "ml_pipeline\[atari\]"'),
         ("No module named 'pyboy'", r'pip install "ml_pipeline\[gameboy\]"'),
+        ("No module named 'gymnax'", r'make jax, or pip install "ml_pipeline\[jax\]"'),
+        ("No module named 'craftax'", "pip install craftax"),
+        ("No module named 'mujoco_playground'", "pip install playground"),
         ("No module named 'minigrid'", r'pip install "ml_pipeline\[minigrid\]"'),
         ("No module named 'pettingzoo'", r'pip install "ml_pipeline\[pettingzoo\]"'),
         ("No module named 'matplotlib'", r'pip install "ml_pipeline\[plots\]"'),
@@ -178,6 +181,17 @@ def test_a_missing_extra_comes_with_its_install_command(message: str, command: s
     error = missing_extra("env.id=X", ImportError(message))
 
     assert re.search(f"env.id=X needs .* which is not installed: {command}", str(error))
+
+
+def test_an_env_in_jax_without_jax_says_how_to_install_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("jax_env", "jax_libraries"):
+        monkeypatch.delitem(sys.modules, f"ml_pipeline.envs.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "jax", None)
+
+    with pytest.raises(MissingExtraError, match=r"Gymnax needs jax, .* not installed: make jax"):
+        train([*small(), "env=gymnax"])
 
 
 def test_a_missing_package_with_a_similar_name_gets_no_command() -> None:

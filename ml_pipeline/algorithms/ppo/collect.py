@@ -20,7 +20,7 @@ from torch import Tensor
 from ml_pipeline.algorithms.ppo.on_device import DeviceNoise, GpuStopwatch
 from ml_pipeline.algorithms.ppo.rollout import RolloutBuffer
 from ml_pipeline.envs.episode_stats import Episode
-from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.tensor_env import DeviceVectorEnv
 from ml_pipeline.ranks.world import ALONE, World
 from ml_pipeline.records import StateDict
 from ml_pipeline.training.contracts import Actor
@@ -56,7 +56,7 @@ class Collector:
         self._check = FiniteCheck(enabled=not allow_nonfinite)
         self._batches: list[HostEnvs | DeviceEnvs] = []
         for env in envs:
-            if isinstance(env, TorchVectorEnv):
+            if isinstance(env, DeviceVectorEnv):
                 self._batches.append(DeviceEnvs(env, seed=env_seed, programs=programs))
             else:
                 host = HostEnvs(
@@ -173,7 +173,8 @@ class Collector:
             programs = self._programs or Programs(agent.device)
             sizes = agent, buffer.n_steps, self.n_envs, self._world
             self._device_noise = DeviceNoise(*sizes, programs)
-            self._play = programs.captured(self._play, "a rollout")
+            if self._batches[0].can_be_captured:
+                self._play = programs.captured(self._play, "a rollout")
 
     @torch.no_grad()
     def _rollout(self, agent: Actor, buffer: RolloutBuffer) -> None:

@@ -27,7 +27,7 @@ from ml_pipeline.algorithms.replay.files import (
 )
 from ml_pipeline.algorithms.replay.learning import ReplayLearning
 from ml_pipeline.envs.episode_stats import Episode, EpisodeWindow
-from ml_pipeline.envs.tensor_env import TorchVectorEnv
+from ml_pipeline.envs.tensor_env import DeviceVectorEnv
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
@@ -67,7 +67,7 @@ class OffPolicyTrainer(Generic[RatesT]):
         (env,) = envs.parts
         self._check = FiniteCheck(enabled=True)
         self._batch: EnvBatch
-        if isinstance(env, TorchVectorEnv):
+        if isinstance(env, DeviceVectorEnv):
             self._batch = DeviceEnvs(env, seed=envs.first_seed, programs=context.programs)
         else:
             self._batch = HostEnvs(
@@ -112,10 +112,12 @@ class OffPolicyTrainer(Generic[RatesT]):
         self._noise: ArrayOrTensor = None  # of a step of tensor envs, always in the same place
         self._action: ArrayOrTensor = None
         self._episodes: list[Episode] = []
-        self._device_step: dict[Choose, Callable[[], None]] = {
-            choose: context.programs.captured(partial(self._step, choose), "a step with replay")
-            for choose in (self._explore, self._explore_at_random)
-        }
+        self._device_step: dict[Choose, Callable[[], None]] = {}
+        for choose in (self._explore, self._explore_at_random):
+            step: Callable[[], None] = partial(self._step, choose)
+            if self._batch.can_be_captured:
+                step = context.programs.captured(step, "a step with replay")
+            self._device_step[choose] = step
 
     @property
     def envs(self) -> list[VectorEnv[Any, Any, Any]]:
