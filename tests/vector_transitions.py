@@ -35,7 +35,7 @@ def transitions(
         action = choose(ages + np.arange(n_envs))
         before = deepcopy(obs)
         obs, reward, terminated, truncated, infos = env.step(action)
-        done = terminated | truncated
+        done = np.asarray(terminated | truncated)
         for i in range(n_envs):
             if not (skips and ended[i]):
                 after = final_row(obs, infos, i) if done[i] else shown(obs, infos, i)

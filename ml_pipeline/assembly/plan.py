@@ -186,7 +186,7 @@ def make_plan(
         _check_reset_rows(config, context, agent)
     config = _with_cpu_threads(config, agent, context)
     config, remark = _with_n_envs(config, trial, agent, context, is_tensor=tensor_env is not None)
-    reason = config.agent.why_not(config.n_envs, recurrent=_is_recurrent(agent))
+    reason = config.agent.why_not(config.n_envs, recurrent=is_recurrent(agent))
     if reason is not None:
         raise ConfigError(reason)
     _say_rounded(config, context)
@@ -269,7 +269,7 @@ def _make_context(config: TrainConfig) -> RunContext:
     return RunContext(device, config.seed, config.precision, programs, world)
 
 
-def _is_recurrent(agent: Agent) -> bool:
+def is_recurrent(agent: Agent) -> bool:
     return agent.new_memory(1) is not None
 
 
@@ -344,7 +344,7 @@ def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> Non
         (bool(config.env.wrappers), "env.wrappers; put their work into the env class"),
         (config.vec_env.mode != "auto", "vec_env; leave vec_env=auto"),
         (config.collector != "sync", "collector; leave collector=sync"),
-        (_is_recurrent(agent), "network; use one that is not recurrent, such as network=mlp"),
+        (is_recurrent(agent), "network; use one that is not recurrent, such as network=mlp"),
         (config.agent.action_mask != "none", "agent.action_mask; set agent.action_mask=none"),
         (is_nested, "its observation space; use one Box or Discrete"),
         (config.agent.needs_processes is not None, config.agent.needs_processes),
@@ -376,7 +376,7 @@ def _check_vector_env(config: TrainConfig) -> None:
 def _check_reset_rows(config: TrainConfig, context: RunContext, agent: Agent) -> None:
     """Refuse what needs every step of a vector env to be a transition."""
     for is_wrong, key_and_fix in (
-        (_is_recurrent(agent), "network; use one that is not recurrent, such as network=mlp"),
+        (is_recurrent(agent), "network; use one that is not recurrent, such as network=mlp"),
         (context.world.size > 1, "torchrun; start one process"),
     ):
         if is_wrong:
@@ -461,7 +461,7 @@ def _with_n_envs(
                 trial,
                 partial(act_greedily, agent),
                 n_slices=1 if config.vec_env.mode == "serial" else n_slices,
-                allowed=partial(config.suits, recurrent=_is_recurrent(agent)),
+                allowed=partial(config.suits, recurrent=is_recurrent(agent)),
             )
     n_envs = context.world.agreed(n_envs)
     try:

@@ -27,10 +27,11 @@ from ml_pipeline.assembly.compose import (
     with_newest_run,
 )
 from ml_pipeline.assembly.load import load_agent, load_policy
-from ml_pipeline.assembly.plan import RunPlan, make_plan
+from ml_pipeline.assembly.plan import RunPlan, is_recurrent, make_plan
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.device import precision_of_products, torch_threads
 from ml_pipeline.envs.choice import choose_mode
+from ml_pipeline.envs.foreign_device_env import ForeignDeviceEnv, why_on_host
 from ml_pipeline.envs.foreign_vector_env import ForeignVectorEnv
 from ml_pipeline.envs.tensor_env import DeviceVectorEnv
 from ml_pipeline.envs.vec_env import ParallelEnv, SerialEnv
@@ -235,6 +236,9 @@ def build_vec_envs(plan: RunPlan) -> tuple[Sequence[ProcessEnv | DeviceVectorEnv
         n_envs = plan.config.n_envs
         batch = plan.make_env.make_batch(n_envs)
         how = f"{_counted(n_envs)} in one {type(batch.env.unwrapped).__name__}"
+        if _stays_on_device(plan, batch):
+            device = plan.context.device
+            return [ForeignDeviceEnv(batch, device=device)], f"{how}, with tensors on {device}"
         resets = ", whose step after an episode only resets it and is left out"
         return [batch], how + (resets if batch.has_reset_rows else "")
     if plan.tensor_env is not None:
@@ -248,6 +252,15 @@ def build_vec_envs(plan: RunPlan) -> tuple[Sequence[ProcessEnv | DeviceVectorEnv
         )
         return [env], _how_tensor_envs_run(plan)
     return _build_process_envs(plan)
+
+
+def _stays_on_device(plan: RunPlan, batch: ForeignVectorEnv) -> bool:
+    """Whether the tensors of the env, if it has any, can be those of the rollout."""
+    device, has_masks = plan.context.device, plan.config.agent.action_mask != "none"
+    if device.type == "cpu" or has_masks or is_recurrent(plan.agent) or plan.trial.counts_episodes:
+        return False  # on the CPU an array may be the tensor's memory
+    batch.reset()  # only its observations show where they are
+    return why_on_host(batch, device) is None
 
 
 def _how_tensor_envs_run(plan: RunPlan) -> str:

@@ -67,24 +67,38 @@ class ForeignVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 f"{name}: metadata['autoreset_mode'] is {mode!r}; set it to an AutoresetMode of "
                 "gymnasium.vector, so that the first step of an episode is known"
             )
-        self._is_reset_by_us = mode is AutoresetMode.DISABLED or _resets_single_envs(env, mode)
+        self.is_reset_by_us = mode is AutoresetMode.DISABLED or _resets_single_envs(env, mode)
         # A step of an env that has ended only resets it.
-        self.has_reset_rows = mode is AutoresetMode.NEXT_STEP and not self._is_reset_by_us
+        self.has_reset_rows = mode is AutoresetMode.NEXT_STEP and not self.is_reset_by_us
         shown = AutoresetMode.NEXT_STEP if self.has_reset_rows else AutoresetMode.SAME_STEP
         self.metadata = {**env.metadata, "autoreset_mode": shown}
         self._action: Any = None
-        self._device: Any = None  # of its tensors, if it takes and returns tensors
+        self.tensor_device: Any = None  # of its observations after a reset; None: arrays
 
     def reset(
         self, *, seed: int | None = None, options: Info | None = None
     ) -> tuple[Any, dict[str, Any]]:
         with self._errors("reset"):
             obs, infos = self.env.reset(seed=seed, options=options)
-        self._device = next(_leaves(obs)).device if _is_tensor(obs) else None
+        self.tensor_device = next(_leaves(obs)).device if _is_tensor(obs) else None
         return self._checked(obs), infos
 
+    def reset_tensors(self, *, seed: int | None = None, options: Info | None = None) -> Any:
+        """The observations as the env returns them."""
+        with self._errors("reset"):
+            obs, _ = self.env.reset(seed=seed, options=options)
+        return obs
+
+    def step_tensors(self, actions: Any) -> tuple[Any, Any, Any, Any, Info]:
+        """A step as the env returns it; envs that have ended are not reset."""
+        with self._errors("step"):
+            obs, reward, terminated, truncated, infos = self.env.step(actions)
+        return obs, reward, terminated, truncated, infos
+
     def step_async(self, actions: Any) -> None:
-        self._action = actions if self._device is None else _as_tensors(actions, self._device)
+        self._action = (
+            actions if self.tensor_device is None else _as_tensors(actions, self.tensor_device)
+        )
         if isinstance(self.env, AsyncVectorEnv):
             with self._errors("step"):
                 self.env.step_async(actions)
@@ -102,7 +116,7 @@ class ForeignVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         truncated = self._column(truncated, "truncations", np.bool_)
         done = terminated | truncated
         if np.count_nonzero(done):
-            if self._is_reset_by_us:
+            if self.is_reset_by_us:
                 obs, infos = self._restarted(obs, infos, done)
             elif self.has_reset_rows:
                 infos = _without_masks(self._with_finals(obs, infos, done), done)
