@@ -64,6 +64,8 @@ GOALS = {
     "cartpole_memory": Goal("greedy", 500.0, "rl-baselines3-zoo, recurrent"),
     "crowded_keys": Goal("greedy", None, "maximum 32"),
     "camera_and_flag": Goal("greedy", None, "maximum 32; 16 with one input alone"),
+    "lanes": Goal("greedy", None, "maximum 32; 27 with the right choice of one part alone"),
+    "corridor": Goal("greedy", None, "maximum 1; 0.5 without memory"),
     "half_cheetah_tuned": Goal("greedy", 5819.1, "rl-baselines3-zoo, one run, HalfCheetah-v3"),
     "hopper": Goal("greedy", 2410.4, "rl-baselines3-zoo, one run, Hopper-v3"),
     "walker2d": Goal("greedy", 3478.8, "rl-baselines3-zoo, one run, Walker2d-v3"),
@@ -74,6 +76,7 @@ GOALS = {
     "dqn_acrobot": Goal("greedy", -76.6, "rl-baselines3-zoo"),
     "dqn_mountain_car": Goal("greedy", -100.8, "rl-baselines3-zoo"),
     "dqn_lunar_lander": Goal("greedy", 154.0, "rl-baselines3-zoo"),
+    "pqn_cartpole": Goal("greedy", None, "maximum 500; twice the steps of dqn_cartpole"),
     "sac_pendulum": Goal("greedy", -157.0, "rl-baselines3-zoo"),
     "sac_half_cheetah": Goal("greedy", 11_100.0, "rl_games"),
     "sac_hopper": Goal("greedy", 3542.0, "Tianshou"),
@@ -92,6 +95,7 @@ GOALS_OF_VARIANTS = {
     f"mujoco@env.id={name}-v5": Goal("greedy", score, f"Tianshou, {name}-v3")
     for name, score in _MUJOCO.items()
 }
+GOALS_OF_VARIANTS["pqn_cartpole@env=acrobot"] = Goal("greedy", None, "same steps as dqn_acrobot")
 
 VARIANTS = (
     *GOALS_OF_VARIANTS,

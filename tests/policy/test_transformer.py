@@ -148,7 +148,7 @@ def test_run_is_trained_exported_and_played(here: Path, env: str, capsys: Captur
 
 
 def test_replay_refuses_it_like_other_recurrent_networks(here: Path) -> None:
-    with pytest.raises(UserError, match="network TransformerXL is recurrent, which replay does"):
+    with pytest.raises(UserError, match="network TransformerXL is recurrent, which this agent"):
         train(["agent=dqn", "env=cartpole", *TRXL, "logger=none", "device=cpu"])
 
 
