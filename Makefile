@@ -60,7 +60,7 @@ endif
 endif
 
 .PHONY: help setup setup-dev train train-parallel train-pure-rl train-20k bench-scaling test test-all test-lowest notebooks check format
-.PHONY: box2d mujoco atari jax clean
+.PHONY: box2d mujoco atari envpool jax clean
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -146,6 +146,9 @@ mujoco: setup  ## install MuJoCo, for env=half_cheetah, hopper, walker2d
 
 atari: setup  ## install the Arcade Learning Environment, for env=pong, breakout
 	$(BIN)/python -m pip install --quiet -e ".[atari]"
+
+envpool: setup  ## install EnvPool, for env=envpool; needs Python 3.11 or newer
+	$(BIN)/python -m pip install --quiet -e ".[envpool]"
 
 jax: setup  ## install JAX for the CPU and gymnax, for env=gymnax; 700 MiB
 	$(BIN)/python -m pip install --quiet -e ".[jax]"

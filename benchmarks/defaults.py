@@ -16,16 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
-from ideas import train
+from ideas import origin, train_all
 
 RESULTS = Path(__file__).resolve().parent / "results" / "defaults.json"
 SEEDS = (1, 2, 3, 4, 5)
@@ -144,42 +140,26 @@ def known_results() -> list[dict[str, Any]]:
 def run_all(
     algorithms: Sequence[str], tasks: Sequence[str], seeds: Sequence[int], jobs: int
 ) -> None:
-    results, lock = known_results(), Lock()
+    results = known_results()
     done = {(each["settings"], each["seed"]) for each in results}
-    todo = []
+    todo, places = {}, {}
     for seed in seeds:
         for algorithm in algorithms:
             for task in steps_of(algorithm):
                 for name in SETTINGS[algorithm]:
                     words = words_of(algorithm, task, name)
-                    if task in tasks and (" ".join(words), seed) not in done:
-                        todo.append((algorithm, task, name, words, seed))
+                    key = " ".join(words), seed
+                    if task in tasks and key not in done:
+                        todo[key] = words
+                        places[key] = {"algorithm": algorithm, "task": task, "defaults": name}
 
-    def work(item: tuple[str, str, str, list[str], int]) -> None:
-        algorithm, task, name, words, seed = item
-        try:
-            measured = train(words, seed)
-        except RuntimeError as error:
-            print(error, flush=True)
-            return
-        result = {
-            "algorithm": algorithm,
-            "task": task,
-            "defaults": name,
-            "seed": seed,
-            "settings": " ".join(words),
-            **measured,
-            "date": str(date.today()),
-            "machine": f"{platform.machine()}, {jobs} at once",
-        }
-        with lock:
-            results.append(result)
-            results.sort(key=lambda each: (each["settings"], each["seed"]))
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-            print(f"{algorithm} {task} {name} {seed}: {result['greedy']:.1f}", flush=True)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(work, todo))
+    for key, measured in train_all(todo, jobs):
+        text, seed = key
+        result = {**places[key], "seed": seed, "settings": text, **measured, **origin(jobs)}
+        results.append(result)
+        results.sort(key=lambda each: (each["settings"], each["seed"]))
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{' '.join(places[key].values())} {seed}: {result['greedy']:.1f}", flush=True)
 
 
 def table() -> str:

@@ -6,6 +6,7 @@
 Each training is one ``ml_pipeline train``; then its last policy plays 20 greedy episodes that
 training never saw. Results are in benchmarks/results/ideas.json, an entry per task, setting and
 seed. Off and on have the same seeds and run in turn, so the times of a page compare one machine.
+Further settings, to put beside them, run last.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stdout
 from datetime import date
+from io import StringIO
+from multiprocessing import get_context
 from pathlib import Path
-from threading import Lock
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -35,6 +38,15 @@ _FEWEST_SEEDS = 3  # of a task, for a row of the page
 _IDEAS = "ml_pipeline.algorithms.ppo.ideas"
 _COMMON = ["device=cpu", "logger=none", "vec_env=serial", "~callbacks.evaluation"]
 
+_CORRIDOR = [  # experiment=corridor, whose keys of the network an MLP does not have
+    *("env=corridor", "total_steps=6_144", "n_envs=8", "agent.n_steps=64", "agent.n_epochs=4"),
+    *("agent.n_minibatches=4", "agent.entropy_coef=0.01"),
+]
+_SYMBOLS = [  # of MiniGrid as a vector, for an MLP
+    *("n_envs=16", "agent.n_epochs=4", "agent.entropy_coef=0.01", "agent.normalize_obs=true"),
+    "+env.wrappers.image._target_=minigrid.wrappers.ImgObsWrapper",
+    "+env.wrappers.flat._target_=gymnasium.wrappers.FlattenObservation",
+]
 TASKS: dict[str, list[str]] = {
     "Pendulum-v1": ["experiment=pendulum", "total_steps=60_000", "agent.box_policy=gaussian"],
     "Acrobot-v1": ["experiment=acrobot", "total_steps=100_000"],
@@ -45,6 +57,19 @@ TASKS: dict[str, list[str]] = {
     "CartPole-v1": ["experiment=cartpole", "total_steps=50_000"],
     "MountainCar-v0": ["env=mountain_car", "n_envs=16", "total_steps=300_000", "agent.n_epochs=4"],
     "MountainCarContinuous-v0": ["env=mountain_car_continuous", "n_envs=16", "total_steps=300_000"],
+    "MiniGrid-DoorKey-6x6-v0": [
+        *("env.id=MiniGrid-DoorKey-6x6-v0", "total_steps=500_000", *_SYMBOLS),
+    ],
+    "MiniGrid-KeyCorridorS3R1-v0": [
+        *("env.id=MiniGrid-KeyCorridorS3R1-v0", "total_steps=1_000_000", *_SYMBOLS),
+    ],
+    "Lanes (4)": ["experiment=lanes", "total_steps=12_288"],
+    "Lanes (8)": ["experiment=lanes", "+env.kwargs.n_lanes=8", "total_steps=12_288"],
+    "Corridor of 8 steps": [*_CORRIDOR, "+env.kwargs.length=8"],
+    "Corridor of 16 steps": [*_CORRIDOR],
+    "CartPole-v1 without velocities": ["experiment=cartpole_memory", "total_steps=50_000"],
+    "Breakout": ["experiment=breakout", "total_steps=1_000_000"],
+    "Pong": ["experiment=pong", "total_steps=1_000_000"],
 }
 _BLIND = "env.wrappers.critic._target_=ml_pipeline.envs.wrappers.for_critic.ForCritic"
 _POSITIONS = {"CartPole-v1": "[1,3]", "Pendulum-v1": "[2]", "Acrobot-v1": "[4,5]"}
@@ -60,6 +85,9 @@ class Idea(NamedTuple):
     tasks: tuple[str, ...]
     on: Mapping[str, list[str]]  # by task; "" for all
     off: Mapping[str, list[str]] = MappingProxyType({})
+    # Further settings, by their label; they have no interval and no test
+    beside: Mapping[str, Mapping[str, list[str]]] = MappingProxyType({})
+    limits: str = ""  # of what the page can claim
 
 
 def blind(task: str, *more: str) -> list[str]:
@@ -131,44 +159,128 @@ IDEAS = {
             task: blind(task, "+agent.obs_groups.actor=[obs]", "+agent.obs_groups.critic=[obs]")
             for task in _POSITIONS
         },
+        {
+            "LSTM": {
+                "CartPole-v1": blind(
+                    "CartPole-v1",
+                    *("+agent.obs_groups.actor=[obs]", "+agent.obs_groups.critic=[obs]"),
+                    *("network=lstm", "agent.n_minibatches=4"),
+                )
+            }
+        },
+        "The critic cannot replace memory: an MLP that sees only the positions of CartPole does "
+        "not know which way the pole falls. An LSTM that sees as little, with as blind a critic, "
+        "has 500 with each of five seeds after 99,328 steps "
+        "(`experiment=cartpole_memory`, [learning.json](../../benchmarks/results/learning.json)).",
     ),
     "rnd": Idea(
         "Random network distillation",
         "Burda et al., 2018, arXiv:1810.12894",
         "A bonus for observations that a network cannot predict yet, because they are new.",
-        ("MountainCar-v0", "MountainCarContinuous-v0", "Acrobot-v1"),
+        (
+            *("MountainCar-v0", "MountainCarContinuous-v0", "Acrobot-v1"),
+            *("MiniGrid-DoorKey-6x6-v0", "MiniGrid-KeyCorridorS3R1-v0"),
+        ),
         {"": [f"agent.on_rollout._target_={_IDEAS}.rnd.RND"]},
+    ),
+    "hybrid_actions": Idea(
+        "Actions of discrete and continuous parts",
+        "Fan et al., 2019, arXiv:1903.01344",
+        "Each part of a Dict action, here a lane and a speed, has its own distribution. `off` is "
+        "one of 8 levels in the place of the speed, and `numbers` a number for each lane, of which "
+        "the largest decides: what algorithms need that have only one kind of action.",
+        ("Lanes (4)", "Lanes (8)"),
+        {"": []},
+        {"": ["+env.wrappers.flat._target_=flat_lanes.Levels"]},
+        {"numbers": {"": ["+env.wrappers.flat._target_=flat_lanes.Numbers"]}},
+        "The best return is 32, and 31 with 8 levels. The right lane at the best fixed speed gets "
+        "26, the right speed in any open lane 27; above that a seed has solved the task. Lanes is "
+        "one small env whose steps do not depend on each other, so the page says nothing on "
+        "exploration, on long episodes or on many parts.",
+    ),
+    "memory": Idea(
+        "Attention as memory",
+        "Parisotto et al., 2020, arXiv:1910.06764",
+        "The policy attends to the last steps of its episode (`network=trxl`). `off` is an LSTM of "
+        "the same size; a GRU and an MLP without memory are beside them.",
+        ("Corridor of 8 steps", "Corridor of 16 steps", "CartPole-v1 without velocities"),
+        {"": ["network=trxl", "network.size=32"]},
+        {"": ["network=lstm", "network.size=32"]},
+        {
+            "GRU": {"": ["network=lstm", "network.cell=gru", "network.size=32"]},
+            "MLP": {"": ["network=mlp"]},
+        },
+        "A corridor is shorter than the window of 32 steps, and the budgets are small. A row shows "
+        "what is learned in its steps and no more: with 80,000, an LSTM solves the corridor of 16 "
+        "steps on 2 of 5 seeds ([ppo.md](../ppo.md#attention-as-memory)).",
+    ),
+    "impala": Idea(
+        "The IMPALA network with average pooling",
+        "Espeholt et al., 2018, arXiv:1802.01561; Sokar and Castro, 2025, arXiv:2505.13772",
+        "Residual convolutions instead of those of the Nature DQN, and the mean over the image "
+        "before the dense layer.",
+        ("Breakout", "Pong"),
+        {"": ["network=impala"]},
+        {},
+        {"no pooling": {"": ["network=impala", "network.pooled=null"]}},
     ),
 }
 
 
-def settings(idea: Idea, task: str, *, is_on: bool) -> list[str]:
-    chosen = idea.on if is_on else idea.off
-    return [*TASKS[task], *_COMMON, *chosen.get(task, chosen.get("", []))]
+def settings_of(idea: Idea, task: str) -> dict[str, list[str]]:
+    """The command line of each setting by its label: off, on, and those beside them."""
+    beside = {label: words for label, words in idea.beside.items() if {task, ""} & words.keys()}
+    return {
+        label: [*TASKS[task], *_COMMON, *words.get(task, words.get("", []))]
+        for label, words in {"off": idea.off, "on": idea.on, **beside}.items()
+    }
 
 
 def train(words: Sequence[str], seed: int) -> dict[str, Any]:
     """Train in a folder of its own and play the last policy."""
-    script = (
-        "import sys, json\n"
-        "from ml_pipeline.assembly.run import load_agent, train\n"
-        "from ml_pipeline.analysis.evaluate import evaluate\n"
-        "run = train(sys.argv[1:]).run_dir\n"
-        "t = load_agent(run, 'latest')\n"
-        "e = evaluate(t.agent, t.env, n_episodes=20, seed=10**6, deterministic=True)\n"
-        "seconds = json.loads((run / 'summary.json').read_text())['train_seconds']\n"
-        "print('RESULT', json.dumps([e.mean, t.env_steps, seconds]))\n"
-    )
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "benchmarks")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", script, *words, f"seed={seed}"]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(command[3:])} failed:\n{done.stderr[-2000:]}")
-    mean, env_steps, seconds = json.loads(lines[-1].removeprefix("RESULT "))
-    return {"greedy": mean, "env_steps": env_steps, "train_seconds": seconds}
+    from ml_pipeline.analysis.evaluate import evaluate
+    from ml_pipeline.assembly.run import load_agent
+    from ml_pipeline.assembly.run import train as train_run
+
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+        os.chdir(folder)
+        try:
+            start = time.process_time()
+            run = train_run([*words, f"seed={seed}"]).run_dir
+            cpu_seconds = time.process_time() - start
+            trained = load_agent(run, "latest")
+            played = evaluate(
+                trained.agent, trained.env, n_episodes=20, seed=10**6, deterministic=True
+            )
+            seconds = json.loads((run / "summary.json").read_text())["train_seconds"]
+        finally:
+            os.chdir(before)
+    return {
+        "greedy": played.mean,
+        "env_steps": trained.env_steps,
+        "train_seconds": seconds,
+        "cpu_seconds": cpu_seconds,  # of this process, whatever else ran beside it
+    }
+
+
+def train_all(
+    todo: Mapping[tuple[str, int], Sequence[str]], jobs: int
+) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
+    """Train each entry in one of ``jobs`` processes, and give its result once it is known.
+
+    A key is the settings and the seed. An entry that fails is printed and left out.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path.insert(0, str(REPOSITORY))  # spawned processes take over both
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(train, words, key[1]): key for key, words in todo.items()}
+        for future in as_completed(futures):
+            text, seed = futures[future]
+            if error := future.exception():
+                print(f"{text} seed={seed} failed: {error!r}", flush=True)
+                continue
+            yield (text, seed), future.result()
 
 
 def known_results() -> list[dict[str, Any]]:
@@ -179,39 +291,38 @@ def key_of(result: dict[str, Any]) -> tuple[str, int]:
     return result["settings"], result["seed"]
 
 
-def run_all(names: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
-    """Off is shared by all ideas that have the same."""
-    results, lock = known_results(), Lock()
+def run_all(
+    names: Sequence[str], seeds: Sequence[int], jobs: int, tasks: Sequence[str] = tuple(TASKS)
+) -> None:
+    """Settings that several ideas have in common run once."""
+    results = known_results()
     done = {key_of(each) for each in results}
-    todo: dict[tuple[str, int], list[str]] = {}
+    pairs, beside = [], []
     for name in names:
-        for task in IDEAS[name].tasks:
-            for seed in seeds:
-                for is_on in (False, True):
-                    words = settings(IDEAS[name], task, is_on=is_on)
-                    if (" ".join(words), seed) not in done:
-                        todo[" ".join(words), seed] = words
-
-    def work(item: tuple[tuple[str, int], list[str]]) -> None:
-        (text, seed), words = item
-        try:
-            result = {"settings": text, "seed": seed, **train(words, seed)}
-        except RuntimeError as error:
-            print(error, flush=True)
-            return
-        result |= {"date": str(date.today()), "machine": f"{platform.machine()}, {jobs} at once"}
-        with lock:
-            results.append(result)
-            results.sort(key=key_of)
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-            print(f"{result['greedy']:.1f} in {result['train_seconds']:.0f} s: {text}", flush=True)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(work, todo.items()))
+        for task in [each for each in IDEAS[name].tasks if each in tasks]:
+            compared = settings_of(IDEAS[name], task)
+            pairs.append([compared.pop("off"), compared.pop("on")])
+            beside.append([*compared.values()])
+    todo = {
+        (" ".join(words), seed): words
+        for group in (*pairs, *beside)
+        for seed in seeds
+        for words in group
+        if (" ".join(words), seed) not in done
+    }
+    for (text, seed), result in train_all(todo, jobs):
+        results.append({"settings": text, "seed": seed, **result, **origin(jobs)})
+        results.sort(key=key_of)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{result['greedy']:.1f} in {result['train_seconds']:.0f} s: {text}", flush=True)
 
 
-def page(name: str) -> str:
-    """The page of an idea, from the known results."""
+def origin(jobs: int) -> dict[str, str]:
+    return {"date": str(date.today()), "machine": f"{platform.machine()}, {jobs} at once"}
+
+
+def page(name: str) -> str | None:
+    """The page of an idea, from the known results; None if these are too few."""
     from ml_pipeline.analysis.statistics import (
         are_claimed,
         iqm_with_interval,
@@ -221,31 +332,33 @@ def page(name: str) -> str:
 
     idea, rows, p_values, machines = IDEAS[name], [], [], set()
     for task in idea.tasks:
-        groups = []
-        for is_on in (False, True):
-            text = " ".join(settings(idea, task, is_on=is_on))
-            groups.append([each for each in known_results() if each["settings"] == text])
-            machines |= {f"{each['date']}, {each['machine']}" for each in groups[-1]}
+        found = results_of(idea, task)
+        groups = [found["off"], found["on"]]
         if min(map(len, groups)) < _FEWEST_SEEDS:
             continue
+        for group in found.values():
+            machines |= {f"{each['date']}, {each['machine']}" for each in group}
         off, on = (np.array([each["greedy"] for each in group]) for group in groups)
         cells = [
-            f"{e.value:.0f} ({e.low:.0f} to {e.high:.0f})"
+            "{} ({} to {})".format(*(shown(float(each)) for each in (e.value, e.low, e.high)))
             for e in map(iqm_with_interval, (off, on))
         ]
         better = probability_of_improvement(on, off)
         p_values.append(rank_sum_p([(on, off)]))
-        times = [float(np.median([each["train_seconds"] for each in group])) for group in groups]
         chance = f"{better.value:.2f} ({better.low:.2f} to {better.high:.2f})"
         steps, seeds = f"{groups[0][0]['env_steps']:,}", f"{len(off)} and {len(on)}"
-        speed = f"{times[0] / times[1]:.2f}"
+        times = median_seconds(groups)
+        speed = f"{times[0] / times[1]:.2f}" if times else "-"
         rows.append([f"{task}, {steps} steps", seeds, *cells, chance, speed])
+    if not rows:
+        return None
     claims = are_claimed(p_values)
     for row, is_claimed in zip(rows, claims, strict=True):
         row.append("yes" if is_claimed else "no")
     head = ["task", "seeds", "off", "on", "P(on ends above off)", "speed", "difference at 95 %"]
     table = [head, ["---"] * len(head), *rows]
-    words = " ".join(idea.on[""] if "" in idea.on else idea.on[idea.tasks[0]])
+    first = idea.tasks[0]
+    words = " ".join(idea.on.get(first, idea.on.get("", [])) or TASKS[first])
     lines = [
         f"# {idea.title}",
         "",
@@ -263,11 +376,54 @@ def page(name: str) -> str:
         "",
         summary(rows),
         "",
+        *each_seed(idea),
+        *([idea.limits, ""] if idea.limits else []),
         f"`python benchmarks/ideas.py {name}`; {'; '.join(sorted(machines))};",
         "raw file [ideas.json](../../benchmarks/results/ideas.json).",
         "",
     ]
     return "\n".join(lines)
+
+
+def shown(value: float) -> str:
+    """Three digits, but whole numbers from 100 on."""
+    return f"{value:.0f}" if abs(value) >= 99.5 else f"{value:#.3g}"
+
+
+def results_of(idea: Idea, task: str) -> dict[str, list[dict[str, Any]]]:
+    """The known results of each setting, by its label."""
+    texts = {label: " ".join(words) for label, words in settings_of(idea, task).items()}
+    known = known_results()
+    return {
+        label: [each for each in known if each["settings"] == text] for label, text in texts.items()
+    }
+
+
+def median_seconds(groups: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
+    """Of the trainings of each group: CPU time, or wall time if all results are older.
+
+    Empty if only some are older: they may come from another machine.
+    """
+    clocks = {"cpu_seconds" in each for group in groups for each in group}
+    if len(clocks) > 1:
+        return []
+    clock = "cpu_seconds" if clocks == {True} else "train_seconds"
+    return [float(np.median([each[clock] for each in group])) for group in groups]
+
+
+def each_seed(idea: Idea) -> list[str]:
+    """A table with every seed, if there are settings beside off and on."""
+    if not idea.beside:
+        return []
+    head = ["task", "setting", "return of each seed", "median seconds"]
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
+    for task in idea.tasks:
+        for label, group in results_of(idea, task).items():
+            if group:
+                returns = ", ".join(shown(each["greedy"]) for each in group)
+                seconds = ", ".join(f"{each:.0f}" for each in median_seconds([group])) or "-"
+                lines.append(f"| {task} | {label} | {returns} | {seconds} |")
+    return [*lines, ""]
 
 
 def summary(rows: Sequence[Sequence[str]]) -> str:
@@ -292,16 +448,28 @@ def main() -> None:
     )
     parser.add_argument("--all", action="store_true", help="every idea")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        choices=list(TASKS),
+        default=list(TASKS),
+        metavar="TASK",
+        help="train on these of an idea's tasks only",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="parallel trainings")
     parser.add_argument("--pages", action="store_true", help="write the pages only")
     args = parser.parse_args()
     names = list(IDEAS) if args.all else args.names
     if not args.pages:
-        run_all(names, args.seeds, args.jobs)
+        run_all(names, args.seeds, args.jobs, args.tasks)
     PAGES.mkdir(exist_ok=True)
     for name in names:
-        (PAGES / f"{name}.md").write_text(page(name))
-        print(page(name))
+        text = page(name)
+        if text is None:
+            print(f"{name}: fewer than {_FEWEST_SEEDS} seeds of each task, so no page")
+            continue
+        (PAGES / f"{name}.md").write_text(text)
+        print(text)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import yaml
 
 from ml_pipeline.algorithms.dqn.config import DQNConfig
 from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.pqn.agent import PQNConfig
 from ml_pipeline.algorithms.sac.config import SACConfig
 from ml_pipeline.algorithms.td3.agent import TD3Config
 from ml_pipeline.config.curriculum import PhaseConfig, UntilConfig
@@ -53,6 +54,7 @@ GROUPS = (
     ("agent.", DQNConfig, "DQN"),
     ("agent.", SACConfig, "SAC"),
     ("agent.", TD3Config, "TD3"),
+    ("agent.", PQNConfig, "PQN"),
     ("vec_env.", VecEnvConfig, "How the envs run"),
     ("opponent.", OpponentConfig, "Self-play"),
     ("env.kwargs.data.", SyntheticConfig, "Synthetic markets"),

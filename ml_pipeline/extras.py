@@ -21,6 +21,7 @@ CORE_PACKAGES = (
 _EXTRAS = {
     "mujoco": ("mujoco",),
     "atari": ("ale", "ale_py", "atari", "cv2", "opencv"),
+    "envpool": ("envpool",),
     "minigrid": ("minigrid",),
     "pettingzoo": ("pettingzoo",),
     "gameboy": ("pyboy",),
@@ -37,7 +38,7 @@ _EXTRAS = {
 }
 
 # Targets of the Makefile, which only a clone has.
-_MAKE_TARGETS = ("box2d", "mujoco", "atari", "jax")
+_MAKE_TARGETS = ("box2d", "mujoco", "atari", "envpool", "jax")
 _CLONE = Path(__file__).resolve().parents[1]
 _IS_CLONE = (_CLONE / "Makefile").is_file()
 

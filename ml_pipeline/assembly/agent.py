@@ -160,6 +160,11 @@ def _for_critic(config: TrainConfig, own: Mapping[str, Any]) -> TrainConfig:
             f"network.critic={own}: {agent_name(config)} has no critic network of its own with "
             "these settings (agent.shared_trunk=true has none); remove the key"
         )
+    if not isinstance(own, Mapping):
+        raise ConfigError(
+            f"network.critic={own}: must have keys; write network.critic.hidden_sizes=[256,256] "
+            "or network.critic._target_=my_module.MyNetwork"
+        )
     shared = {} if "_target_" in own else config.network
     return dataclasses.replace(config, network={**shared, **own})
 

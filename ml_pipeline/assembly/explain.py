@@ -43,6 +43,13 @@ _GROUPS = {
     *("network", "opponent", "sweep", "vec_env"),
 }
 
+_ENTRIES = {  # keys that name a function or class, with an example
+    "agent.loss": "my_module.my_loss",
+    "agent.optimizer": "torch.optim.AdamW",
+    "agent.advantage": "my_module.my_estimate",
+    "agent.on_rollout": "my_module.my_hook",
+}
+
 
 class ConfigError(UserError):
     """The config contains a mistake."""
@@ -76,7 +83,7 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
         value = "my_module.MyClass" if str(cause.full_key).endswith("_target_") else "VALUE"
         return f"{cause.full_key}: must be set; write {cause.full_key}={value}"
     if isinstance(cause, ConfigTypeError) and "with ListConfig" in str(cause):
-        return f"{cause.full_key}: {_needs_names(str(cause.full_key))}"
+        return f"{cause.full_key}: {_needs_names(str(cause.full_key), cause.value)}"
     if isinstance(cause, InterpolationKeyError):
         return f"{cause.full_key}: {first_line(cause)}"
     if str(error).startswith("Only one of --run"):
@@ -134,6 +141,10 @@ def _unknown_key(
     if parent in ("env", "eval_env") and replacement is None:
         name = key.rpartition(".")[2]
         return f"{line}; an argument of the env is +{parent}.kwargs.{name}={value}"
+    if parent == "network" and replacement is None:
+        for option, file in sorted(preset_files("network").items()):
+            if key.removeprefix("network.") in (yaml.safe_load(file.read_text("utf-8")) or {}):
+                return f"{line} of this network; write network={option} {override}"
     if replacement not in (None, override):
         line += f"; did you mean {replacement if has_value else str(replacement).rstrip('=')}?"
     else:
@@ -229,7 +240,7 @@ def _wrong_type(cause: ValidationError) -> str:
     if "is not a ListConfig" in message:
         return "must be a list, as in [a,b]"
     if "to Dict[" in message:
-        return _needs_names(str(cause.full_key))
+        return _needs_names(str(cause.full_key), cause.value)
     if "is not Optional" in message:
         return _needed_type(cause)
     named = re.search(r"could not be converted to (\w+)|for field of type '(\w+)'", message)
@@ -237,8 +248,11 @@ def _wrong_type(cause: ValidationError) -> str:
     return f"must be {_TYPES[wanted]}" if wanted in _TYPES else message.splitlines()[0]
 
 
-def _needs_names(key: str) -> str:
+def _needs_names(key: str, value: object) -> str:
     """The rule of a mapping that got another value."""
+    if key in _ENTRIES:
+        path = str(value) if re.fullmatch(r"\w+(\.\w+)+", str(value)) else _ENTRIES[key]
+        return f"must have a _target_; write {key}._target_={path}"
     entry = "_target_=my_module.MyWrapper" if key.endswith("wrappers") else "3"
     dot = "." if key.endswith("wrappers") else "="
     return f"must map names to values; write +{key}.my_name{dot}{entry}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Optional
 
 from ml_pipeline.config.checks import check, integer_steps, number_to_write
@@ -44,6 +44,8 @@ class EnvConfig:
     wrappers: dict[str, Any] = field(default_factory=dict)  # name -> `_target_` entry, in order
     # Make the id by gymnasium.make_vec; a target that makes a vector env needs no key
     vector: bool = False
+    # Its name in messages and of the folder of its runs; null: the id or the class
+    label: Optional[str] = None
 
     def __post_init__(self) -> None:
         if not self.id and not self.target:
@@ -53,8 +55,9 @@ class EnvConfig:
 
     @property
     def name(self) -> str:
-        """The id, or the class name of the target."""
-        return (self.target or "").rpartition(".")[2] or str(self.id).rpartition(":")[2]
+        """The label, or the class name of the target, or the id."""
+        of_class = (self.target or "").rpartition(".")[2]
+        return self.label or of_class or str(self.id).rpartition(":")[2]
 
 
 @dataclass
@@ -75,7 +78,7 @@ class EvalEnvConfig:
         if self.id or self.target:
             return EnvConfig(self.id, self.target, self.kwargs, wrappers)
         kwargs = {**env.kwargs, **self.kwargs}
-        return EnvConfig(env.id, env.target, kwargs, wrappers, env.vector)
+        return replace(env, kwargs=kwargs, wrappers=wrappers)
 
 
 @dataclass

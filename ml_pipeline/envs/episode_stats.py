@@ -204,12 +204,11 @@ def _means(suffix: str, episodes: Sequence[Episode]) -> Metrics:
 
 
 def counts_episodes(env: AnyEnv) -> bool:
-    """Whether a wrapper of ``env`` has ``counts_own_episodes = True``: infos report its episodes.
+    """Whether ``env`` or a wrapper has ``counts_own_episodes = True``: infos report its episodes.
 
-    For wrappers that end an episode before the game is over, such as one episode per life.
+    For those that end an episode before the game is over, such as one episode per life.
     """
-    while isinstance(env, gym.Wrapper):
-        if getattr(type(env), "counts_own_episodes", False):
-            return True
-        env = env.env
-    return False
+    layers = [env]
+    while isinstance(layers[-1], gym.Wrapper):
+        layers.append(layers[-1].env)
+    return any(getattr(each, "counts_own_episodes", False) for each in layers)

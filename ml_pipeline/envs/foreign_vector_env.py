@@ -123,14 +123,14 @@ class ForeignVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         with self._errors("reset"):
             obs, new = self.env.reset(options={"reset_mask": done.copy()})
         obs = self._checked(obs)
-        rows = zip(self._rows(before), self._rows(obs), strict=True)
-        for index, (old, now) in enumerate(rows):
-            if not (done[index] or _equal(old, now)):
-                raise UserError(
-                    f"{self.name}: reset(options={{'reset_mask': mask}}) changed env {index}, "
-                    "which had not ended; make it reset only the envs of the mask, or use another "
-                    "autoreset mode"
-                )
+        if not _equal(before, obs, ~done):
+            others = np.flatnonzero(~done)
+            index = next(i for i in others if not _equal(before, obs, np.array([i])))
+            raise UserError(
+                f"{self.name}: reset(options={{'reset_mask': mask}}) changed env {index}, which "
+                "had not ended; make it reset only the envs of the mask, or use another autoreset "
+                "mode"
+            )
         return obs, _with_rows(infos, new, done)
 
     def _with_finals(self, obs: Any, infos: Info, done: Mask) -> dict[str, Any]:
@@ -203,7 +203,11 @@ class ForeignVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
 
 class OneEnv(gym.Env[Any, Any]):
-    """A vector env with one env, as a ``gymnasium.Env``: for trials, evaluation and videos."""
+    """A vector env with one env, as a ``gymnasium.Env``: for trials, evaluation and videos.
+
+    After an end it has already been reset. A reset without a seed returns what that gave, because
+    a second one would skip an episode, or the rest of a game whose episode was one life.
+    """
 
     def __init__(self, env: ForeignVectorEnv) -> None:
         self.env = env
@@ -212,6 +216,9 @@ class OneEnv(gym.Env[Any, Any]):
         self.action_space = env.single_action_space
         self.spec = env.spec
         self.render_mode = env.render_mode
+        # See ``counts_episodes``.
+        self.counts_own_episodes = getattr(env.env.unwrapped, "counts_own_episodes", False)
+        self._next: tuple[Any, Info] | None = None  # what its own reset returned
 
     @property
     def has_reset_rows(self) -> bool:
@@ -219,16 +226,20 @@ class OneEnv(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
+        if seed is None and not options and self._next is not None:
+            following, self._next = self._next, None
+            return following
         obs, infos = self.env.reset(seed=seed, options=options)
+        self._next = None
         return self._row(obs), _row_of(infos)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
         space = self.action_space
         actions = concatenate(space, [action], create_empty_array(space, 1))  # type: ignore[arg-type]
         obs, reward, terminated, truncated, infos = self.env.step(actions)
-        is_over = bool(terminated[0] or truncated[0])
         row, info = self._row(obs), _row_of(infos)
-        if is_over:
+        if terminated[0] or truncated[0]:
+            self._next = None if self.has_reset_rows else (row, info)
             row = infos["final_obs"][0] if "final_obs" in infos else row
             info = _row_of(infos.get("final_info", {}))
         return row, float(reward[0]), bool(terminated[0]), bool(truncated[0]), info
@@ -292,14 +303,14 @@ def _leaves(obs: Any) -> Iterator[Any]:
         yield obs
 
 
-def _equal(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, Mapping):
-        return all(_equal(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, tuple):
-        return all(_equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    if isinstance(ours, np.ndarray) and ours.dtype.kind == "f":
-        return np.array_equal(ours, theirs, equal_nan=True)
-    return bool(np.all(ours == theirs))
+def _equal(before: Any, after: Any, rows: NDArray[Any]) -> bool:
+    """Whether two batches of observations have the same ``rows``."""
+    if isinstance(before, Mapping):
+        return all(_equal(before[key], after[key], rows) for key in before)
+    if isinstance(before, tuple):
+        return all(_equal(*parts, rows) for parts in zip(before, after, strict=True))
+    ours, theirs = before[rows], after[rows]
+    return np.array_equal(ours, theirs, equal_nan=ours.dtype.kind == "f")
 
 
 def _with_rows(infos: Info, new: Info, rows: Mask) -> dict[str, Any]:

@@ -6,6 +6,7 @@ equals ``torch.optim.Adam``. ``TorchOptimiser`` runs any optimiser of torch, or 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -216,6 +217,12 @@ class TorchOptimiser(FlatParameters):
             raise UserError(
                 f"{key}._target_={entry['_target_']}: made a {type(self._made).__name__} without "
                 f"{', '.join(missing)}; name a torch.optim.Optimizer, or what behaves like one"
+            )
+        closure = inspect.signature(self._made.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise UserError(
+                f"{key}._target_={entry['_target_']}: its step needs a closure, to compute the "
+                "loss again; name one that takes a step from the gradients alone"
             )
         self._factors = [group["lr"] / learning_rate for group in self._made.param_groups]
 

@@ -83,10 +83,10 @@ def build_encoder(
 
 
 def refuse_recurrent(network: nn.Module) -> nn.Module:
-    """The network, unless it is recurrent: replay stores no recurrent states."""
+    """The network, unless it is recurrent: for agents that store no recurrent states."""
     if getattr(network, "state_size", 0):
         raise UserError(
-            f"network {type(network).__name__} is recurrent, which replay does not support; use "
-            "network=mlp or network=cnn"
+            f"network {type(network).__name__} is recurrent, which this agent does not "
+            "support; use network=mlp or network=cnn"
         )
     return network

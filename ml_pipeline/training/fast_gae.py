@@ -19,7 +19,7 @@ from ml_pipeline.training.returns import Estimator, RolloutOutcome, gae
 
 MIRRORED: Mirrored = {
     "ml_pipeline.training.returns.gae": "76cd00bcdf7b",
-    "ml_pipeline.training.returns.RolloutOutcome.estimate": "8ab548cb3c7c",
+    "ml_pipeline.training.returns.RolloutOutcome.estimate": "8a995fc7390b",
 }
 
 

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ml_pipeline.errors import UserError
+
 Numbers = TypeVar("Numbers", NDArray[Any], Tensor)
 
 
@@ -63,7 +65,11 @@ class RolloutOutcome(NamedTuple):
         ongoing = library.where(self.terminated | self.truncated, zero, one)
         ends = self.reward, self.value, following, ongoing
         found = estimator(*ends, gamma=gamma, lam=lam)
-        return found if isinstance(found, tuple) else (found, found + self.value)
+        advantage, target = found if isinstance(found, tuple) else (found, found + self.value)
+        shapes, wanted = (tuple(advantage.shape), tuple(target.shape)), tuple(self.reward.shape)
+        if shapes != (wanted, wanted):
+            raise UserError(f"returned shapes {shapes} for advantage and target, not {wanted}")
+        return advantage, target
 
 
 def discounted_returns(

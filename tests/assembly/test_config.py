@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ml_pipeline.algorithms.dqn.config import DQNConfig
 from ml_pipeline.algorithms.ppo.config import PPOConfig
+from ml_pipeline.algorithms.pqn.agent import PQNConfig
 from ml_pipeline.algorithms.sac.config import SACConfig
 from ml_pipeline.algorithms.td3.agent import TD3Config
 from ml_pipeline.assembly.compose import ConfigError, checked_config, compose_config
@@ -164,7 +165,10 @@ def test_several_loggers_or_none_can_be_chosen() -> None:
 
 @pytest.mark.parametrize(
     ("agent", "config_class"),
-    [("ppo", PPOConfig), ("dqn", DQNConfig), ("sac", SACConfig), ("td3", TD3Config)],
+    [
+        *(("ppo", PPOConfig), ("dqn", DQNConfig), ("sac", SACConfig)),
+        *(("td3", TD3Config), ("pqn", PQNConfig)),
+    ],
 )
 def test_composed_agent_has_every_key_and_default_of_its_class(
     agent: str, config_class: type[AgentConfig]

@@ -210,7 +210,7 @@ def test_key_with_several_values_is_named() -> None:
 
 
 def test_word_without_a_likely_meaning_gets_the_choices() -> None:
-    assert suggested("agent=a2c").endswith("no such option; choose from dqn, ppo, sac, td3")
+    assert suggested("agent=a2c").endswith("no such option; choose from dqn, ppo, pqn, sac, td3")
     assert "choose from algorithm, action_mask" in suggested("agent.entirely_unknown=1")
     assert suggested("env.kwargs.size=3").endswith("to add a key, write +env.kwargs.size=3")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from small_agents import Played, agent_in
+from vector_transitions import in_infos, shown, transitions
 
 from ml_pipeline import train
 from ml_pipeline.analysis.check_env import check_env
@@ -103,44 +103,6 @@ class Strange(CartPoleVectorEnv):
     def step(self, action: Any) -> Any:
         obs, *rest = super().step(action)
         return obs[:, :3], *rest
-
-
-def transitions(
-    env: Any, n_steps: int, final_row: Callable[[Any, Any, int], Any], skips: bool, resets: bool
-) -> list[list[tuple[Any, ...]]]:
-    """Of each env: obs, action, reward, terminated, truncated and the true next obs of each step.
-
-    ``skips``: a step after an end is not one; ``resets``: we reset what has ended.
-    """
-    n_envs = env.num_envs
-    found: list[list[tuple[Any, ...]]] = [[] for _ in range(n_envs)]
-    obs, _ = env.reset(seed=3)
-    ages, ended = np.zeros(n_envs, int), np.zeros(n_envs, bool)
-    for _ in range(n_steps):
-        action = (ages + np.arange(n_envs)) % 2
-        before = obs.copy()
-        obs, reward, terminated, truncated, infos = env.step(action)
-        done = terminated | truncated
-        for i in range(n_envs):
-            if not (skips and ended[i]):
-                after = final_row(obs, infos, i) if done[i] else obs[i]
-                step = before[i].tolist(), int(action[i]), float(reward[i])
-                flags = bool(terminated[i]), bool(truncated[i])
-                found[i].append((*step, *flags, np.array(after).tolist()))
-        is_reset = skips & ended
-        ages = np.where(done | is_reset, 0, ages + 1)
-        ended = done & ~is_reset
-        if resets and done.any():
-            obs, _ = env.reset(options={"reset_mask": done})
-    return found
-
-
-def shown(obs: Any, infos: Any, i: int) -> Any:
-    return obs[i].copy()
-
-
-def in_infos(obs: Any, infos: Any, i: int) -> Any:
-    return infos["final_obs"][i]
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,10 @@ FAST = {
         [*PPO, UNSEEN, "+env.wrappers.signal={_target_: own_parts.SignalAt, step: 70}"],
         "signal in a rollout",
     ),
+    "PQN": Case(
+        [*PPO, "agent=pqn", "+env.wrappers.signal={_target_: own_parts.SignalAt, step: 70}"],
+        "signal in a rollout",
+    ),
     "infos": Case([*PPO, "env.target=tiny_envs.ScoringEnv"], "signal"),
     "prioritised DQN": Case(PRIORITISED, "stop"),
     "self-play": Case([*PPO, *TUG, "opponent.sampling=hard"], "error", shows=POOL),
@@ -142,6 +146,7 @@ SLOW = {
     "SAC in workers": Case([*PENDULUM, *FORKED], "kill"),
     "DQN in shared memory": Case([*DQN, "vec_env=shared"], "stop"),
     "DQN in a tensor env": Case([*PRIORITISED, "env=torch_cartpole", "vec_env=auto"], "stop"),
+    "PQN in a tensor env": Case([*PPO, "agent=pqn", "env=torch_cartpole", "vec_env=auto"], "kill"),
     "SAC in a tensor env": Case([*SAC, "env=torch_pendulum", "vec_env=auto"], "error"),
     "DQN that stores each frame once": Case([*DQN, *FRAMES], "stop"),
     "DQN, end before a phase": Case([*PRIORITISED, *LINE, PHASES], "stop", 2, IN_PHASE_TWO),

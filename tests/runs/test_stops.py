@@ -30,6 +30,7 @@ AGENTS = {
     "dqn": ["agent=dqn", *OFF_POLICY],
     "sac": ["agent=sac", *OFF_POLICY],
     "td3": ["agent=td3", *OFF_POLICY],
+    "pqn": ["agent=pqn", "agent.n_steps=64", "agent.n_minibatches=1"],
 }
 
 
@@ -72,12 +73,13 @@ def test_run_in_a_slow_env_stops_soon_and_is_saved(agent: str, started: Start, h
         ("dqn", ["agent.fast=off"]),
         ("sac", ["agent.fast=auto"]),
         ("td3", []),
+        ("pqn", []),
     ],
 )
 def test_run_with_very_many_updates_stops_between_two_of_them_and_continues(
     agent: str, more: list[str], started: Start, here: Path
 ) -> None:
-    updates = "agent.n_epochs" if agent == "ppo" else "agent.updates_per_env_step"
+    updates = "agent.n_epochs" if agent in ("ppo", "pqn") else "agent.updates_per_env_step"
     arguments = [*settings(agent, "Slow", 0.0), f"{updates}=20000", *more]
 
     process, seconds = stopped(started, arguments, signal.SIGTERM)

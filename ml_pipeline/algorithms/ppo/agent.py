@@ -7,6 +7,7 @@ faster backends that compute the same. They run only while the code that they re
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -40,7 +41,7 @@ from ml_pipeline.policy.optimiser import FlatAdam, Optimiser, TorchOptimiser
 from ml_pipeline.policy.space_data import check_spaces, space_to_data
 from ml_pipeline.records import StateDict
 from ml_pipeline.seeding import stream_seed
-from ml_pipeline.targets import TargetError, check_arguments, import_entry
+from ml_pipeline.targets import TargetError, check_arguments, import_entry, instantiate
 from ml_pipeline.training.contracts import RunContext
 
 
@@ -140,8 +141,13 @@ class TorchPPO:
 
 
 def find_loss(config: PPOConfig) -> Callable[..., LossTerms]:
-    """The function that ``agent.loss`` names, with its keyword arguments."""
+    """The function that ``agent.loss`` names, with its keys, or an object of the class it names."""
     loss, options = import_entry(config.loss, key="agent.loss")
+    if inspect.isclass(loss):
+        made: Callable[..., LossTerms] = instantiate(config.loss, key="agent.loss", offers={})
+        if not callable(made):
+            raise TargetError(f"agent.loss: a {loss.__name__} cannot be called; it needs __call__")
+        return made
     if "log_prob" in getattr(getattr(loss, "__code__", None), "co_varnames", ())[:1]:
         raise TargetError(
             f"agent.loss._target_={config.loss['_target_']}: a loss now takes (now, batch, rates, "

@@ -7,7 +7,7 @@ import dataclasses
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.collect import Collector
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.hooks import find_estimator, find_hook
+from ml_pipeline.algorithms.ppo.hooks import check_estimator, find_hook
 from ml_pipeline.algorithms.ppo.loss_check import check_loss
 from ml_pipeline.algorithms.ppo.memory import memory_advice
 from ml_pipeline.algorithms.ppo.trainer import PPOTrainer, Schedules
@@ -30,7 +30,7 @@ def make_agent(
 ) -> PPOAgent:
     # The trainer needs these, but a mistake must be found before there is a run folder.
     Schedules(config)
-    find_estimator(config)
+    check_estimator(config)
     if config.on_rollout is not None:
         find_hook(config.on_rollout)
     agent = PPOAgent(spaces, build_network, config, context)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -46,11 +47,12 @@ if TYPE_CHECKING:
 _SCORED_NUMBERS = 2**24  # observation entries per forward pass; limits the memory for images
 
 
-class Rollout(NamedTuple):
+@dataclass
+class Rollout:
     """What a rollout collected, as ``agent.on_rollout`` sees it: arrays, or tensors of tensor envs.
 
-    Rewards may be changed in place. An observation after the end of an episode is the first of the
-    next one.
+    Rewards may be changed or replaced. An observation after the end of an episode is the first of
+    the next one.
     """
 
     obs: dict[str, ArrayOrTensor]  # [T + 1, n_envs, ...] by leaf; a single observation is ""

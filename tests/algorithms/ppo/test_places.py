@@ -4,6 +4,7 @@ refused in one line if it is wrong."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ IDEAS = "ml_pipeline.algorithms.ppo.ideas"
 WHERE = {"host": ["env=cartpole"], "tensors": ["env=torch_cartpole", "vec_env=auto"]}
 PLACES = {
     "loss": ["agent.loss._target_=own_ideas.with_metrics"],
+    "loss, class": ["agent.loss._target_=own_ideas.Teacher", "agent.loss.coef=0.5"],
     "optimiser": ["agent.optimizer._target_=torch.optim.AdamW", "agent.optimizer.weight_decay=1"],
     "optimiser in groups": ["agent.optimizer._target_=own_ideas.two_speeds"],
     "advantage": ["agent.advantage._target_=own_ideas.one_step"],
@@ -46,6 +48,7 @@ PLACES = {
     "schedule": ["agent.learning_rate_schedule=own_ideas.halved"],
     "rollout, function": ["agent.on_rollout._target_=own_ideas.double_reward"],
     "rollout, class": ["agent.on_rollout._target_=own_ideas.Counting"],
+    "rollout, replaced reward": ["agent.on_rollout._target_=own_ideas.replace_reward"],
     "critic": ["network.critic.hidden_sizes=[32]"],
     "layer norm": ["network=mlp", "network.layer_norm=true"],
     "rpo": [f"agent.loss._target_={IDEAS}.rpo.rpo_loss", "agent.loss.alpha=0.3"],
@@ -181,7 +184,7 @@ def test_rnd_pays_for_new_observations_long_after_the_first_rollouts() -> None:
 def test_bonuses_of_rnd_do_not_end_with_an_episode() -> None:
     agent = agent_for(OBS, TWO)
     plain = rollout_for_rnd(1)
-    ending = plain._replace(reward=plain.reward.copy(), terminated=plain.terminated.copy())
+    ending = replace(plain, reward=plain.reward.copy(), terminated=plain.terminated.copy())
     ending.terminated[10, ::2] = True
     discounts = {"gamma": agent.config.gamma, "lam": agent.config.gae_lambda}
 
@@ -276,6 +279,7 @@ def test_weight_decay_and_clipping_reach_a_named_optimiser() -> None:
         ({"optimizer": {"_target_": "torch.optim.AdamW", "decay": 1}}, "agent.optimizer.decay is"),
         ({"optimizer": {"_target_": "torch.optim.AdamW", "betas": 1}}, "agent.optimizer._target_="),
         ({"optimizer": {"_target_": "own_ideas.halved"}}, "agent.optimizer"),
+        ({"optimizer": {"_target_": "torch.optim.LBFGS"}}, "LBFGS: its step needs a closure"),
     ],
 )
 def test_wrong_optimiser_is_one_line(options: Any, message: str) -> None:
@@ -295,6 +299,21 @@ def test_wrong_optimiser_is_one_line(options: Any, message: str) -> None:
             "agent.advantage._target_=own_ideas.halved",
             "agent.advantage.gamma is unknown; halved takes",
         ),
+        (
+            "agent.advantage._target_=own_ideas.sum_over_time",
+            "own_ideas.sum_over_time: returned shapes ((3,), ",
+        ),
+        (
+            "agent.advantage._target_=own_ideas.broken_estimate",
+            "own_ideas.broken_estimate: raised AttributeError",
+        ),
+        (
+            "agent.loss=my_losses.mine",
+            "must have a _target_; write agent.loss._target_=my_losses.mine",
+        ),
+        ("network.layer_norm=true", "write network=mlp network.layer_norm=true"),
+        ("network.critic=lstm", "network.critic=lstm: must have keys; write network.critic.hidden"),
+        ("agent.optimizer=adamw", "write agent.optimizer._target_=torch.optim.AdamW"),
         ("agent.on_rollout._target_=own_ideas.halve", "did you mean halved"),
         ("agent.obs_groups.actor=[x]", "the observation is no Dict"),
         ("agent.loss.beta=1", "agent.loss.beta is unknown"),
@@ -313,6 +332,11 @@ def test_wrong_place_is_one_line_before_the_run(word: str, message: str, here: P
     assert all(part in str(it.value) for part in message.split(".*")), str(it.value)
     assert "\n" not in str(it.value)
     assert not list(here.glob("runs/*/*/metrics.csv"))
+
+
+def test_only_the_rewards_of_a_rollout_can_be_replaced(here: Path) -> None:
+    with pytest.raises(UserError, match="only rollout"):
+        train([*small(), "agent.on_rollout._target_=own_ideas.replace_action"])
 
 
 def test_state_of_a_rollout_class_is_in_the_checkpoint(here: Path) -> None:

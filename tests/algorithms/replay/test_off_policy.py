@@ -145,7 +145,7 @@ def test_evaluate_and_export_work_for_all(here: Path, capsys: Capture) -> None:
     ("settings", "words"),
     [
         (["agent=dqn", "env=pendulum"], "agent=dqn: action space .* is not discrete"),
-        (["agent=dqn", "network=lstm"], "network Recurrent is recurrent, which replay does not"),
+        (["agent=dqn", "network=lstm"], "network Recurrent is recurrent, which this agent"),
         (
             ["agent=dqn", "agent.batch_size=8", "agent.buffer_size=15"],
             "agent.buffer_size=15: too small; n_envs=8 and agent.n_step=1 need at least 16",
