@@ -10,6 +10,7 @@ Workers must not import this module: it imports torch.
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,9 @@ from ml_pipeline.envs.kinds import AnyEnv, Info
 from ml_pipeline.envs.tensor_env import DeviceVectorEnv, Position, StepResult, infos_of
 from ml_pipeline.errors import first_line, place_of
 from ml_pipeline.records import StateDict
+
+# It reports every kind of device that the machine does not have.
+logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 Array = Any  # a jax.Array, or a tracer in its place
 State = Any  # a tree of arrays, of one env or of all
