@@ -10,6 +10,7 @@ Workers must not import this module: it imports torch.
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,9 @@ from ml_pipeline.envs.kinds import AnyEnv, Info
 from ml_pipeline.envs.tensor_env import DeviceVectorEnv, Position, StepResult, infos_of
 from ml_pipeline.errors import first_line, place_of
 from ml_pipeline.records import StateDict
+
+# It reports every kind of device that the machine does not have.
+logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 Array = Any  # a jax.Array, or a tracer in its place
 State = Any  # a tree of arrays, of one env or of all
@@ -130,20 +134,17 @@ class JaxVectorEnv(DeviceVectorEnv):
     def state_dict(self) -> StateDict:
         if self._carry is None:
             raise RuntimeError("the envs have no state before the first reset; call reset first")
-        leaves, tree = packed(self._carry)
-        return {
-            "seeds": self.seeds.to("cpu", copy=True),
-            "leaves": [to_torch(leaf).to("cpu", copy=True) for leaf in leaves],
-            "tree": str(tree),
-        }
+        # By their places, because the text of a tree may have addresses in it.
+        leaves = {name: to_torch(leaf).to("cpu", copy=True) for name, leaf in packed(self._carry)}
+        return {"seeds": self.seeds.to("cpu", copy=True), "leaves": leaves}
 
     def load_state_dict(self, saved: StateDict) -> None:
         self._check_number(saved)
-        own, tree = packed(jax.eval_shape(self._starts, self._first_keys())[0])
-        leaves = [leaf.numpy() for leaf in saved["leaves"]]
-        wanted = [(leaf.shape, str(leaf.dtype)) for leaf in own]
-        found = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
-        if (wanted, str(tree)) != (found, saved["tree"]):
+        leaves = [leaf.numpy() for leaf in saved["leaves"].values()]
+        own = packed(jax.eval_shape(self._starts, self._first_keys())[0])
+        wanted = [(name, leaf.shape, str(leaf.dtype)) for name, leaf in own]
+        pairs = zip(saved["leaves"], leaves, strict=True)
+        if wanted != [(name, leaf.shape, str(leaf.dtype)) for name, leaf in pairs]:
             raise ValueError(
                 f"{type(self).__name__} has another state than the saved one; use the version of "
                 "the library, and the settings, that saved it"
@@ -153,7 +154,7 @@ class JaxVectorEnv(DeviceVectorEnv):
         self._needs_reset = False
 
     def unpacked(self, leaves: Sequence[NDArray[Any]]) -> Carry:
-        """What ``packed`` made into arrays."""
+        """The carry of the arrays that ``packed`` returned."""
 
         def typed(arrays: list[Array]) -> Carry:
             like = jax.vmap(self._start_one)(self._first_keys())[0]  # traced, and never computed
@@ -317,16 +318,16 @@ class SingleJaxEnv(gym.Env["NDArray[np.generic]", object]):
         return _first(result.final_obs), reward.item(), terminated.item(), truncated.item(), {}
 
     def get_state(self) -> list[NDArray[Any]] | None:
-        return None if self._carry is None else [np.array(leaf) for leaf in packed(self._carry)[0]]
+        return None if self._carry is None else [np.array(leaf) for _, leaf in packed(self._carry)]
 
     def set_state(self, state: list[NDArray[Any]] | None) -> None:
         self._carry = None if state is None else self._task.unpacked(state)
 
 
-def packed(carry: Carry) -> tuple[list[Array], Any]:
-    """The arrays of a carry, with keys as their numbers, and their tree."""
-    leaves, tree = jax.tree.flatten(carry)
-    return [_raw(leaf) for leaf in leaves], tree
+def packed(carry: Carry) -> list[tuple[str, Array]]:
+    """The arrays of a carry and their places in it; keys as their numbers."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(carry)
+    return [(jax.tree_util.keystr(path), _raw(leaf)) for path, leaf in leaves]
 
 
 def _first(batch: Array) -> NDArray[np.generic]:
