@@ -67,6 +67,10 @@ class Reach(JaxVectorEnv):
         return place, place, -jnp.abs(place).sum(), False, False
 
 
+class Endless(Reach):
+    max_episode_steps = None
+
+
 class LateNan(Reach):
     """Its observations are NaN from step 8 on."""
 

@@ -52,10 +52,14 @@ def check_env(
     ]
     remarks = list(trial.remarks)
     if not trial.has_ended and not trial.has_time_limit:
-        remarks.append(
-            f"no episode ended within {trial.n_steps:,} steps; if it never ends, give it a limit: "
+        by_wrapper = (
             "+env.wrappers.limit._target_=gymnasium.wrappers.TimeLimit "
             "+env.wrappers.limit.max_episode_steps=1000"
+        )
+        limit = "+env.kwargs.max_episode_steps=1000" if make_env.is_tensor_env else by_wrapper
+        remarks.append(
+            f"no episode ended within {trial.n_steps:,} steps; if it never ends, give it a limit: "
+            f"{limit}"
         )
     for name, part in named_parts(trial.action_space, "actions").items():
         bounds = unsuitable_bounds(part) if isinstance(part, spaces.Box) else None

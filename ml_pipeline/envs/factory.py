@@ -95,6 +95,13 @@ class EnvFactory:
         except (TypeError, ValueError):  # not a function, or one without a signature
             return False
 
+    @property
+    def is_tensor_env(self) -> bool:
+        """Whether it names a class of tensor envs, which has a ``single_env``."""
+        if self.target is None:
+            return False
+        return hasattr(import_dotted(self.target, key="env.target"), "single_env")
+
     def make_batch(self, n_envs: int) -> ForeignVectorEnv:
         """One vector env with ``n_envs``, if ``is_vector``."""
         keep(self.given)

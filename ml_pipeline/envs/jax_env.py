@@ -177,7 +177,7 @@ class JaxVectorEnv(DeviceVectorEnv):
             carry, obs = jax.eval_shape(self._start_one, key)
         if not hasattr(self, "single_observation_space"):
             self.single_observation_space = _space_of(obs)
-        action = jax.ShapeDtypeStruct(self.single_action_space.shape or (), _action_dtype(self))
+        action = np.zeros(self.single_action_space.shape or (), _action_dtype(self))
         with _errors_of(name, "advance"):
             after, _, *numbers = jax.eval_shape(self._advance_one, key, carry.state, action)
         if any(each.shape for each in numbers):
@@ -372,7 +372,7 @@ def _strong(leaf: Array) -> Array:
 
 
 def _is_key(leaf: Array) -> bool:
-    return bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def _raw(leaf: Array) -> Array:

@@ -355,3 +355,12 @@ def test_check_env_plays_a_preset(here: Path, capsys: Any) -> None:
     said = capsys.readouterr().out
     assert "observation space: Box(-inf, inf, (3,), float32)" in said
     assert "ready to train" in said
+
+
+def test_check_env_suggests_a_limit_that_the_env_takes(here: Path, capsys: Any) -> None:
+    key = "+env.kwargs.max_episode_steps"
+    assert main(["check-env", "jax_tasks.Endless", "--seconds", "0.1"]) == 0
+    assert f"give it a limit: {key}=1000" in capsys.readouterr().out
+
+    assert main(["check-env", "jax_tasks.Endless", f"{key}=3", "--seconds", "1"]) == 0
+    assert "give it a limit" not in capsys.readouterr().out
