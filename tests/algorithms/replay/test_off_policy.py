@@ -285,6 +285,18 @@ def test_run_of_another_agent_is_resumed_only_by_its_own_script_and_the_command(
     assert main(["train", f"resume={run}", "total_steps=64"]) == 0
 
 
+def test_agents_without_a_script_train_and_resume_by_that_of_ppo(here: Path) -> None:
+    preset = ["train_ppo.py", "experiment=pqn_cartpole"]
+    assert with_agent(preset, "ppo") == preset
+    with pytest.raises(ConfigError, match=r"trains agent=pqn; use train_ppo\.py"):
+        with_agent(["train_dqn.py", "experiment=pqn_cartpole"], "dqn")
+
+    words = ["env=pendulum", "n_envs=2", "logger=none", "vec_env=serial", "~callbacks.evaluation"]
+    assert run_script("train_ppo.py", "agent=td3", *words, "total_steps=64") == 0
+    (run,) = here.glob("runs/*/*")
+    assert run_script("train_ppo.py", f"resume={run}", "total_steps=128") == 0
+
+
 @pytest.mark.parametrize(
     "value", ["RUN", "'RUN'", "RUN/checkpoints/latest.pt", "no_such_folder,RUN"]
 )
