@@ -331,7 +331,7 @@ def test_help_shows_groups_keys_and_commands_of_the_program(
     assert caught.value.code == 0
     output = capsys.readouterr().out
     shown = "python some/where/train_dqn.py -m seed=1,2,3"
-    for words in (shown, "env: acrobot, atari, breakout", "learning_rate: 0.001"):
+    for words in (shown, "env: acrobot, atari, brax, breakout", "learning_rate: 0.001"):
         assert words in output
 
 
