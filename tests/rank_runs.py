@@ -132,7 +132,7 @@ def trained(folder: Path, case: str, n_envs: int, device: str = "cpu") -> dict[s
 def of_two_ranks(folder: Path, *cases: str, device: str = "cpu") -> dict[str, list[dict[str, Any]]]:
     """The results of both ranks, by case; one launch trains all cases."""
     process = torchrun(2, __file__, str(folder), device, *cases)
-    output, _ = process.communicate(timeout=110 if device == "cpu" else 280)  # it compiles
+    output, _ = process.communicate(timeout=200 if device == "cpu" else 280)  # it compiles
     assert process.returncode == 0, output
     return {
         case: [torch.load(folder / f"{case}_{rank}.pt", weights_only=True) for rank in (0, 1)]

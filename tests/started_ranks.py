@@ -45,7 +45,7 @@ def run_folder(root: Path) -> Path:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=180)
     return output
 
 

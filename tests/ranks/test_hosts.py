@@ -32,7 +32,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield made
 
 
-def all_ended(launched: list[Launched], seconds: float = 100.0) -> list[tuple[int, str]]:
+def all_ended(launched: list[Launched], seconds: float = 180.0) -> list[tuple[int, str]]:
     return [each.ended(seconds) for each in launched]
 
 
@@ -61,7 +61,7 @@ def test_killed_host_is_named_by_the_other_and_the_run_resumes(
     launched = hosts.start(*WORDS, "total_steps=1e7", f"run_root={runs}")
     wait_for(runs, CHECKPOINT)
     hosts.kill(dead)
-    ended = all_ended(launched, 30.0)
+    ended = all_ended(launched, 60.0)
 
     code, output = ended["ba".index(dead)]
     assert code == 1, output
@@ -78,7 +78,7 @@ def test_cut_link_stops_both_hosts_in_time_and_the_run_resumes(
     launched = hosts.start(*WORDS, *options, c10d=False)
     wait_for(runs, CHECKPOINT)
     hosts.set_link("b", "down")
-    deadline = time.monotonic() + 8.0 + 10.0
+    deadline = time.monotonic() + 8.0 + 40.0  # torchrun itself ends slowly on a busy machine
     ended = [each.ended(deadline - time.monotonic()) for each in launched]
 
     assert [code for code, _ in ended] == [1, 1]
@@ -108,7 +108,7 @@ def test_host_that_died_joins_again_with_the_same_command(hosts: Hosts, tmp_path
     first, dead = hosts.start(*words, c10d=False)
     wait_for(runs, CHECKPOINT)
     hosts.kill("b")
-    dead.ended(10.0)
+    dead.ended(40.0)
     (again,) = hosts.start(*words, c10d=False, on="b")
     (code, output), (other_code, _) = all_ended([first, again])
 

@@ -61,7 +61,7 @@ def test_another_number_of_ranks_resumes_with_new_episodes(tmp_path: Path) -> No
     run = run_folder(tmp_path)
 
     command = [sys.executable, TRAIN, f"resume={run}", "total_steps=1024"]
-    resumed = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    resumed = subprocess.run(command, capture_output=True, text=True, timeout=180)
 
     assert "with new episodes: 2 ranks saved them, this run has 1" in resumed.stdout
     assert "finished at env step 1,024 of 1,024" in resumed.stdout
