@@ -51,8 +51,6 @@ from ml_pipeline.targets import ALGORITHM_OF_OLD_RUNS
 # The keys that choose an env, or a run or data that fit only one.
 _CHOOSES_ENV = ("env", "env.id", "env.target", "experiment", "data", "init_from")
 
-_WITH_SCRIPT = ("ppo", "dqn", "sac")  # agents that have a train_*.py
-
 
 def with_agent(words: Sequence[str], agent: str, preset: str | None = None) -> list[str]:
     """The command line with agent=``agent``; one with its own agent= and a resume stay.
@@ -129,7 +127,7 @@ def _check_agent(
         if trained is None:
             continue
         script = trained
-        if trained not in _WITH_SCRIPT:  # any script resumes its runs
+        if not (CONF.parent / f"train_{trained}.py").is_file():  # any script resumes its runs
             script = agent if key == "resume" else default_agent()
         if script != agent:
             raise ConfigError(f"{key}={value}: trains agent={trained}; use train_{script}.py")
