@@ -18,7 +18,7 @@ from ml_pipeline.extras import CORE_PACKAGES, core_fix
 from ml_pipeline.ranks.rendezvous import RankError, launched_rank
 
 _CLOSED_PIPE = 141  # as shells show a program that SIGPIPE ended
-_RANK_SECONDS = 2.0  # torchrun ends the other ranks sooner than this after the first has failed
+_RANK_SECONDS = 10.0  # torchrun ends the other ranks sooner than this after the first has failed
 _THREAD_SECONDS = 5.0  # how long a program that has ended waits for its threads
 
 
