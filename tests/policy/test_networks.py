@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from gymnasium import spaces
+from torch import Tensor
 
 from ml_pipeline.device import precision_of_products
 from ml_pipeline.policy.image_networks import CNN, DictNetwork
 from ml_pipeline.policy.impala import Impala
+from ml_pipeline.policy.min_gru import MinGRU
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.recurrent import Recurrent
 from ml_pipeline.targets import import_dotted
@@ -107,32 +110,97 @@ def test_dict_network_uses_images_and_vectors_together() -> None:
         assert not torch.equal(other, features)
 
 
+class Unrolled(NamedTuple):
+    """A recurrent network on a sequence with episode starts in its middle, and its gradients."""
+
+    features: Tensor
+    state: Tensor
+    gradients: list[Tensor]  # of the first state and of all parameters
+
+
+def network_with(cell: str) -> Recurrent:
+    torch.manual_seed(1)
+    return Recurrent(VECTOR, cell=cell, size=6)
+
+
+def unrolled(network: Recurrent, *, n_steps: int, steps_per_call: int) -> Unrolled:
+    draw = torch.Generator().manual_seed(n_steps)
+    obs = torch.randn(n_steps, 4, 3, generator=draw)
+    first = torch.randn(4, network.state_size, generator=draw, requires_grad=True)
+    starts = torch.rand(n_steps, 4, generator=draw) < 0.25
+    starts[0] = torch.tensor([True, False, False, False])
+    parts, state = [], first
+    for t in range(0, n_steps, steps_per_call):
+        rows = slice(t, t + steps_per_call)
+        part, state = network(obs[rows], state, starts[rows])
+        parts.append(part)
+    features = torch.cat(parts)
+    weights = torch.linspace(-1.0, 2.0, features.numel()).view_as(features)
+    total = (features * weights).sum() + state.square().sum()
+    return Unrolled(
+        features, state, list(torch.autograd.grad(total, [first, *network.parameters()]))
+    )
+
+
+cells = pytest.mark.parametrize("cell", ["lstm", "gru", "mingru"])
+
+
+@cells
+@pytest.mark.parametrize("n_steps", [1, 2, 7, 16, 33])
+def test_sequence_gives_the_same_features_and_gradients_as_single_steps(
+    cell: str, n_steps: int
+) -> None:
+    network = network_with(cell)
+
+    whole = unrolled(network, n_steps=n_steps, steps_per_call=n_steps)
+    single = unrolled(network, n_steps=n_steps, steps_per_call=1)
+
+    torch.testing.assert_close(whole, single, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
-def test_sequence_gives_the_same_features_as_single_steps(cell: str) -> None:
-    torch.manual_seed(1)
-    network = Recurrent(VECTOR, cell=cell, size=6)
-    obs, state = torch.randn(9, 4, 3), torch.randn(4, network.state_size)
-    starts = torch.rand(9, 4) < 0.25
+@pytest.mark.parametrize("n_steps", [1, 16])
+def test_starts_as_data_give_the_same_features_and_gradients_as_starts_on_the_host(
+    cell: str, n_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = network_with(cell)
+    on_host = unrolled(network, n_steps=n_steps, steps_per_call=n_steps)
 
-    features, last = network(obs, state, starts)
+    monkeypatch.setattr(Recurrent, "_in_segments", Recurrent._step_by_step)
+    as_data = unrolled(network, n_steps=n_steps, steps_per_call=n_steps)
 
-    for t in range(9):
-        one, state = network(obs[t : t + 1], state, starts[t : t + 1])
-        torch.testing.assert_close(one[0], features[t])
-    torch.testing.assert_close(state, last)
+    torch.testing.assert_close(as_data, on_host, rtol=1e-4, atol=1e-5)
 
 
-def test_episode_start_resets_the_recurrent_state_and_clears_a_nan() -> None:
-    torch.manual_seed(1)
-    network = Recurrent(VECTOR, size=6)
-    obs = torch.randn(4, 1, 3)
+@cells
+@pytest.mark.parametrize("on_host", [True, False])
+def test_episode_start_resets_the_recurrent_state_and_clears_a_nan(
+    cell: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_host:
+        monkeypatch.setattr(Recurrent, "_in_segments", Recurrent._step_by_step)
+    network = network_with(cell)
+    obs, size = torch.randn(4, 1, 3), network.state_size
     starts = torch.tensor([[False], [False], [True], [False]])
 
-    features, _ = network(obs, torch.full((1, 12), torch.nan), starts)
-    fresh, _ = network(obs[2:], torch.zeros(1, 12), starts[2:])
+    features, _ = network(obs, torch.full((1, size), torch.nan), starts)
+    fresh, _ = network(obs[2:], torch.zeros(1, size), starts[2:])
 
     assert features[:2].isnan().all()
     torch.testing.assert_close(features[2:], fresh)
+
+
+def test_a_step_of_mingru_by_hand() -> None:
+    cell = MinGRU(1, 1)
+    with torch.no_grad():
+        cell.gate_and_candidate.weight.copy_(torch.tensor([[0.0], [2.0]]))
+        cell.gate_and_candidate.bias.copy_(torch.tensor([math.log(3.0), 1.0]))
+    x, starts = torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[False], [False]])
+
+    states, _ = cell(x, torch.tensor([[4.0]]), starts)
+
+    # The gate is 3/4; the candidates are 2 x + 1.
+    assert states.flatten().tolist() == pytest.approx([0.25 * 4 + 0.75 * 3, 0.25 * 3.25 + 3.75])
 
 
 def test_encoder_is_built_from_its_dotted_path() -> None:
@@ -152,7 +220,7 @@ def test_encoder_is_built_from_its_dotted_path() -> None:
         (lambda: CNN(spaces.Box(0, 1, (9, 9)), kernels=[3]), "kernels must have one item per"),
         (lambda: MLP(VECTOR, hidden_sizes=[]), "hidden_sizes must be positive"),
         (lambda: MLP(VECTOR, activation="sin"), r"activation must be tanh \| relu"),
-        (lambda: Recurrent(VECTOR, cell="rnn"), r"cell must be lstm \| gru, got rnn"),
+        (lambda: Recurrent(VECTOR, cell="rnn"), r"lstm \| gru \| mingru, got rnn"),
         (lambda: Recurrent(VECTOR, size=0), "size must be positive"),
     ],
 )
