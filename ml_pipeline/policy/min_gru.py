@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ml_pipeline.policy.fast_steps import fast_linear_steps
+
 
 class MinGRU(nn.Module):
     """One layer over sequences; arXiv:2410.01201, without its variant in log space."""
@@ -36,32 +38,18 @@ class MinGRU(nn.Module):
             # Not multiplied by 0: that would keep a NaN.
             next_state = new[0] + kept[0] * state.masked_fill(start[0], 0.0)
             return next_state.unsqueeze(0), next_state
-        before_and_new = torch.cat([state.unsqueeze(0), new])
-        states: Tensor = _Steps.apply(kept, before_and_new)  # type: ignore[no-untyped-call]
+        states: Tensor = all_linear_steps(kept, torch.cat([state.unsqueeze(0), new]), False)
         return states[1:], states[-1]
 
 
-class _Steps(torch.autograd.Function):
-    """``linear_steps`` with its gradient, which is made of the same steps backwards."""
-
-    @staticmethod
-    def forward(ctx: Any, kept: Tensor, new: Tensor) -> Tensor:
-        states = linear_steps(kept, new)
-        ctx.save_for_backward(kept, states)
-        return states
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        kept, states = ctx.saved_tensors
-        grad = linear_steps(kept.flip(0), grads[0].flip(0)).flip(0)
-        return grad[1:] * states[:-1], grad
-
-
-def linear_steps(kept: Tensor, new: Tensor) -> Tensor:
+def linear_steps(kept: Tensor, new: Tensor, backwards: bool) -> Tensor:
     """h[0] = new[0] and h[t + 1] = new[t + 1] + kept[t] * h[t], for all T steps at once.
 
     ``kept`` is [T, ...] and ``new`` [T + 1, ...]. Where ``kept`` is 0, not even a NaN passes.
+    ``backwards``: from the last row, h[T] = new[T], to the first.
     """
+    if backwards:
+        return linear_steps(kept.flip(0), new.flip(0), False).flip(0)
     joined, distance = new.clone(), 1
     # Row t has joined ``distance`` rows up to t, and ``kept`` is what passes over that distance.
     while distance < len(joined):
@@ -70,3 +58,35 @@ def linear_steps(kept: Tensor, new: Tensor) -> Tensor:
         kept = kept[distance:] * kept[:-distance]
         distance *= 2
     return joined
+
+
+# One operation for torch's compiler, which would else fuse each round with all before it.
+@torch.library.custom_op(
+    "ml_pipeline::all_linear_steps",
+    mutates_args=(),
+    schema="(Tensor kept, Tensor new, bool backwards) -> Tensor",
+)
+def all_linear_steps(kept: Tensor, new: Tensor, backwards: bool) -> Tensor:
+    """``linear_steps``; on a GPU as one kernel."""
+    found = fast_linear_steps(kept, new, backwards)
+    return linear_steps(kept, new, backwards) if found is None else found
+
+
+@all_linear_steps.register_fake
+def _(kept: Tensor, new: Tensor, backwards: bool) -> Tensor:
+    return new.new_empty(new.shape)
+
+
+def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
+    kept, _, ctx.backwards = inputs
+    ctx.save_for_backward(kept, output)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    kept, states = ctx.saved_tensors
+    new_grad: Tensor = all_linear_steps(kept, grad, not ctx.backwards)
+    kept_grad = new_grad[:-1] * states[1:] if ctx.backwards else new_grad[1:] * states[:-1]
+    return kept_grad, new_grad, None
+
+
+all_linear_steps.register_autograd(_backward, setup_context=_keep)

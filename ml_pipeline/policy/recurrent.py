@@ -17,6 +17,7 @@ from ml_pipeline.policy.contracts import Obs
 from ml_pipeline.policy.min_gru import MinGRU
 from ml_pipeline.policy.networks import check_sizes, out_features
 from ml_pipeline.policy.observations import map_obs
+from ml_pipeline.policy.unrolled import unrolled
 from ml_pipeline.targets import instantiate
 
 _CELLS: Mapping[str, type[nn.Module]] = {"lstm": nn.LSTM, "gru": nn.GRU, "mingru": MinGRU}
@@ -89,36 +90,10 @@ class Recurrent(nn.Module):
         self, encoded: Tensor, state: Tensor, episode_start: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The same, with the starts as data: a CUDA graph can capture it."""
-        cell, step = self.cell, _gru_step if isinstance(self.cell, nn.GRU) else _lstm_step
-        from_input = functional.linear(encoded, cell.weight_ih_l0, cell.bias_ih_l0)
-        features = []
-        # unbind: the gradient of an index would fill a tensor of all steps in every step.
-        for given, start in zip(from_input.unbind(), episode_start.unbind(), strict=True):
-            state = state.masked_fill(start.unsqueeze(-1), 0.0)
-            hidden = state[:, : self.out_features]
-            from_state = functional.linear(hidden, cell.weight_hh_l0, cell.bias_hh_l0)
-            state = step(given, from_state, state)
-            features.append(state[:, : self.out_features])
-        return torch.stack(features), state
-
-
-def _gru_step(given: Tensor, from_state: Tensor, hidden: Tensor) -> Tensor:
-    """The next state; the gates are those of ``nn.GRU``: reset, update and candidate."""
-    *both, given_candidate = given.chunk(3, dim=-1)
-    *both_of_state, candidate_of_state = from_state.chunk(3, dim=-1)
-    reset, update = (
-        torch.sigmoid(own + other) for own, other in zip(both, both_of_state, strict=True)
-    )
-    candidate = torch.tanh(given_candidate + reset * candidate_of_state)
-    return candidate + update * (hidden - candidate)
-
-
-def _lstm_step(given: Tensor, from_state: Tensor, state: Tensor) -> Tensor:
-    """The next state, hidden and cell; the gates are those of ``nn.LSTM``."""
-    written, forget, candidate, output = (given + from_state).chunk(4, dim=-1)
-    _, carried = state.chunk(2, dim=-1)
-    carried = torch.sigmoid(forget) * carried + torch.sigmoid(written) * torch.tanh(candidate)
-    return torch.cat([torch.sigmoid(output) * torch.tanh(carried), carried], dim=-1)
+        cell = self.cell
+        # float: bf16 would round the state in every step.
+        given = functional.linear(encoded, cell.weight_ih_l0, cell.bias_ih_l0).float()
+        return unrolled(given, cell.weight_hh_l0, cell.bias_hh_l0, state, episode_start)
 
 
 def build_encoder(

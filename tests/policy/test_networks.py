@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from differences import linear_differences
 from gymnasium import spaces
 from torch import Tensor
 
@@ -123,19 +124,19 @@ def network_with(cell: str) -> Recurrent:
     return Recurrent(VECTOR, cell=cell, size=6)
 
 
-def unrolled(network: Recurrent, *, n_steps: int, steps_per_call: int) -> Unrolled:
-    draw = torch.Generator().manual_seed(n_steps)
-    obs = torch.randn(n_steps, 4, 3, generator=draw)
-    first = torch.randn(4, network.state_size, generator=draw, requires_grad=True)
-    starts = torch.rand(n_steps, 4, generator=draw) < 0.25
+def unrolled(network: Recurrent, *, n_steps: int, steps_per_call: int, run: Any = None) -> Unrolled:
+    draw, device = torch.Generator().manual_seed(n_steps), next(network.parameters()).device
+    obs = torch.randn(n_steps, 4, 3, generator=draw).to(device)
+    first = torch.randn(4, network.state_size, generator=draw).to(device).requires_grad_()
+    starts = torch.rand(n_steps, 4, generator=draw).to(device) < 0.25
     starts[0] = torch.tensor([True, False, False, False])
-    parts, state = [], first
+    parts, state, call = [], first, network if run is None else run
     for t in range(0, n_steps, steps_per_call):
         rows = slice(t, t + steps_per_call)
-        part, state = network(obs[rows], state, starts[rows])
+        part, state = call(obs[rows], state, starts[rows])
         parts.append(part)
     features = torch.cat(parts)
-    weights = torch.linspace(-1.0, 2.0, features.numel()).view_as(features)
+    weights = torch.linspace(-1.0, 2.0, features.numel(), device=device).view_as(features)
     total = (features * weights).sum() + state.square().sum()
     return Unrolled(
         features, state, list(torch.autograd.grad(total, [first, *network.parameters()]))
@@ -170,6 +171,47 @@ def test_starts_as_data_give_the_same_features_and_gradients_as_starts_on_the_ho
     as_data = unrolled(network, n_steps=n_steps, steps_per_call=n_steps)
 
     torch.testing.assert_close(as_data, on_host, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@cells
+def test_a_sequence_and_its_gradients_compile_as_one_graph(
+    cell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recurrent, "_in_segments", Recurrent._step_by_step)
+    network = network_with(cell)
+    plain = unrolled(network, n_steps=5, steps_per_call=5)
+    torch.compiler.reset()  # it limits how often one function is compiled
+
+    with torch._dynamo.config.patch(allow_rnn=True):  # as ``Programs.compiled`` sets it
+        compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+        found = unrolled(network, n_steps=5, steps_per_call=5, run=compiled)
+
+    torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+@pytest.mark.parametrize(("n_steps", "n_columns"), [(1, 1), (9, 5), (32, 300), (33, 5000)])
+def test_the_kernel_of_mingru_computes_the_same_steps(n_steps: int, n_columns: int) -> None:
+    pytest.importorskip("triton", reason="comes with torch's CUDA builds")
+
+    found = linear_differences(n_steps, n_columns, torch.device("cuda"))
+
+    assert all(each <= 1e-5 for each in found.values()), found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+@cells
+def test_a_recurrent_network_gives_the_same_features_and_gradients_on_a_gpu(cell: str) -> None:
+    network = network_with(cell)
+    expected = unrolled(network, n_steps=16, steps_per_call=16)
+
+    found = unrolled(network.to("cuda"), n_steps=16, steps_per_call=16)
+
+    on_cpu = Unrolled(found.features.cpu(), found.state.cpu(), [g.cpu() for g in found.gradients])
+    torch.testing.assert_close(on_cpu, expected, rtol=1e-3, atol=1e-4)
 
 
 @cells

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from ml_pipeline.algorithms.ppo.collect import Collector
 from ml_pipeline.algorithms.ppo.trainer import PPOTrainer
 from ml_pipeline.envs.foreign_device_env import ForeignDeviceEnv
 from ml_pipeline.envs.foreign_vector_env import ForeignVectorEnv
+from ml_pipeline.policy import min_gru, unrolled
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.policy.recurrent import Recurrent
 from ml_pipeline.policy.transformer import TransformerXL
@@ -35,6 +36,7 @@ NETWORKS: dict[str, Any] = {
 }
 networks = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 GAMMA = 0.5
+STEPS = {"all_steps", "all_steps_backward"}
 
 
 def make_foreign(n_envs: int) -> ForeignDeviceEnv:
@@ -106,9 +108,17 @@ def test_rollouts_equal_a_replay_of_the_same_policy_step_by_step(
     assert replay.memory.abs().max() > 0.01
 
 
+_OURS = {
+    "all_steps": unrolled.all_steps,
+    "all_steps_backward": unrolled.all_steps_backward,
+    "all_linear_steps": min_gru.all_linear_steps,
+}
+
+
 class HostReads(TorchDispatchMode):
     """Refuses what waits for a device, or copies to it, and so cannot be captured as a graph."""
 
+    ours: ClassVar[set[str]] = set()  # our own operations that ran
     _NAMES = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "lift_fresh")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,6 +128,10 @@ class HostReads(TorchDispatchMode):
         )
         assert name not in self._NAMES, f"{name} reads on the host"
         assert not has_mask, f"{name} counts a mask on the host"
+        if func.namespace == "ml_pipeline":
+            self.ours.add(name)
+            with self:  # also what is inside
+                return _OURS[name]._init_fn(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -153,18 +167,23 @@ def trained(network: Any, programs: Programs, **options: Any) -> PPOAgent:
     return agent
 
 
-@networks
+@pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared trunk", "two networks"])
 def test_the_whole_iteration_can_be_captured_since_nothing_is_read_on_the_host(
-    network: Any, shared: bool, monkeypatch: pytest.MonkeyPatch
+    network: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_data(monkeypatch)
+    monkeypatch.setattr(HostReads, "ours", set())
     programs = Watched()
 
-    agent = trained(network, programs, shared_trunk=shared, normalize_obs=True, scale_reward=True)
+    agent = trained(
+        NETWORKS[network], programs, shared_trunk=shared, normalize_obs=True, scale_reward=True
+    )
 
     assert programs.names == {"a rollout", "the end of a rollout", "the update"}
     assert float(agent.adam.n_steps) == 2 * 2 * 3
+    wanted = {"lstm": STEPS, "gru": STEPS, "mingru": {"all_linear_steps"}, "trxl": set()}
+    assert HostReads.ours == wanted[network]
 
 
 def test_starts_that_are_read_on_the_host_are_noticed() -> None:
