@@ -50,7 +50,7 @@ def linear_steps(kept: Tensor, new: Tensor, backwards: bool) -> Tensor:
     """
     if backwards:
         return linear_steps(kept.flip(0), new.flip(0), False).flip(0)
-    joined, distance = new.clone(), 1
+    joined, distance = new.clone(memory_format=torch.contiguous_format), 1
     # Row t has joined ``distance`` rows up to t, and ``kept`` is what passes over that distance.
     while distance < len(joined):
         passed = torch.where(kept == 0.0, 0.0, kept * joined[:-distance])

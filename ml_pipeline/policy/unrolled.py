@@ -93,7 +93,7 @@ def _(given: Tensor, weight: Tensor, bias: Tensor, state: Tensor, episode_start:
     n_steps, n_envs, size = *given.shape[:2], weight.shape[1]
     return (
         state.new_empty(n_steps, n_envs, size),
-        torch.empty_like(state),
+        state.new_empty(state.shape),
         state.new_empty(n_steps, *state.shape),
         state.new_empty(n_steps, n_envs, 4 * size),
     )
@@ -187,7 +187,7 @@ def _(
     episode_start: Tensor,
 ) -> Any:
     shape = *grad.shape[:2], weight.shape[0]
-    return grad.new_empty(shape), grad.new_empty(shape), torch.empty_like(state_grad)
+    return grad.new_empty(shape), grad.new_empty(shape), state_grad.new_empty(state_grad.shape)
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor
 from ml_pipeline.device import precision_of_products
 from ml_pipeline.policy.image_networks import CNN, DictNetwork
 from ml_pipeline.policy.impala import Impala
-from ml_pipeline.policy.min_gru import MinGRU
+from ml_pipeline.policy.min_gru import MinGRU, all_linear_steps
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.policy.recurrent import Recurrent
+from ml_pipeline.policy.unrolled import all_steps
 from ml_pipeline.targets import import_dotted
 
 VECTOR = spaces.Box(-1, 1, (3,))
@@ -171,6 +172,30 @@ def test_starts_as_data_give_the_same_features_and_gradients_as_starts_on_the_ho
     as_data = unrolled(network, n_steps=n_steps, steps_per_call=n_steps)
 
     torch.testing.assert_close(as_data, on_host, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n_gates", "state_size"), [(4, 6), (3, 3)], ids=["lstm", "gru"])
+def test_all_steps_keep_the_contract_of_an_operation_of_torch(
+    n_gates: int, state_size: int
+) -> None:
+    shapes = (5, 4, n_gates * 3), (n_gates * 3, 3), (n_gates * 3,), (4, state_size)
+    given = [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+    # Schema, shapes and strides for the compiler, and how the gradient is registered.
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    found = torch.library.opcheck(all_steps, (*given, torch.rand(5, 4) < 0.3), test_utils=checks)
+
+    assert set(found.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_linear_steps_keep_the_contract_of_an_operation_of_torch(backwards: bool) -> None:
+    kept, new = torch.rand(5, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    found = torch.library.opcheck(all_linear_steps, (kept, new, backwards), test_utils=checks)
+
+    assert set(found.values()) == {"SUCCESS"}
 
 
 @pytest.mark.slow
