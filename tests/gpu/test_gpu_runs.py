@@ -36,6 +36,7 @@ GRAPH_KINDS = [
     ["env=torch_acrobot", "agent.max_kl=1e-6"],
     ["env=torch_mountain_car_continuous", "agent.box_policy=gsde"],
     ["env=torch_cartpole", "agent.shared_trunk=true", "agent.entropy_coef=0.01"],
+    ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
     ["env=cartpole"],
     ["env=cartpole", "collector=double"],
     ["env=pendulum", "agent.box_policy=squashed"],
@@ -173,6 +174,7 @@ def test_an_lstm_cannot_be_captured_and_gives_the_same_numbers(here: Path, capsy
         ["env=torch_pendulum", "agent.normalize_obs=true", "agent.scale_reward=true"],
         ["env=torch_acrobot", "agent.max_kl=1.0"],
         ["env=torch_pendulum", "agent.box_policy=squashed"],
+        ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
     ],
     ids=" ".join,
 )
@@ -192,6 +194,7 @@ def test_tensor_envs_give_the_numbers_of_the_cpu(
         ["env=torch_cartpole", "agent.normalize_obs=true", "agent.scale_reward=true"],
         ["env=torch_pendulum", "agent.learning_rate_schedule=adaptive"],
         ["env=torch_cartpole", "agent.shared_trunk=true"],
+        ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
     ],
     ids=" ".join,
 )

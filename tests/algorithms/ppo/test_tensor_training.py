@@ -41,6 +41,7 @@ CASES: dict[str, list[str]] = {
     ],
     "parts": [*EVALUATED, "env.target=tiny_torch_envs.Steered", "env.id=null"],
     "shared trunk": [*CARTPOLE, "agent.shared_trunk=true"],
+    "images": [*EVALUATED, "experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
 }
 SLOW_CASES = ("squashed", "shared trunk")
 
