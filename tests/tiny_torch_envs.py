@@ -11,6 +11,7 @@ from gymnasium import spaces
 from tiny_envs import ForbiddingEnv, MixedEnv
 from torch import Tensor
 
+from ml_pipeline.envs.kinds import AnySpace
 from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
 
 
@@ -114,8 +115,58 @@ class Breaking(Places):
         return (number, t), reward.masked_fill(is_broken, torch.nan), terminated
 
 
+class Forbidding(TorchVectorEnv):
+    """Forbids one entry per choice, another one each step; to choose it costs 100, others give 1.
+
+    Its episodes have three steps in env 0, four in env 1 and so on, up to six.
+    """
+
+    single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    single_action_space: AnySpace = spaces.Discrete(4)
+    sizes: ClassVar[tuple[int, ...]] = (4,)
+    n_draws = 1
+
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
+        number = torch.arange(self.num_envs, device=self.device)
+        return number, torch.zeros_like(number)
+
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
+        number, t = state
+        choices = action.reshape(len(t), -1).unbind(dim=1)
+        forbidden = [-(number + t) % size for size in self.sizes]
+        pairs = zip(choices, forbidden, strict=True)
+        is_forbidden = torch.stack([choice == one for choice, one in pairs]).any(dim=0)
+        reward = torch.where(is_forbidden, -100.0, 1.0)
+        return (number, t + 1), reward, t + 1 >= 3 + number % 4
+
+    def observe(self, state: EnvState) -> Tensor:
+        return torch.stack(state, dim=1).to(torch.float32)
+
+    def action_mask(self, state: EnvState) -> Tensor | None:
+        number, t = state
+        entries = [torch.arange(size, device=self.device) for size in self.sizes]
+        parts = [(each + (number + t)[:, None]) % len(each) != 0 for each in entries]
+        return torch.cat(parts, dim=1)
+
+
+class ForbiddingTwo(Forbidding):
+    """The same with two choices."""
+
+    single_action_space = spaces.MultiDiscrete([2, 3])
+    sizes = (2, 3)
+
+
+class Stuck(Forbidding):
+    """Env 1 allows no action in its third step."""
+
+    def action_mask(self, state: EnvState) -> Tensor | None:
+        number, t = state
+        allowed = super().action_mask(state)
+        return None if allowed is None else allowed & ~((number == 1) & (t == 2))[:, None]
+
+
 class Masked(Places):
-    """Its single env has action masks, which a tensor env cannot have."""
+    """Its single env has action masks, and the tensor env has none."""
 
     single_env = ForbiddingEnv  # type: ignore[assignment]
 

@@ -10,13 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ml_pipeline.envs.episode_stats import Episode
-from ml_pipeline.envs.tensor_env import DeviceVectorEnv, join_position, position_parts, with_ended
+from ml_pipeline.envs.tensor_env import (
+    MASK_KEY,
+    DeviceVectorEnv,
+    join_position,
+    position_parts,
+    with_ended,
+)
 from ml_pipeline.policy.contracts import PolicyInput
+from ml_pipeline.policy.masks import ActionMasks
+from ml_pipeline.policy.observations import ObservationReader
 from ml_pipeline.records import StateDict
 from ml_pipeline.training.contracts import Observer
 from ml_pipeline.training.env_batch import Choose, EnvStep, Row, Seen, torch_dtype
@@ -40,20 +47,28 @@ class DeviceEnvs:
         self._programs = programs or Programs(env.device)
         self._step: Any = None
         self._held = [part.clone() for part in position_parts(env.position)]
-        space = env.observation_space
-        dtype = torch_dtype(np.dtype(space.dtype))
-        self._obs = torch.zeros(space.shape or (), dtype=dtype, device=env.device)
+        self._reader = reader = ObservationReader(env.single_observation_space)
+        # What the envs show between programs; it has masks if the agent uses them.
+        leaves = {
+            name: torch.zeros(
+                (env.num_envs, *reader.shapes[name]),
+                dtype=torch_dtype(reader.dtypes[name]),
+                device=env.device,
+            )
+            for name in reader.leaves
+        }
+        self._shown = Seen(leaves, None, None)
         # Three tensors: if one stood for all, the first step would be compiled by itself.
         self._none_ended = [torch.zeros(env.num_envs, device=env.device) for _ in range(3)]
         # Number, summed returns and summed lengths of the episodes that ended since ``begin``.
         self._totals = torch.zeros(3, device=env.device)
         # What acting reads, if it is a program of its own:
-        self._seen = self._obs.clone()
+        self._seen: Seen | None = None
         self._noise: Tensor | None = None
         self._programs_of: dict[Choose, Callable[[], Tensor]] = {}
         # Within a program:
-        self._parts, self._ended, self._now = self._held, self._none_ended, self._obs
-        self._action = self._obs
+        self._parts, self._ended, self._now = self._held, self._none_ended, self._shown
+        self._action: Any = None
 
     @property
     def can_be_captured(self) -> bool:
@@ -61,52 +76,60 @@ class DeviceEnvs:
 
     def begin(self, agent: Observer) -> bool:
         if self._step is None:
-            step = _new_step(self.env, agent.distribution.to_torch_env)
+            to_env = agent.distribution.to_torch_env
+            step = _new_step(self.env, self._reader, agent.masks, to_env)
             if self.env.why_no_graph is None:
                 step = self._programs.compiled(step, f"a step of {type(self.env).__name__}")
             self._step = step
         self._totals.zero_()
         if self.has_started:
             return False
-        obs, _ = self.env.reset(seed=self._seed)
-        self._hold(obs)
+        obs, infos = self.env.reset(seed=self._seed)
+        leaves = self._reader.split(obs)
+        self._hold(Seen(leaves, agent.masks.on_device(leaves, infos.get(MASK_KEY)), None))
         return True
 
-    def _hold(self, obs: Tensor) -> None:
-        """Keep observations and positions at the address that captured programs read and write."""
-        self._obs.copy_(obs)
+    def _hold(self, seen: Seen) -> None:
+        """Keep what envs show, and positions, where captured programs read and write them."""
+        if seen.mask is not None and self._shown.mask is None:
+            mask = torch.zeros_like(seen.mask, device=self.env.device)
+            self._shown = self._shown._replace(mask=mask)
+        _write(seen, self._shown)
         for place, part in zip(self._held, position_parts(self.env.position), strict=True):
             place.copy_(part)
         self.env.position = join_position(self._held)
         self.has_started = True
 
-    def seen(self) -> tuple[dict[str, Tensor], None]:
-        return {"": self._obs}, None
+    def seen(self) -> tuple[dict[str, Tensor], Tensor | None]:
+        return self._shown.obs, self._shown.mask
 
     def show(self, seen: Seen | None = None) -> None:
-        self._parts, self._ended, self._now = self._held, self._none_ended, self._obs
+        self._parts, self._ended, self._now = self._held, self._none_ended, self._shown
         if seen is not None:
-            self._now = seen.obs[""]
-            self._now.copy_(self._obs)
+            self._now = seen
+            _write(self._shown, seen)
 
     def act(
         self, agent: Observer, choose: Choose, noise: Tensor, out: Tensor | None = None
     ) -> Tensor:
         if self.can_be_captured:
-            sample = choose(PolicyInput(self._now, None, None, None), noise, out=out)
-            self._action = sample.action if out is None else out
-            return self._action
+            sample = choose(self._input(self._now), noise, out=out)
+            action: Tensor = sample.action if out is None else out
+            self._action = action
+            return action
         self._action = self._act_alone(choose, noise)
         return self._action if out is None else out.copy_(self._action)
 
     def _act_alone(self, choose: Choose, noise: Tensor) -> Tensor:
         """Act in a program of its own, because the steps before and after it have none."""
-        if self._noise is None:
+        if self._noise is None or self._seen is None:
             self._noise = noise.clone()
-        self._seen.copy_(self._now)
+            copies = [each.clone() for each in _tensors(self._now)]
+            self._seen = _like(self._now, copies)
+        _write(self._now, self._seen)
         self._noise.copy_(noise)
         if choose not in self._programs_of:
-            inputs = PolicyInput(self._seen, None, None, None), self._noise
+            inputs = self._input(self._seen), self._noise
 
             def act() -> Tensor:
                 return choose(*inputs).action
@@ -116,20 +139,24 @@ class DeviceEnvs:
         return action
 
     def receive(self, agent: Observer, t: int, row: Row | None = None) -> EnvStep | None:
-        places: list[Tensor] = []
-        if row is not None and row.final_obs is not None:
-            self._now = row.following.obs[""]
-            places = [self._now, row.reward, row.terminated, row.truncated, row.final_obs]
+        places: list[Tensor | None] = []
+        if row is not None and row.final is not None:
+            self._now = row.following
+            places = [*_tensors(row.following), row.reward, row.terminated, row.truncated]
+            places += [*row.final.obs.values(), row.final.mask]
         self._parts, self._ended, results = self._step(
             self._parts, self._ended, self._action, places
         )
         if places:
             return None
-        self._now, reward, terminated, truncated, final_obs = results
-        return EnvStep({"": self._now}, None, reward, terminated, truncated, final_obs)
+        n = len(_tensors(self._shown))
+        reward, terminated, truncated = results[n : n + 3]
+        self._now, final = _like(self._shown, results[:n]), _like(self._shown, results[n + 3 :])
+        return EnvStep(self._now.obs, self._now.mask, reward, terminated, truncated, final)
 
     def end(self) -> None:
-        for place, part in zip([*self._held, self._obs], [*self._parts, self._now], strict=True):
+        _write(self._now, self._shown)
+        for place, part in zip(self._held, self._parts, strict=True):
             place.copy_(part)
         self._totals += torch.stack(self._ended).sum(dim=1)
 
@@ -138,7 +165,10 @@ class DeviceEnvs:
         self.has_started = False
 
     def inputs(self, agent: Observer) -> PolicyInput:
-        return PolicyInput(self._obs, None, None, None)
+        return self._input(self._shown)
+
+    def _input(self, seen: Seen) -> PolicyInput:
+        return PolicyInput(self._reader.joined(seen.obs), seen.mask, None, None)
 
     def ended_episodes(self) -> list[Episode]:
         n, episode_return, length = self._totals.tolist()
@@ -153,29 +183,70 @@ class DeviceEnvs:
 
     def state_dict(self) -> StateDict:
         # Copy on the CPU too: the next step overwrites it.
-        return {"envs": self.env.state_dict(), "obs": self._obs.to("cpu", copy=True)}
+        leaves = {name: leaf.to("cpu", copy=True) for name, leaf in self._shown.obs.items()}
+        mask = self._shown.mask
+        return {
+            "envs": self.env.state_dict(),
+            "obs": self._reader.joined(leaves),
+            "mask": None if mask is None else mask.to("cpu", copy=True),
+        }
 
     def restore(self, snapshots: Sequence[bytes]) -> None:
         """Nothing: the envs are part of ``state_dict``."""
 
     def resume_at(self, state: StateDict, agent: Observer) -> None:
+        obs, mask = state["obs"], state.get("mask")  # older checkpoints have no masks
+        if (mask is not None) != agent.masks.are_used:
+            raise ValueError("agent.action_mask has changed")
         self.env.load_state_dict(state["envs"])
-        self._hold(state["obs"].to(self.env.device))
+        self._hold(Seen({"": obs} if self._reader.is_single else obs, mask, None))
 
 
-def _new_step(env: DeviceVectorEnv, to_env: Callable[[Tensor], Tensor]) -> Any:
+def _new_step(
+    env: DeviceVectorEnv,
+    reader: ObservationReader,
+    masks: ActionMasks,
+    to_env: Callable[[Tensor], Tensor],
+) -> Any:
     """One step of all envs as a pure function of their positions, fused into a few kernels.
 
-    If there are ``places`` it writes the results there, and they need not be stored twice.
+    Its results are what the envs show, reward, terminated, truncated, and what they showed before
+    the autoreset. If there are ``places`` it writes them there, except where one is None, and they
+    need not be stored twice.
     """
 
+    def shown(obs: Any, given: Tensor | None) -> list[Tensor]:
+        leaves = reader.split(obs)
+        mask = masks.on_device(leaves, given)
+        return [*leaves.values(), *([] if mask is None else [mask])]
+
     def step(
-        parts: list[Tensor], ended: list[Tensor], action: Tensor, places: list[Tensor]
+        parts: list[Tensor], ended: list[Tensor], action: Tensor, places: list[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         position, outcome = env.transition(join_position(parts), to_env(action))
-        results = list(outcome[:5])  # obs, reward, terminated, truncated, final_obs
+        results = [
+            *shown(outcome.obs, outcome.action_mask),
+            *(outcome.reward, outcome.terminated, outcome.truncated),
+            *shown(outcome.final_obs, outcome.final_mask),
+        ]
         for place, result in zip(places, results, strict=False):
-            place.copy_(result)
+            if place is not None:
+                place.copy_(result)
         return position_parts(position), with_ended(ended, outcome), [] if places else results
 
     return step
+
+
+def _tensors(seen: Seen) -> list[Tensor]:
+    return [*seen.obs.values(), *([] if seen.mask is None else [seen.mask])]
+
+
+def _like(seen: Seen, tensors: list[Tensor]) -> Seen:
+    """``tensors`` in the form of ``seen``."""
+    leaves = dict(zip(seen.obs, tensors, strict=False))
+    return Seen(leaves, None if seen.mask is None else tensors[-1], None)
+
+
+def _write(source: Seen, place: Seen) -> None:
+    for old, new in zip(_tensors(place), _tensors(source), strict=True):
+        old.copy_(new)

@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU"),
 ]
 
+MASKS = ["env.target=tiny_torch_envs.ForbiddingTwo", "env.id=null"]
 # Tensor envs and host envs; every way of acting and learning that is captured or compiled.
 GRAPH_KINDS = [
     ["env=torch_cartpole"],
@@ -37,6 +38,7 @@ GRAPH_KINDS = [
     ["env=torch_mountain_car_continuous", "agent.box_policy=gsde"],
     ["env=torch_cartpole", "agent.shared_trunk=true", "agent.entropy_coef=0.01"],
     ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
+    MASKS,
     ["env=cartpole"],
     ["env=cartpole", "collector=double"],
     ["env=pendulum", "agent.box_policy=squashed"],
@@ -175,6 +177,7 @@ def test_an_lstm_cannot_be_captured_and_gives_the_same_numbers(here: Path, capsy
         ["env=torch_acrobot", "agent.max_kl=1.0"],
         ["env=torch_pendulum", "agent.box_policy=squashed"],
         ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
+        MASKS,
     ],
     ids=" ".join,
 )
@@ -195,6 +198,7 @@ def test_tensor_envs_give_the_numbers_of_the_cpu(
         ["env=torch_pendulum", "agent.learning_rate_schedule=adaptive"],
         ["env=torch_cartpole", "agent.shared_trunk=true"],
         ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
+        MASKS,
     ],
     ids=" ".join,
 )

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_agents import CPU, Played
-from tiny_torch_envs import Drift, Places, Steered
+from small_agents import CPU, Played, agent_in
+from tensor_transitions import READING, Recorder
+from tiny_torch_envs import Drift, Forbidding, ForbiddingTwo, Places, Steered, Stuck
 
 from ml_pipeline.algorithms.ppo.on_device import DeviceOrders
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
@@ -34,13 +35,109 @@ def test_a_rollout_and_its_episodes_equal_those_of_a_plain_loop(make_env: Any) -
             obs, reward, terminated, truncated, infos = plain.step(to_env(played.buffer.action[t]))
             assert torch.equal(obs, played.buffer.obs[""][t + 1])
             assert torch.equal(reward, played.buffer.reward[t])
-            assert torch.equal(infos["final_obs"], played.buffer.final_obs[t])
+            assert torch.equal(infos["final_obs"], played.buffer.final_obs[""][t])
             returns += infos["episode"]["r"][terminated | truncated].tolist()
             lengths += infos["episode"]["l"][terminated | truncated].tolist()
 
         assert mean.n == len(returns) > 0
         assert mean.episode_return == pytest.approx(sum(returns) / len(returns), rel=1e-5)
         assert mean.length == pytest.approx(sum(lengths) / len(lengths))
+
+
+masked = pytest.mark.parametrize("make_env", [Forbidding, ForbiddingTwo])
+
+
+@masked
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_forbidden_action_is_never_sampled(make_env: Any, fast: bool) -> None:
+    env, plain = make_env(9), make_env(9)
+    agent = agent_in(env, action_mask="info", fast=fast)
+    played = Played(env, 60, agent)
+    _, infos = plain.reset(seed=10)
+
+    for _ in range(2):
+        played.collect()
+        buffer = played.buffer
+        assert (buffer.reward == 1.0).all()
+        assert torch.equal(buffer.action_mask[0], infos["action_mask"])
+        for t, action in enumerate(buffer.action):
+            *_, infos = plain.step(agent.distribution.to_torch_env(action))
+            assert torch.equal(buffer.action_mask[t + 1], infos["action_mask"])
+
+    unmasked = Played(make_env(9), 60, agent_in(env, action_mask="none", fast=fast))
+    unmasked.collect()
+    assert (unmasked.buffer.reward < 0.0).any()
+
+
+@masked
+@pytest.mark.parametrize("fast", [True, False])
+def test_log_probs_and_entropies_with_masks_are_those_of_host_envs(
+    make_env: Any, fast: bool
+) -> None:
+    env = make_env(3)
+    agent = agent_in(env, action_mask="info", fast=fast)
+    played = Played(env, 4, agent)
+    played.collect()
+    played.finish()
+    finished = played.buffer.finished()
+    mask = finished.inputs.action_mask
+    assert mask is not None
+
+    host = agent.inputs({"": finished.inputs.obs.numpy()}, mask.numpy())
+    log_prob, _ = agent.score_batch(host, finished.action)
+    outputs, _ = agent.plain.outputs(host)
+    _, entropy = agent.distribution.log_prob_and_entropy(outputs, finished.action)
+
+    torch.testing.assert_close(finished.log_prob, log_prob)
+    # By hand: the softmax over the entries that are allowed.
+    logits, _ = agent.plain.outputs(host._replace(action_mask=None))
+    by_hand, entropy_by_hand, first = torch.zeros(12), torch.zeros(12), 0
+    for part, size in enumerate(make_env.sizes):
+        own = slice(first, first + size)
+        odds = logits[:, own].exp() * mask[:, own]
+        chances = odds / odds.sum(dim=1, keepdim=True)
+        chosen = finished.action.reshape(12, -1)[:, part : part + 1]
+        by_hand += chances.gather(1, chosen).log()[:, 0]
+        entropy_by_hand -= torch.special.xlogy(chances, chances).sum(dim=1)
+        first += size
+    torch.testing.assert_close(log_prob, by_hand)
+    torch.testing.assert_close(entropy, entropy_by_hand)
+
+
+class Traced(Programs):
+    """Compiles as a GPU does, as one graph, but without generating kernels."""
+
+    def compiled(self, function: Any, name: str) -> Any:
+        return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("make_env", [Forbidding, ForbiddingTwo])
+def test_a_program_is_one_graph_without_reads_from_the_device(make_env: Any) -> None:
+    env = make_env(4, max_episode_steps=5)
+    options = {"action_mask": "auto" if env.action_mask(env.position.state) is None else "info"}
+    torch.compiler.reset()  # it limits how often one function is compiled
+    traced = Played(env, 8, agent_in(env, fast=False, **options), programs=Traced(CPU))
+    plain = Played(make_env(4, max_episode_steps=5), 8, agent_in(env, fast=False, **options))
+
+    for _ in range(2):
+        traced.collect()
+        with Recorder() as seen:
+            plain.collect()
+            plain.finish()
+        traced.finish()
+
+    ours, theirs = traced.buffer.finished(), plain.buffer.finished()
+    assert all(map(torch.equal, ours.tensors(), theirs.tensors()))
+    assert seen.names & READING == set()
+
+
+def test_the_quality_says_whether_every_mask_allows_an_action() -> None:
+    for make_env, is_fine in ((Forbidding, True), (ForbiddingTwo, True), (Stuck, False)):
+        env = make_env(2)
+        played = Played(env, 3, agent_in(env, action_mask="info"))
+        played.collect()
+        played.finish()
+        assert played.buffer.quality().has_choices is is_fine
 
 
 def test_the_quality_says_whether_all_rewards_were_finite() -> None:

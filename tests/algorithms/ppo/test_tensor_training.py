@@ -41,6 +41,7 @@ CASES: dict[str, list[str]] = {
     ],
     "parts": [*EVALUATED, "env.target=tiny_torch_envs.Steered", "env.id=null"],
     "shared trunk": [*CARTPOLE, "agent.shared_trunk=true"],
+    "masks": [*EVALUATED, "env.target=tiny_torch_envs.ForbiddingTwo", "env.id=null"],
     "images": [*EVALUATED, "experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
 }
 SLOW_CASES = ("squashed", "shared trunk")
@@ -122,6 +123,24 @@ def test_a_run_can_be_exported(here: Path) -> None:
     assert (run / "policy.pt2").exists()
 
 
+@pytest.mark.parametrize("agent", ["ppo", "dqn", "sac", "pqn"])
+def test_no_agent_takes_an_action_that_the_task_forbids(agent: str, here: Path) -> None:
+    settings = ["n_envs=4", "total_steps=512", "device=cpu", "logger=none", f"agent={agent}"]
+    if agent in ("dqn", "sac"):
+        settings += ["agent.learning_starts=64", "agent.batch_size=16"]
+    else:
+        settings += ["agent.n_steps=16"]
+
+    run = train([*settings, "env.target=tiny_torch_envs.Forbidding", "env.id=null"]).run_dir
+
+    # An episode has 3 to 6 steps with reward 1 each; a forbidden action costs 100.
+    rows = read_rows(run)
+    returns = [row["rollout/episode_return"] for row in rows if row["rollout/episode_return"]]
+    returns += [row["eval/episode_return"] for row in rows if row["eval/episode_return"]]
+    assert len(returns) > 1
+    assert all(3.0 <= float(each) <= 6.0 for each in returns)
+
+
 OWN_MODULE = """
 from tiny_torch_envs import Drift
 class OwnDrift(Drift): ...
@@ -152,7 +171,7 @@ def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
         (["vec_env=serial"], "vec_env; leave vec_env=auto"),
         (["collector=double"], "collector; leave collector=sync"),
         (["network=lstm"], "network; use one that is not recurrent"),
-        (["env.target=tiny_torch_envs.Masked"], "agent.action_mask; set agent.action_mask=none"),
+        (["env.target=tiny_torch_envs.Masked"], "agent.action_mask without an action_mask"),
         (["env.target=tiny_torch_envs.ManyLeaves"], "its observation space; use one Box"),
         (["compile=graph"], "use compile=auto"),
     ],
@@ -206,6 +225,14 @@ def test_an_automatic_number_of_envs_fits_the_budget(
     assert result.env_steps == n_envs * 16
     output = capsys.readouterr().out
     assert f"{n_envs} tensor envs (n_envs=auto: {n_envs} envs), cpu" in output
+
+
+def test_a_mask_that_allows_nothing_stops_the_run_with_one_line(here: Path) -> None:
+    words = "iteration 1: an action mask of an env allowed no action"
+    with pytest.raises(TrainingError, match=words) as caught:
+        train(["env.target=tiny_torch_envs.Stuck", *RUN])
+
+    assert "\n" not in str(caught.value)
 
 
 def test_a_nan_reward_stops_the_run_with_one_line(here: Path) -> None:
