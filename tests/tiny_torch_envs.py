@@ -21,8 +21,8 @@ class Places(TorchVectorEnv):
     Env i terminates at step 4, or at step 3 if i is odd.
     """
 
-    single_observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    single_action_space = spaces.Discrete(3)
+    single_observation_space: AnySpace = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    single_action_space: AnySpace = spaces.Discrete(3)
     n_draws = 1
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
@@ -34,7 +34,7 @@ class Places(TorchVectorEnv):
         t = t + 1.0
         return (number, t), 10.0 * t + number, t >= 4.0 - number % 2.0
 
-    def observe(self, state: EnvState) -> Tensor:
+    def observe(self, state: EnvState) -> Any:
         number, t = state
         return (10.0 * t + number).unsqueeze(1)
 
@@ -121,7 +121,7 @@ class Forbidding(TorchVectorEnv):
     Its episodes have three steps in env 0, four in env 1 and so on, up to six.
     """
 
-    single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    single_observation_space: AnySpace = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     single_action_space: AnySpace = spaces.Discrete(4)
     sizes: ClassVar[tuple[int, ...]] = (4,)
     n_draws = 1
@@ -139,7 +139,7 @@ class Forbidding(TorchVectorEnv):
         reward = torch.where(is_forbidden, -100.0, 1.0)
         return (number, t + 1), reward, t + 1 >= 3 + number % 4
 
-    def observe(self, state: EnvState) -> Tensor:
+    def observe(self, state: EnvState) -> Any:
         return torch.stack(state, dim=1).to(torch.float32)
 
     def action_mask(self, state: EnvState) -> Tensor | None:
@@ -147,6 +147,22 @@ class Forbidding(TorchVectorEnv):
         entries = [torch.arange(size, device=self.device) for size in self.sizes]
         parts = [(each + (number + t)[:, None]) % len(each) != 0 for each in entries]
         return torch.cat(parts, dim=1)
+
+
+class ForbiddingInObs(Forbidding):
+    """The same with the mask in its observation."""
+
+    single_observation_space = spaces.Dict(
+        place=spaces.Box(-np.inf, np.inf, (2,), np.float32), action_mask=spaces.MultiBinary(4)
+    )
+
+    def observe(self, state: EnvState) -> Any:
+        mask = super().action_mask(state)
+        assert mask is not None
+        return {"action_mask": mask.to(torch.int8), "place": super().observe(state)}
+
+    def action_mask(self, state: EnvState) -> Tensor | None:
+        return None
 
 
 class ForbiddingTwo(Forbidding):
@@ -171,7 +187,40 @@ class Masked(Places):
     single_env = ForbiddingEnv  # type: ignore[assignment]
 
 
-class ManyLeaves(Places):
-    """Its single env has a Dict observation, which a tensor env cannot have."""
+class Leaves(Places):
+    """Observes an image, angles, a choice and two kinds; rewards the action that the choice names.
+
+    Its angles grow with the step, so that normalising them matters.
+    """
+
+    single_observation_space: AnySpace = spaces.Dict(
+        image=spaces.Box(0, 255, (6, 6, 1), np.uint8),
+        arm=spaces.Dict(angles=spaces.Box(-np.inf, np.inf, (2,), np.float32)),
+        parts=spaces.Tuple((spaces.Discrete(3), spaces.MultiDiscrete([2, 4]))),
+    )
+    single_action_space: AnySpace = spaces.Discrete(3)
+    max_episode_steps = 3
+
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
+        (number, t), _, terminated = super().advance(state, action)
+        return (number, t), (action == _whole(number + t - 1) % 3).float(), terminated
+
+    def observe(self, state: EnvState) -> Any:
+        number, t = state
+        place = _whole(number + t)
+        pixels = torch.arange(36, device=self.device) == place[:, None] % 36
+        return {
+            "image": pixels.reshape(-1, 6, 6, 1).to(torch.uint8) * 255,
+            "arm": {"angles": torch.stack((10.0 * t + number, -t), dim=1)},
+            "parts": (place % 3, torch.stack((place % 2, place % 4), dim=1)),
+        }
+
+
+def _whole(numbers: Tensor) -> Tensor:
+    return numbers.to(torch.int64)
+
+
+class OtherLeaves(Places):
+    """Its single env observes something else."""
 
     single_env = MixedEnv  # type: ignore[assignment]

@@ -342,14 +342,15 @@ def _check_tensor_env(
 ) -> None:
     """Refuse settings that need envs in processes."""
     lacks_masks = config.agent.action_mask == "info" and not env.has_action_masks
-    is_nested = isinstance(trial.observation_space, (spaces.Dict, spaces.Tuple))
+    # In self-play, the tensor env has two players.
+    is_other = config.opponent is None and env.single_observation_space != trial.observation_space
     for is_wrong, key_and_fix in (
         (bool(config.env.wrappers), "env.wrappers; put their work into the env class"),
         (config.vec_env.mode != "auto", "vec_env; leave vec_env=auto"),
         (config.collector != "sync", "collector; leave collector=sync"),
         (is_recurrent(agent), "network; use one that is not recurrent, such as network=mlp"),
         (lacks_masks, "agent.action_mask without an action_mask of its class; set it to none"),
-        (is_nested, "its observation space; use one Box or Discrete"),
+        (is_other, "a single_env with another observation space than its own"),
         (config.agent.needs_processes is not None, config.agent.needs_processes),
     ):
         if is_wrong:

@@ -28,7 +28,6 @@ from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline import counter_random
@@ -36,6 +35,7 @@ from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info
 from ml_pipeline.records import StateDict
 
 EnvState = tuple[Tensor, ...]
+ObsTree = Any  # a tensor, or a dict or tuple of them in the form of the observation space
 
 MASK_KEY = "action_mask"  # in infos
 _MAX_SEED = 2**62  # seed + i must stay an int64
@@ -53,11 +53,11 @@ class Position(NamedTuple):
 class StepResult(NamedTuple):
     """The result of one step of all envs."""
 
-    obs: Tensor  # [n_envs, *obs] after the autoreset
+    obs: ObsTree  # [n_envs, *obs] each, after the autoreset
     reward: Tensor  # [n_envs] float32
     terminated: Tensor  # [n_envs] bool
     truncated: Tensor  # [n_envs] bool; as in Gymnasium, both can be true
-    final_obs: Tensor  # [n_envs, *obs] before the autoreset; differs if the episode ended
+    final_obs: ObsTree  # before the autoreset; differs if the episode ended
     episode_return: Tensor  # [n_envs] float32 of the episode, this step included
     episode_length: Tensor  # [n_envs] int64, this step included
     # [n_envs, n] bool, the actions that ``obs`` and ``final_obs`` allow; None: all, always
@@ -223,8 +223,12 @@ class TorchVectorEnv(DeviceVectorEnv):
         """
 
     @abstractmethod
-    def observe(self, state: EnvState) -> Tensor:
-        """Observations [N, *obs], with the dtype of the observation space."""
+    def observe(self, state: EnvState) -> ObsTree:
+        """Observations [N, *obs], with the dtype of the observation space.
+
+        A dict or tuple of tensors, with one for each part, if the observation space is a Dict or
+        Tuple.
+        """
 
     def action_mask(self, state: EnvState) -> Tensor | None:
         """The actions that are allowed next, [N, n] bool; None: all of them, always.
@@ -384,7 +388,7 @@ class TorchVectorEnv(DeviceVectorEnv):
         return saved.to(self.device, copy=True)
 
 
-class SingleTorchEnv(gym.Env["NDArray[np.generic]", object]):
+class SingleTorchEnv(gym.Env[Any, object]):
     """One env of a TorchVectorEnv as a plain Gymnasium env with NumPy arrays, on the CPU.
 
     It does not autoreset. With the same seed, its episodes start like those of env 0 of the batch.
@@ -404,14 +408,12 @@ class SingleTorchEnv(gym.Env["NDArray[np.generic]", object]):
         self.observation_space = self._env.single_observation_space
         self.action_space = self._env.single_action_space
 
-    def reset(
-        self, *, seed: int | None = None, options: Info | None = None
-    ) -> tuple[NDArray[np.generic], Info]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
         obs, infos = self._env.reset(seed=seed, options=options)
         return _first(obs), _masks_of_one(infos.get(MASK_KEY))
 
-    def step(self, action: object) -> tuple[NDArray[np.generic], float, bool, bool, Info]:
+    def step(self, action: object) -> tuple[Any, float, bool, bool, Info]:
         batch = _batch_of_one(self.action_space, action)
         with torch.no_grad():
             self._env.position, result = self._env._advance_all(self._env.position, batch)
@@ -441,9 +443,13 @@ def _saved(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _first(batch: Tensor) -> NDArray[np.generic]:
-    first: NDArray[np.generic] = batch[0].numpy().copy()
-    return first
+def _first(batch: ObsTree) -> Any:
+    """The row of env 0 as arrays."""
+    if isinstance(batch, dict):
+        return {name: _first(part) for name, part in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_first(part) for part in batch)
+    return batch[0].numpy().copy()
 
 
 def _masks_of_one(mask: Tensor | None) -> Info:

@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 MASKS = ["env.target=tiny_torch_envs.ForbiddingTwo", "env.id=null"]
+LEAVES = ["env.target=tiny_torch_envs.Leaves", "env.id=null", "agent.normalize_obs=true"]
 # Tensor envs and host envs; every way of acting and learning that is captured or compiled.
 GRAPH_KINDS = [
     ["env=torch_cartpole"],
@@ -39,6 +40,7 @@ GRAPH_KINDS = [
     ["env=torch_cartpole", "agent.shared_trunk=true", "agent.entropy_coef=0.01"],
     ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
     MASKS,
+    LEAVES,
     ["env=cartpole"],
     ["env=cartpole", "collector=double"],
     ["env=pendulum", "agent.box_policy=squashed"],
@@ -178,6 +180,7 @@ def test_an_lstm_cannot_be_captured_and_gives_the_same_numbers(here: Path, capsy
         ["env=torch_pendulum", "agent.box_policy=squashed"],
         ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
         MASKS,
+        LEAVES,
     ],
     ids=" ".join,
 )
@@ -199,6 +202,7 @@ def test_tensor_envs_give_the_numbers_of_the_cpu(
         ["env=torch_cartpole", "agent.shared_trunk=true"],
         ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
         MASKS,
+        LEAVES,
     ],
     ids=" ".join,
 )

@@ -150,6 +150,13 @@ SLOW = {
         [*PRIORITISED, "env.target=tiny_torch_envs.Forbidding", "env.id=null", "vec_env=auto"],
         "stop",
     ),
+    "SAC with several observations in a tensor env": Case(
+        [
+            *(*SAC, "env.target=tiny_torch_envs.Leaves", "env.id=null", "vec_env=auto"),
+            "agent.normalize_obs=true",
+        ],
+        "kill",
+    ),
     "PQN in a tensor env": Case([*PPO, "agent=pqn", "env=torch_cartpole", "vec_env=auto"], "kill"),
     "SAC in a tensor env": Case([*SAC, "env=torch_pendulum", "vec_env=auto"], "error"),
     "DQN that stores each frame once": Case([*DQN, *FRAMES], "stop"),

@@ -12,10 +12,21 @@ import pytest
 import torch
 from small_agents import CPU, Played, agent_in
 from tensor_transitions import READING, Recorder
-from tiny_torch_envs import Drift, Forbidding, ForbiddingTwo, Places, Steered, Stuck
+from tiny_torch_envs import (
+    Drift,
+    Forbidding,
+    ForbiddingInObs,
+    ForbiddingTwo,
+    Leaves,
+    Places,
+    Steered,
+    Stuck,
+)
 
+from ml_pipeline.algorithms.ppo.algorithm import make_trainer
 from ml_pipeline.algorithms.ppo.on_device import DeviceOrders
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
+from ml_pipeline.training.contracts import Envs, RunContext
 from ml_pipeline.training.graphs import Programs
 
 
@@ -104,6 +115,85 @@ def test_log_probs_and_entropies_with_masks_are_those_of_host_envs(
     torch.testing.assert_close(entropy, entropy_by_hand)
 
 
+def test_a_mask_in_the_observation_of_a_tensor_env_is_used() -> None:
+    played = Played(ForbiddingInObs(9), 60)
+
+    played.collect()
+
+    buffer = played.buffer
+    assert (buffer.reward == 1.0).all()
+    assert torch.equal(buffer.action_mask, buffer.obs["action_mask"] != 0)
+
+
+def test_a_rollout_has_each_leaf_of_the_observations() -> None:
+    played, plain = Played(Leaves(5), n_steps=12), Leaves(5)
+    plain.reset(seed=10)
+    reader = played.agent.reader
+    assert set(reader.leaves) == {"arm/angles", "image", "parts/0", "parts/1"}
+
+    for _ in range(2):
+        buffer = played.collect() and played.buffer
+        for t, action in enumerate(buffer.action):
+            obs, *_, infos = plain.step(action)
+            final = reader.split(infos["final_obs"])
+            for name, leaf in reader.split(obs).items():
+                assert torch.equal(leaf, buffer.obs[name][t + 1])
+                assert torch.equal(final[name], buffer.final_obs[name][t])
+                assert leaf.dtype == buffer.obs[name].dtype
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_scores_and_targets_of_leaves_are_those_of_host_envs(fast: bool) -> None:
+    env = Leaves(4)
+    agent = agent_in(env, fast=fast, normalize_obs=True)
+    played = Played(env, 6, agent)
+    played.collect()
+    played.finish(gamma=0.5, lam=0.0)
+    agent.learn_moments(played.buffer.observations())
+    played.collect()
+
+    played.finish(gamma=0.5, lam=0.0)  # a target is then reward + gamma * V(final observation)
+
+    finished, buffer = played.buffer.finished(), played.buffer
+    obs = {name: leaf.numpy() for name, leaf in finished.inputs.obs.items()}  # type: ignore[union-attr]
+    log_prob, value = agent.score_batch(agent.inputs(obs), finished.action)
+    torch.testing.assert_close(finished.log_prob, log_prob)
+    torch.testing.assert_close(finished.value, value)
+    final = {name: leaf.flatten(0, 1).numpy() for name, leaf in buffer.final_obs.items()}
+    following = agent.value_batch(agent.inputs(final)) * ~buffer.terminated.flatten()
+    assert (buffer.truncated & ~buffer.terminated).any()
+    torch.testing.assert_close(finished.value_target, buffer.reward.flatten() + 0.5 * following)
+
+
+def test_the_normaliser_learns_from_each_leaf_of_numbers() -> None:
+    env = Leaves(4)
+    agent = agent_in(env, normalize_obs=True)
+    played = Played(env, 6, agent)
+    played.collect()
+    played.finish()
+
+    agent.learn_moments(played.buffer.observations())
+
+    moments = agent.model.preprocess.moments_of("arm/angles")
+    angles = played.buffer.obs["arm/angles"][:6].reshape(-1, 2)
+    assert moments is not None
+    torch.testing.assert_close(moments.mean, angles.mean(dim=0))
+    torch.testing.assert_close(moments.variance, angles.var(dim=0, correction=0))
+    assert agent.model.preprocess.moments_of("image") is None
+
+
+def test_ppo_learns_to_read_a_leaf_of_a_tensor_env() -> None:
+    env, context = Leaves(16), RunContext.alone()
+    agent = agent_in(env, n_steps=16, learning_rate=3e-3)
+    trainer = make_trainer(agent, Envs([env], 1, False), agent.config, context)
+
+    metrics = [trainer.train_episode_vectorized() for _ in range(12)]
+
+    returns = [each["rollout/episode_return"] for each in metrics]
+    assert returns[0] < 1.5  # a third of three steps
+    assert returns[-1] > 2.5
+
+
 class Traced(Programs):
     """Compiles as a GPU does, as one graph, but without generating kernels."""
 
@@ -111,10 +201,10 @@ class Traced(Programs):
         return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize("make_env", [Forbidding, ForbiddingTwo])
+@pytest.mark.parametrize("make_env", [Forbidding, ForbiddingTwo, ForbiddingInObs, Leaves])
 def test_a_program_is_one_graph_without_reads_from_the_device(make_env: Any) -> None:
     env = make_env(4, max_episode_steps=5)
-    options = {"action_mask": "auto" if env.action_mask(env.position.state) is None else "info"}
+    options = {"action_mask": "info" if env.has_action_masks else "auto", "normalize_obs": True}
     torch.compiler.reset()  # it limits how often one function is compiled
     traced = Played(env, 8, agent_in(env, fast=False, **options), programs=Traced(CPU))
     plain = Played(make_env(4, max_episode_steps=5), 8, agent_in(env, fast=False, **options))
@@ -128,7 +218,9 @@ def test_a_program_is_one_graph_without_reads_from_the_device(make_env: Any) -> 
 
     ours, theirs = traced.buffer.finished(), plain.buffer.finished()
     assert all(map(torch.equal, ours.tensors(), theirs.tensors()))
-    assert seen.names & READING == set()
+    # For choices in observations, one_hot reads its highest index, but not on a GPU.
+    has_choices = make_env is Leaves
+    assert seen.names & READING == ({"_local_scalar_dense"} if has_choices else set())
 
 
 def test_the_quality_says_whether_every_mask_allows_an_action() -> None:

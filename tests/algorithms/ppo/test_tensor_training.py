@@ -42,6 +42,10 @@ CASES: dict[str, list[str]] = {
     "parts": [*EVALUATED, "env.target=tiny_torch_envs.Steered", "env.id=null"],
     "shared trunk": [*CARTPOLE, "agent.shared_trunk=true"],
     "masks": [*EVALUATED, "env.target=tiny_torch_envs.ForbiddingTwo", "env.id=null"],
+    "leaves": [
+        *EVALUATED,
+        *("env.target=tiny_torch_envs.Leaves", "env.id=null", "agent.normalize_obs=true"),
+    ],
     "images": [*EVALUATED, "experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
 }
 SLOW_CASES = ("squashed", "shared trunk")
@@ -123,15 +127,21 @@ def test_a_run_can_be_exported(here: Path) -> None:
     assert (run / "policy.pt2").exists()
 
 
-@pytest.mark.parametrize("agent", ["ppo", "dqn", "sac", "pqn"])
-def test_no_agent_takes_an_action_that_the_task_forbids(agent: str, here: Path) -> None:
-    settings = ["n_envs=4", "total_steps=512", "device=cpu", "logger=none", f"agent={agent}"]
-    if agent in ("dqn", "sac"):
-        settings += ["agent.learning_starts=64", "agent.batch_size=16"]
-    else:
-        settings += ["agent.n_steps=16"]
+AGENTS = {
+    "ppo": ["agent.n_steps=16"],
+    "pqn": ["agent.n_steps=16"],
+    "dqn": ["agent.learning_starts=64", "agent.batch_size=16"],
+    "sac": ["agent.learning_starts=64", "agent.batch_size=16"],
+}
 
-    run = train([*settings, "env.target=tiny_torch_envs.Forbidding", "env.id=null"]).run_dir
+
+@pytest.mark.parametrize("task", ["Forbidding", "ForbiddingInObs"])
+@pytest.mark.parametrize("agent", list(AGENTS))
+def test_no_agent_takes_an_action_that_the_task_forbids(agent: str, task: str, here: Path) -> None:
+    settings = ["n_envs=4", "total_steps=512", "device=cpu", "logger=none", f"agent={agent}"]
+    target = [f"env.target=tiny_torch_envs.{task}", "env.id=null"]
+
+    run = train([*settings, *AGENTS[agent], *target]).run_dir
 
     # An episode has 3 to 6 steps with reward 1 each; a forbidden action costs 100.
     rows = read_rows(run)
@@ -172,7 +182,7 @@ def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
         (["collector=double"], "collector; leave collector=sync"),
         (["network=lstm"], "network; use one that is not recurrent"),
         (["env.target=tiny_torch_envs.Masked"], "agent.action_mask without an action_mask"),
-        (["env.target=tiny_torch_envs.ManyLeaves"], "its observation space; use one Box"),
+        (["env.target=tiny_torch_envs.OtherLeaves"], "a single_env with another observation"),
         (["compile=graph"], "use compile=auto"),
     ],
 )
