@@ -86,6 +86,67 @@ class Steered(TorchVectorEnv):
         return state[0].unsqueeze(1)
 
 
+class Digits(TorchVectorEnv):
+    """Two digits appear; the reward is the share of them that an action of two parts repeats."""
+
+    single_observation_space = spaces.MultiDiscrete([2, 3])
+    single_action_space: AnySpace = spaces.MultiDiscrete([2, 3], start=[-1, 4])
+    n_draws = 2
+    max_episode_steps = 4
+
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
+        return _whole(draws[0] * 2), _whole(draws[1] * 3)
+
+    def advance(self, state: EnvState, action: Any) -> tuple[EnvState, Tensor, Tensor]:
+        first, second = state
+        ours, theirs = self.parts_of(action)
+        reward = ((ours == first).float() + (theirs == second).float()) / 2.0
+        after = (first + second) % 2, (second + 1) % 3
+        return after, reward, torch.zeros_like(first, dtype=torch.bool)
+
+    def parts_of(self, action: Any) -> tuple[Tensor, Tensor]:
+        return action[:, 0] + 1, action[:, 1] - 4
+
+    def observe(self, state: EnvState) -> Tensor:
+        return torch.stack(state, dim=1)
+
+
+class DigitsInRows(Digits):
+    """Each part of the action has a row."""
+
+    single_action_space = spaces.MultiDiscrete([[2], [3]])
+
+    def parts_of(self, action: Any) -> tuple[Tensor, Tensor]:
+        return action[:, 0, 0], action[:, 1, 0]
+
+
+class DigitsInBits(Digits):
+    """The second digit has two bits."""
+
+    single_action_space = spaces.MultiBinary(3)
+
+    def parts_of(self, action: Any) -> tuple[Tensor, Tensor]:
+        return action[:, 0], action[:, 1] + 2 * action[:, 2]
+
+
+class DigitsAndForce(Digits):
+    """A Dict of a choice, a number from -1 to 1 that is cut into thirds, and a mask.
+
+    The mask forbids the choice 2 of 0, 1 and 2.
+    """
+
+    single_action_space = spaces.Dict(
+        force=spaces.Tuple((spaces.Box(-1.0, 1.0, (1,), np.float32),)), side=spaces.Discrete(3)
+    )
+
+    def parts_of(self, action: Any) -> tuple[Tensor, Tensor]:
+        third = ((action["force"][0][:, 0] + 1.0) * 1.5).floor().clamp(0.0, 2.0)
+        return action["side"], _whole(third)
+
+    def action_mask(self, state: EnvState) -> Tensor | None:
+        return (torch.arange(3, device=self.device) != 2).expand(self.num_envs, 3)
+
+
 class Drift(TorchVectorEnv):
     """Actions and a random wind move a place; the reward is minus its distance to 0."""
 

@@ -30,6 +30,7 @@ pytestmark = [
 
 MASKS = ["env.target=tiny_torch_envs.ForbiddingTwo", "env.id=null"]
 LEAVES = ["env.target=tiny_torch_envs.Leaves", "env.id=null", "agent.normalize_obs=true"]
+PARTS = ["env.target=tiny_torch_envs.DigitsAndForce", "env.id=null"]
 # Tensor envs and host envs; every way of acting and learning that is captured or compiled.
 GRAPH_KINDS = [
     ["env=torch_cartpole"],
@@ -41,6 +42,7 @@ GRAPH_KINDS = [
     ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
     MASKS,
     LEAVES,
+    PARTS,
     ["env=cartpole"],
     ["env=cartpole", "collector=double"],
     ["env=pendulum", "agent.box_policy=squashed"],
@@ -181,6 +183,7 @@ def test_an_lstm_cannot_be_captured_and_gives_the_same_numbers(here: Path, capsy
         ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
         MASKS,
         LEAVES,
+        PARTS,
     ],
     ids=" ".join,
 )
@@ -203,6 +206,7 @@ def test_tensor_envs_give_the_numbers_of_the_cpu(
         ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
         MASKS,
         LEAVES,
+        PARTS,
     ],
     ids=" ".join,
 )

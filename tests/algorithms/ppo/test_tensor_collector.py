@@ -8,11 +8,17 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gymnasium.vector.utils import batch_space, iterate
 from small_agents import CPU, Played, agent_in
 from tensor_transitions import READING, Recorder
 from tiny_torch_envs import (
+    Digits,
+    DigitsAndForce,
+    DigitsInBits,
+    DigitsInRows,
     Drift,
     Forbidding,
     ForbiddingInObs,
@@ -22,6 +28,7 @@ from tiny_torch_envs import (
     Steered,
     Stuck,
 )
+from torch.utils._pytree import tree_leaves
 
 from ml_pipeline.algorithms.ppo.algorithm import make_trainer
 from ml_pipeline.algorithms.ppo.on_device import DeviceOrders
@@ -165,6 +172,54 @@ def test_scores_and_targets_of_leaves_are_those_of_host_envs(fast: bool) -> None
     torch.testing.assert_close(finished.value_target, buffer.reward.flatten() + 0.5 * following)
 
 
+several_parts = pytest.mark.parametrize(
+    "make_env", [Digits, DigitsInRows, DigitsInBits, DigitsAndForce]
+)
+
+
+@several_parts
+def test_scores_of_actions_of_several_parts_are_those_of_host_envs(make_env: Any) -> None:
+    env = make_env(5)
+    source = "info" if env.has_action_masks else "none"
+    agent = agent_in(env, action_mask=source)
+    played = Played(env, 7, agent)
+    played.collect()
+    played.finish()
+
+    finished = played.buffer.finished()
+    mask = finished.inputs.action_mask
+    masks = None if mask is None else mask.numpy()
+    host = agent.inputs({"": finished.inputs.obs.numpy()}, masks)  # type: ignore[union-attr]
+    log_prob, value = agent.score_batch(host, finished.action)
+    torch.testing.assert_close(finished.log_prob, log_prob)
+    torch.testing.assert_close(finished.value, value)
+    # What the tensor envs took is what host envs would take.
+    to_env, space = agent.distribution.to_env(finished.action.numpy()), env.single_action_space
+    for ours, theirs in zip(
+        tree_leaves(agent.distribution.to_torch_env(finished.action)),
+        tree_leaves(to_env),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-6)
+    first = next(iter(iterate(batch_space(space, len(log_prob)), to_env)))
+    assert first in space
+
+
+@several_parts
+def test_ppo_learns_each_part_of_an_action(make_env: Any) -> None:
+    env, context = make_env(32), RunContext.alone()
+    source = "info" if env.has_action_masks else "none"
+    options: dict[str, Any] = {"n_steps": 16, "learning_rate": 1e-2, "action_mask": source}
+    agent = agent_in(env, **options)
+    trainer = make_trainer(agent, Envs([env], 1, False), agent.config, context)
+
+    metrics = [trainer.train_episode_vectorized() for _ in range(15)]
+
+    returns = [each["rollout/episode_return"] for each in metrics]
+    assert returns[0] < 2.5  # random actions repeat less than half of the digits
+    assert returns[-1] > 3.4  # of four
+
+
 def test_the_normaliser_learns_from_each_leaf_of_numbers() -> None:
     env = Leaves(4)
     agent = agent_in(env, normalize_obs=True)
@@ -201,7 +256,9 @@ class Traced(Programs):
         return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize("make_env", [Forbidding, ForbiddingTwo, ForbiddingInObs, Leaves])
+@pytest.mark.parametrize(
+    "make_env", [Forbidding, ForbiddingTwo, ForbiddingInObs, Leaves, Digits, DigitsAndForce]
+)
 def test_a_program_is_one_graph_without_reads_from_the_device(make_env: Any) -> None:
     env = make_env(4, max_episode_steps=5)
     options = {"action_mask": "info" if env.has_action_masks else "auto", "normalize_obs": True}
@@ -219,7 +276,7 @@ def test_a_program_is_one_graph_without_reads_from_the_device(make_env: Any) -> 
     ours, theirs = traced.buffer.finished(), plain.buffer.finished()
     assert all(map(torch.equal, ours.tensors(), theirs.tensors()))
     # For choices in observations, one_hot reads its highest index, but not on a GPU.
-    has_choices = make_env is Leaves
+    has_choices = make_env in (Leaves, Digits, DigitsAndForce)
     assert seen.names & READING == ({"_local_scalar_dense"} if has_choices else set())
 
 

@@ -42,6 +42,8 @@ CASES: dict[str, list[str]] = {
     "parts": [*EVALUATED, "env.target=tiny_torch_envs.Steered", "env.id=null"],
     "shared trunk": [*CARTPOLE, "agent.shared_trunk=true"],
     "masks": [*EVALUATED, "env.target=tiny_torch_envs.ForbiddingTwo", "env.id=null"],
+    "choices": [*EVALUATED, "env.target=tiny_torch_envs.Digits", "env.id=null"],
+    "parts with masks": [*RUN, "env.target=tiny_torch_envs.DigitsAndForce", "env.id=null"],
     "leaves": [
         *EVALUATED,
         *("env.target=tiny_torch_envs.Leaves", "env.id=null", "agent.normalize_obs=true"),
