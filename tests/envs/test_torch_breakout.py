@@ -120,6 +120,32 @@ def test_every_step_equals_that_of_the_reference(skill: float) -> None:
     assert env.observation_space.contains(obs.numpy())
 
 
+def test_every_step_equals_that_of_gymnax() -> None:
+    gymnax = pytest.importorskip("gymnax", reason="needs gymnax: make jax")
+    jax = pytest.importorskip("jax", reason="needs the extra: make jax")
+    theirs, params = gymnax.make("Breakout-MinAtar")
+    step = jax.jit(theirs.step_env)
+    random, n_steps = np.random.default_rng(2), 0
+    for episode in range(8):
+        key = jax.random.PRNGKey(episode)
+        obs, state = theirs.reset_env(key, params)
+        from_right = bool(obs[3, 9, 1])
+        game = Game(from_right, {})  # plays well, so that walls are broken
+        env = TorchBreakout(1, seed=episode)
+        while bool(env.reset()[0][0, 3, 9, 1]) != from_right:
+            pass
+        is_over = False
+        while not is_over and n_steps < 300 * (episode + 1):
+            action = game.good_action() if random.random() < 0.97 else int(random.integers(3))
+            obs, state, reward, is_over, _ = step(key, state, action, params)
+            _, ours, terminated, _, infos = env.step(torch.tensor([action]))
+            assert game.step(action) == (ours.item(), terminated.item())
+            assert np.array_equal(infos["final_obs"][0].numpy() > 0, np.asarray(obs) > 0)
+            assert (ours.item(), terminated.item()) == (float(reward), bool(is_over))
+            n_steps += 1
+    assert n_steps > 800
+
+
 def test_the_ball_starts_at_either_side() -> None:
     obs, _ = TorchBreakout(1000, seed=0).reset()
 
