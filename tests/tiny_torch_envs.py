@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ml_pipeline.envs.kinds import AnySpace
 from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
+from ml_pipeline.worlds.hockey.tensor_env import TorchHockey
 
 
 class Places(TorchVectorEnv):
@@ -279,6 +280,13 @@ class Leaves(Places):
 
 def _whole(numbers: Tensor) -> Tensor:
     return numbers.to(torch.int64)
+
+
+class MaskedHockey(TorchHockey):
+    """Masks in a game of two players."""
+
+    def action_mask(self, state: EnvState) -> Tensor | None:
+        return torch.ones((self.num_envs, 4), dtype=torch.bool, device=self.device)
 
 
 class OtherLeaves(Places):

@@ -350,6 +350,7 @@ def _check_tensor_env(
         (config.collector != "sync", "collector; leave collector=sync"),
         (is_recurrent(agent), "network; use one that is not recurrent, such as network=mlp"),
         (lacks_masks, "agent.action_mask without an action_mask of its class; set it to none"),
+        (config.opponent is not None and env.has_action_masks, "opponent with its action_mask"),
         (is_other, "a single_env with another observation space than its own"),
         (config.agent.needs_processes is not None, config.agent.needs_processes),
     ):

@@ -52,8 +52,6 @@ class TensorSelfPlay(TorchVectorEnv):
         self.n_draws = env.n_draws + 1
         if "winner" not in env.outcome(env.position.state):
             raise ValueError(f"{type(env).__name__}.outcome has no winner; add it")
-        if env.has_action_masks:
-            raise ValueError("opponent: tensor envs with action masks have no self-play")
         self._n_seats = N_SEATS + len(env.scripted_players)
         self._chances = torch.zeros(self._n_seats, device=env.device)  # cumulative
         self._on_device = _OnDevice(deepcopy(opponents.greedy).to(env.device))

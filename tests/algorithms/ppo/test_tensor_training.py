@@ -185,6 +185,10 @@ def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
         (["network=lstm"], "network; use one that is not recurrent"),
         (["env.target=tiny_torch_envs.Masked"], "agent.action_mask without an action_mask"),
         (["env.target=tiny_torch_envs.OtherLeaves"], "a single_env with another observation"),
+        (
+            ["env=torch_hockey", "opponent=self_play", "env.target=tiny_torch_envs.MaskedHockey"],
+            "opponent with its action_mask",
+        ),
         (["compile=graph"], "use compile=auto"),
     ],
 )
