@@ -259,8 +259,8 @@ def _stays_on_device(plan: RunPlan, batch: ForeignVectorEnv) -> bool:
     device = plan.context.device
     if device.type == "cpu" or is_recurrent(plan.agent) or plan.trial.counts_episodes:
         return False  # on the CPU an array may be the tensor's memory
-    batch.reset()  # only its observations show where they are
-    return why_on_host(batch, device) is None
+    _, infos = batch.reset()  # only its observations show where they are
+    return why_on_host(batch, device, infos) is None
 
 
 def _how_tensor_envs_run(plan: RunPlan) -> str:

@@ -26,14 +26,19 @@ from ml_pipeline.errors import UserError
 from ml_pipeline.records import StateDict
 
 
-def why_on_host(env: ForeignVectorEnv, device: torch.device) -> str | None:
-    """Why the observations of ``env``, which has been reset, go through host memory; None: not."""
+def why_on_host(env: ForeignVectorEnv, device: torch.device, infos: Info) -> str | None:
+    """Why the observations of ``env`` go through host memory; None: not.
+
+    ``infos``: those of its last reset.
+    """
     if env.tensor_device is None:
         return "they are arrays"
     if env.tensor_device.type != device.type:
         return f"they are on {env.tensor_device}, the agent on {device}"
     if not isinstance(env.single_observation_space, (spaces.Box, spaces.Discrete)):
         return "they have several parts"
+    if MASK_KEY in infos and not _is_batch(infos[MASK_KEY]):
+        return "action masks are not one array"
     if env.has_reset_rows:
         return "some steps only reset an env; use AutoresetMode.SAME_STEP"
     return None
@@ -126,7 +131,8 @@ class ForeignDeviceEnv(DeviceVectorEnv):
         return final_obs
 
     def _mask_in(self, infos: Info) -> Tensor | None:
-        return self._there(infos[MASK_KEY]).bool() if MASK_KEY in infos else None
+        given = infos.get(MASK_KEY)
+        return self._there(given).bool() if _is_batch(given) else None
 
     def _there(self, values: Any) -> Tensor:
         return torch.as_tensor(values, device=self.device)
@@ -143,3 +149,10 @@ class ForeignDeviceEnv(DeviceVectorEnv):
 
     def close_extras(self, **kwargs: Any) -> None:
         self._env.close(**kwargs)
+
+
+def _is_batch(given: object) -> bool:
+    """Whether it is one array or tensor, with a row per env."""
+    return isinstance(given, Tensor) or (
+        isinstance(given, np.ndarray) and given.dtype.kind in "biuf"
+    )

@@ -75,6 +75,17 @@ class Masking(Bare):
         return (*outcome, {name: infos[name] for name in names})  # type: ignore[return-value]
 
 
+class ChoiceOfMasks(Masking):
+    """Its masks have one array per choice."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        obs, infos = super().reset(seed=seed)
+        parts = np.full(self.num_envs, None, dtype=object)
+        for env, mask in enumerate(infos["action_mask"].numpy()):
+            parts[env] = (mask,)
+        return obs, {"action_mask": parts}
+
+
 class ResetByMask(VectorEnv[Any, Any, Any]):
     """Three envs that the caller resets; step t of an episode allows the action t mod 3 alone."""
 
@@ -226,14 +237,16 @@ def test_a_rollout_is_made_of_tensors_and_counts_episodes() -> None:
         (lambda: CartPoleVectorEnv(2), "cpu", "they are arrays"),
         (lambda: Bare(2), "cuda", "they are on cpu, the agent on cuda"),
         (lambda: make_wandering(AutoresetMode.NEXT_STEP), "cpu", "some steps only reset an env"),
+        (lambda: ChoiceOfMasks(2), "cpu", "action masks are not one array"),
+        (lambda: Masking(2), "cpu", None),
         (lambda: Bare(2), "cpu", None),
     ],
 )
 def test_tensors_that_cannot_stay_go_through_the_host(make: Any, device: str, reason: Any) -> None:
     env = ForeignVectorEnv(make(), "env")
-    env.reset(seed=1)
+    _, infos = env.reset(seed=1)
 
-    why = why_on_host(env, torch.device(device))
+    why = why_on_host(env, torch.device(device), infos)
 
     assert why is None if reason is None else reason in why
 
