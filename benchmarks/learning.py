@@ -70,6 +70,7 @@ GOALS = {
     "hopper": Goal("greedy", 2410.4, "rl-baselines3-zoo, one run, Hopper-v3"),
     "walker2d": Goal("greedy", 3478.8, "rl-baselines3-zoo, one run, Walker2d-v3"),
     "mujoco": Goal("greedy", None, "one set of settings for all"),
+    "torch_breakout": Goal("greedy", None, "0.4 with random actions"),
     "pong": Goal("train", 21.0, "rl-baselines3-zoo, one run"),
     "breakout": Goal("train", 398.0, "rl-baselines3-zoo, one run"),
     "dqn_cartpole": Goal("greedy", 500.0, "rl-baselines3-zoo"),
@@ -146,7 +147,10 @@ def train(name: str, seed: int, out: Path, device: str) -> Path:
     command = [sys.executable, "-m", "ml_pipeline", "train", *arguments]
     if len(arguments) > 1:
         command += [f"device={device}", "logger=none"]
-        command += ["vec_env=serial"] if device == "cpu" else ["precision=tf32"]
+        if device != "cpu":
+            command += ["precision=tf32"]
+        elif not experiment.startswith("torch_"):  # tensor envs are a batch of their own
+            command += ["vec_env=serial"]
     with (folder / "log").open("a") as log:
         subprocess.run(command, cwd=folder, env=_environment(), stdout=log, stderr=log, check=True)
     (run,) = {path.parent for path in folder.glob("runs/*/*/config.yaml")}

@@ -67,6 +67,23 @@ class Reach(JaxVectorEnv):
         return place, place, -jnp.abs(place).sum(), False, False
 
 
+class Forbidding(JaxVectorEnv):
+    """Step t of an episode forbids the action t mod 3, which costs 100; others give 1."""
+
+    single_action_space = spaces.Discrete(3)
+    max_episode_steps = 5
+
+    def begin(self, key: Any) -> Any:
+        return jnp.zeros((), jnp.int32), jnp.zeros(1)
+
+    def advance(self, key: Any, state: Any, action: Any) -> Any:
+        reward = jnp.where(action == state % 3, -100.0, 1.0)
+        return state + 1, (state + 1.0)[None], reward, False, False
+
+    def action_mask(self, state: Any) -> Any:
+        return jnp.arange(3) != state % 3
+
+
 class Endless(Reach):
     max_episode_steps = None
 

@@ -13,7 +13,9 @@ from tiny_envs import ForbiddingEnv, MixedEnv
 from torch import Tensor
 
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
+from ml_pipeline.envs.kinds import AnySpace
 from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
+from ml_pipeline.worlds.hockey.tensor_env import TorchHockey
 
 
 class Places(TorchVectorEnv):
@@ -22,8 +24,8 @@ class Places(TorchVectorEnv):
     Env i terminates at step 4, or at step 3 if i is odd.
     """
 
-    single_observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    single_action_space = spaces.Discrete(3)
+    single_observation_space: AnySpace = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    single_action_space: AnySpace = spaces.Discrete(3)
     n_draws = 1
 
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
@@ -35,7 +37,7 @@ class Places(TorchVectorEnv):
         t = t + 1.0
         return (number, t), 10.0 * t + number, t >= 4.0 - number % 2.0
 
-    def observe(self, state: EnvState) -> Tensor:
+    def observe(self, state: EnvState) -> Any:
         number, t = state
         return (10.0 * t + number).unsqueeze(1)
 
@@ -87,6 +89,67 @@ class Steered(TorchVectorEnv):
         return state[0].unsqueeze(1)
 
 
+class Digits(TorchVectorEnv):
+    """Two digits appear; the reward is the share of them that an action of two parts repeats."""
+
+    single_observation_space = spaces.MultiDiscrete([2, 3])
+    single_action_space: AnySpace = spaces.MultiDiscrete([2, 3], start=[-1, 4])
+    n_draws = 2
+    max_episode_steps = 4
+
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
+        return _whole(draws[0] * 2), _whole(draws[1] * 3)
+
+    def advance(self, state: EnvState, action: Any) -> tuple[EnvState, Tensor, Tensor]:
+        first, second = state
+        ours, theirs = self.parts_of(action)
+        reward = ((ours == first).float() + (theirs == second).float()) / 2.0
+        after = (first + second) % 2, (second + 1) % 3
+        return after, reward, torch.zeros_like(first, dtype=torch.bool)
+
+    def parts_of(self, action: Any) -> tuple[Tensor, Tensor]:
+        return action[:, 0] + 1, action[:, 1] - 4
+
+    def observe(self, state: EnvState) -> Tensor:
+        return torch.stack(state, dim=1)
+
+
+class DigitsInRows(Digits):
+    """Each part of the action has a row."""
+
+    single_action_space = spaces.MultiDiscrete([[2], [3]])
+
+    def parts_of(self, action: Any) -> tuple[Tensor, Tensor]:
+        return action[:, 0, 0], action[:, 1, 0]
+
+
+class DigitsInBits(Digits):
+    """The second digit has two bits."""
+
+    single_action_space = spaces.MultiBinary(3)
+
+    def parts_of(self, action: Any) -> tuple[Tensor, Tensor]:
+        return action[:, 0], action[:, 1] + 2 * action[:, 2]
+
+
+class DigitsAndForce(Digits):
+    """A Dict of a choice, a number from -1 to 1 that is cut into thirds, and a mask.
+
+    The mask forbids the choice 2 of 0, 1 and 2.
+    """
+
+    single_action_space = spaces.Dict(
+        force=spaces.Tuple((spaces.Box(-1.0, 1.0, (1,), np.float32),)), side=spaces.Discrete(3)
+    )
+
+    def parts_of(self, action: Any) -> tuple[Tensor, Tensor]:
+        third = ((action["force"][0][:, 0] + 1.0) * 1.5).floor().clamp(0.0, 2.0)
+        return action["side"], _whole(third)
+
+    def action_mask(self, state: EnvState) -> Tensor | None:
+        return (torch.arange(3, device=self.device) != 2).expand(self.num_envs, 3)
+
+
 class Drift(TorchVectorEnv):
     """Actions and a random wind move a place; the reward is minus its distance to 0."""
 
@@ -116,14 +179,120 @@ class Breaking(Places):
         return (number, t), reward.masked_fill(is_broken, torch.nan), terminated
 
 
+class Forbidding(TorchVectorEnv):
+    """Forbids one entry per choice, another one each step; to choose it costs 100, others give 1.
+
+    Its episodes have three steps in env 0, four in env 1 and so on, up to six.
+    """
+
+    single_observation_space: AnySpace = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    single_action_space: AnySpace = spaces.Discrete(4)
+    sizes: ClassVar[tuple[int, ...]] = (4,)
+    n_draws = 1
+
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
+        number = torch.arange(self.num_envs, device=self.device)
+        return number, torch.zeros_like(number)
+
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
+        number, t = state
+        choices = action.reshape(len(t), -1).unbind(dim=1)
+        forbidden = [-(number + t) % size for size in self.sizes]
+        pairs = zip(choices, forbidden, strict=True)
+        is_forbidden = torch.stack([choice == one for choice, one in pairs]).any(dim=0)
+        reward = torch.where(is_forbidden, -100.0, 1.0)
+        return (number, t + 1), reward, t + 1 >= 3 + number % 4
+
+    def observe(self, state: EnvState) -> Any:
+        return torch.stack(state, dim=1).to(torch.float32)
+
+    def action_mask(self, state: EnvState) -> Tensor | None:
+        number, t = state
+        entries = [torch.arange(size, device=self.device) for size in self.sizes]
+        parts = [(each + (number + t)[:, None]) % len(each) != 0 for each in entries]
+        return torch.cat(parts, dim=1)
+
+
+class ForbiddingInObs(Forbidding):
+    """The same with the mask in its observation."""
+
+    single_observation_space = spaces.Dict(
+        place=spaces.Box(-np.inf, np.inf, (2,), np.float32), action_mask=spaces.MultiBinary(4)
+    )
+
+    def observe(self, state: EnvState) -> Any:
+        mask = super().action_mask(state)
+        assert mask is not None
+        return {"action_mask": mask.to(torch.int8), "place": super().observe(state)}
+
+    def action_mask(self, state: EnvState) -> Tensor | None:
+        return None
+
+
+class ForbiddingTwo(Forbidding):
+    """The same with two choices."""
+
+    single_action_space = spaces.MultiDiscrete([2, 3])
+    sizes = (2, 3)
+
+
+class Stuck(Forbidding):
+    """Env 1 allows no action in its third step."""
+
+    def action_mask(self, state: EnvState) -> Tensor | None:
+        number, t = state
+        allowed = super().action_mask(state)
+        return None if allowed is None else allowed & ~((number == 1) & (t == 2))[:, None]
+
+
 class Masked(Places):
-    """Its single env has action masks, which a tensor env cannot have."""
+    """Its single env has action masks, and the tensor env has none."""
 
     single_env = ForbiddingEnv  # type: ignore[assignment]
 
 
-class ManyLeaves(Places):
-    """Its single env has a Dict observation, which a tensor env cannot have."""
+class Leaves(Places):
+    """Observes an image, angles, a choice and two kinds; rewards the action that the choice names.
+
+    Its angles grow with the step, so that normalising them matters.
+    """
+
+    single_observation_space: AnySpace = spaces.Dict(
+        image=spaces.Box(0, 255, (6, 6, 1), np.uint8),
+        arm=spaces.Dict(angles=spaces.Box(-np.inf, np.inf, (2,), np.float32)),
+        parts=spaces.Tuple((spaces.Discrete(3), spaces.MultiDiscrete([2, 4]))),
+    )
+    single_action_space: AnySpace = spaces.Discrete(3)
+    max_episode_steps = 3
+
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
+        (number, t), _, terminated = super().advance(state, action)
+        return (number, t), (action == _whole(number + t - 1) % 3).float(), terminated
+
+    def observe(self, state: EnvState) -> Any:
+        number, t = state
+        place = _whole(number + t)
+        pixels = torch.arange(36, device=self.device) == place[:, None] % 36
+        return {
+            "image": pixels.reshape(-1, 6, 6, 1).to(torch.uint8) * 255,
+            "arm": {"angles": torch.stack((10.0 * t + number, -t), dim=1)},
+            "parts": (place % 3, torch.stack((place % 2, place % 4), dim=1)),
+        }
+
+
+def _whole(numbers: Tensor) -> Tensor:
+    return numbers.to(torch.int64)
+
+
+class MaskedHockey(TorchHockey):
+    """Masks in a game of two players."""
+
+    def action_mask(self, state: EnvState) -> Tensor | None:
+        return torch.ones((self.num_envs, 4), dtype=torch.bool, device=self.device)
+
+
+class OtherLeaves(Places):
+    """Its single env observes something else."""
 
     single_env = MixedEnv  # type: ignore[assignment]
 

@@ -180,8 +180,8 @@ def make_plan(
             agent.load_state_dict(state["agent"])
     elif config.init_from is not None:
         config = started_from(config, agent)
-    if tensor_env is not None:
-        _check_tensor_env(config, trial)
+    if one_tensor_env is not None:
+        _check_tensor_env(config, one_tensor_env, trial)
     if trial.has_reset_rows:
         _check_reset_rows(config, context, agent)
     config = _with_cpu_threads(config, agent, context)
@@ -337,15 +337,18 @@ def _check_actions(config: TrainConfig, trial: EnvTrial) -> None:
         )
 
 
-def _check_tensor_env(config: TrainConfig, trial: EnvTrial) -> None:
+def _check_tensor_env(config: TrainConfig, env: DeviceVectorEnv, trial: EnvTrial) -> None:
     """Refuse settings that need envs in processes."""
-    is_nested = isinstance(trial.observation_space, (spaces.Dict, spaces.Tuple))
+    lacks_masks = config.agent.action_mask == "info" and not env.has_action_masks
+    # In self-play, the tensor env has two players.
+    is_other = config.opponent is None and env.single_observation_space != trial.observation_space
     for is_wrong, key_and_fix in (
         (bool(config.env.wrappers), "env.wrappers; put their work into the env class"),
         (config.vec_env.mode != "auto", "vec_env; leave vec_env=auto"),
         (config.collector != "sync", "collector; leave collector=sync"),
-        (config.agent.action_mask != "none", "agent.action_mask; set agent.action_mask=none"),
-        (is_nested, "its observation space; use one Box or Discrete"),
+        (lacks_masks, "agent.action_mask without an action_mask of its class; set it to none"),
+        (config.opponent is not None and env.has_action_masks, "opponent with its action_mask"),
+        (is_other, "a single_env with another observation space than its own"),
         (config.agent.needs_processes is not None, config.agent.needs_processes),
     ):
         if is_wrong:

@@ -256,11 +256,11 @@ def build_vec_envs(plan: RunPlan) -> tuple[Sequence[ProcessEnv | DeviceVectorEnv
 
 def _stays_on_device(plan: RunPlan, batch: ForeignVectorEnv) -> bool:
     """Whether the tensors of the env, if it has any, can be those of the rollout."""
-    device, has_masks = plan.context.device, plan.config.agent.action_mask != "none"
-    if device.type == "cpu" or has_masks or plan.trial.counts_episodes:
+    device = plan.context.device
+    if device.type == "cpu" or plan.trial.counts_episodes:
         return False  # on the CPU an array may be the tensor's memory
-    batch.reset()  # only its observations show where they are
-    return why_on_host(batch, device) is None
+    _, infos = batch.reset()  # only its observations show where they are
+    return why_on_host(batch, device, infos) is None
 
 
 def _how_tensor_envs_run(plan: RunPlan) -> str:

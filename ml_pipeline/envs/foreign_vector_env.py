@@ -83,11 +83,13 @@ class ForeignVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self.tensor_device = next(_leaves(obs)).device if _is_tensor(obs) else None
         return self._checked(obs), infos
 
-    def reset_tensors(self, *, seed: int | None = None, options: Info | None = None) -> Any:
-        """The observations as the env returns them."""
+    def reset_tensors(
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[Any, Info]:
+        """Observations and infos as the env returns them."""
         with self._errors("reset"):
-            obs, _ = self.env.reset(seed=seed, options=options)
-        return obs
+            obs, infos = self.env.reset(seed=seed, options=options)
+        return obs, infos
 
     def step_tensors(self, actions: Any) -> tuple[Any, Any, Any, Any, Info]:
         """A step as the env returns it; envs that have ended are not reset."""

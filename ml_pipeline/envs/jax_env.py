@@ -33,7 +33,13 @@ import jax
 import jax.numpy as jnp
 
 from ml_pipeline.envs.kinds import AnyEnv, Info
-from ml_pipeline.envs.tensor_env import DeviceVectorEnv, Position, StepResult, infos_of
+from ml_pipeline.envs.tensor_env import (
+    MASK_KEY,
+    DeviceVectorEnv,
+    Position,
+    StepResult,
+    infos_of,
+)
 from ml_pipeline.errors import first_line, place_of
 from ml_pipeline.records import StateDict
 
@@ -78,6 +84,7 @@ class JaxVectorEnv(DeviceVectorEnv):
         self._home = jax_device(self.device)
         self._carry: Carry | None = None
         self._starts = jax.jit(jax.vmap(self._start_one))
+        self._masks_now = jax.jit(self._masks)
         # Donated: the next state may overwrite the one before.
         self._steps = jax.jit(partial(self._step_all, resets=True), donate_argnums=0)
         self._steps_once = jax.jit(partial(self._step_all, resets=False))  # without autoreset
@@ -102,11 +109,16 @@ class JaxVectorEnv(DeviceVectorEnv):
         observation is that of the last step, also if the episode ended.
         """
 
+    def action_mask(self, state: State) -> Array | None:
+        """The actions that an env allows next, [n] bool; None: all of them, always."""
+        return None
+
     def transition(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
         if self._carry is None:
             raise RuntimeError("step was called before the first reset; call reset first")
         self._carry, results = self._steps(self._carry, self._to_jax(action))
-        return position, StepResult(*map(to_torch, results))
+        tensors = [None if each is None else to_torch(each) for each in results]
+        return position, StepResult(*tensors)  # type: ignore[arg-type]  # only masks are None
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Tensor, Info]:
         """Start an episode in every env: the first of ``seed``, or the next of the current seed."""
@@ -123,7 +135,8 @@ class JaxVectorEnv(DeviceVectorEnv):
         keys = cast("Carry", self._carry).key if continues else self._first_keys()
         self._carry, obs = self._starts(keys)
         self._needs_reset = False
-        return to_torch(obs), {}
+        mask = self._masks_now(self._carry.state)
+        return to_torch(obs), {} if mask is None else {MASK_KEY: to_torch(mask)}
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Info]:
         """``infos``: final_obs and episode (r, l) of every env, with masks of ended episodes."""
@@ -177,6 +190,8 @@ class JaxVectorEnv(DeviceVectorEnv):
             carry, obs = jax.eval_shape(self._start_one, key)
         if not hasattr(self, "single_observation_space"):
             self.single_observation_space = _space_of(obs)
+        with _errors_of(name, "action_mask"):
+            self.has_action_masks = jax.eval_shape(self.action_mask, carry.state) is not None
         action = np.zeros(self.single_action_space.shape or (), _action_dtype(self))
         with _errors_of(name, "advance"):
             after, _, *numbers = jax.eval_shape(self._advance_one, key, carry.state, action)
@@ -202,6 +217,11 @@ class JaxVectorEnv(DeviceVectorEnv):
         state, obs = self.begin(key)
         return jax.tree.map(_strong, state), _joined(obs)
 
+    def _masks(self, state: State) -> Array | None:
+        """The action masks of all envs, [n_envs, n]."""
+        mask = jax.vmap(self.action_mask)(state)
+        return None if mask is None else jnp.asarray(mask, bool)
+
     def _advance_one(
         self, key: Array, state: State, action: Array
     ) -> tuple[State, Array, Array, Array, Array]:
@@ -221,12 +241,15 @@ class JaxVectorEnv(DeviceVectorEnv):
             truncated = truncated | (n_steps >= self.max_episode_steps)
         total, done, obs = carry.episode_return + reward, terminated | truncated, final_obs
         after = Carry(state, keys[:, 0], n_steps, total)
+        mask = final_mask = self._masks(state)
         if resets:
             state, obs = self._restarted(done, inner_keys[:, 1], state, final_obs)
             after = Carry(
                 state, keys[:, 0], jnp.where(done, 0, n_steps), jnp.where(done, 0.0, total)
             )
-        return after, StepArrays(obs, reward, terminated, truncated, final_obs, total, n_steps)
+            mask = self._masks(state)
+        ends = reward, terminated, truncated, final_obs, total, n_steps
+        return after, StepArrays(obs, *ends, mask, final_mask)
 
     def _restarted(self, done: Array, keys: Array, state: State, obs: Array) -> tuple[State, Array]:
         """State and observations with new episodes in the envs that have ended."""
@@ -271,6 +294,8 @@ class StepArrays(NamedTuple):
     final_obs: Array
     episode_return: Array
     episode_length: Array
+    action_mask: Array | None
+    final_mask: Array | None
 
 
 class SingleJaxEnv(gym.Env["NDArray[np.generic]", object]):
@@ -307,7 +332,7 @@ class SingleJaxEnv(gym.Env["NDArray[np.generic]", object]):
             first = int(self.np_random.integers(2**32)) if seed is None else seed
             keys = jax.device_put(_keys(np.array([first])), self._task._home)
         self._carry, obs = self._task._starts(keys)
-        return _first(obs), {}
+        return _first(obs), _info_of(self._task._masks_now(self._carry.state))
 
     def step(self, action: object) -> tuple[NDArray[np.generic], float, bool, bool, Info]:
         if self._carry is None:
@@ -315,7 +340,8 @@ class SingleJaxEnv(gym.Env["NDArray[np.generic]", object]):
         batch = np.asarray(action, _action_dtype(self._task))[None]
         self._carry, result = self._task._steps_once(self._carry, batch)
         reward, terminated, truncated = result.reward, result.terminated, result.truncated
-        return _first(result.final_obs), reward.item(), terminated.item(), truncated.item(), {}
+        flags = terminated.item(), truncated.item()
+        return _first(result.final_obs), reward.item(), *flags, _info_of(result.final_mask)
 
     def get_state(self) -> list[NDArray[Any]] | None:
         return None if self._carry is None else [np.array(leaf) for _, leaf in packed(self._carry)]
@@ -328,6 +354,11 @@ def packed(carry: Carry) -> list[tuple[str, Array]]:
     """The arrays of a carry and their places in it; keys as their numbers."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(carry)
     return [(jax.tree_util.keystr(path), _raw(leaf)) for path, leaf in leaves]
+
+
+def _info_of(mask: Array | None) -> Info:
+    """The info of the first env."""
+    return {} if mask is None else {MASK_KEY: _first(mask)}
 
 
 def _first(batch: Array) -> NDArray[np.generic]:

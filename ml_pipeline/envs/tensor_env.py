@@ -28,7 +28,6 @@ from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ml_pipeline import counter_random
@@ -36,7 +35,9 @@ from ml_pipeline.envs.kinds import AnyEnv, AnySpace, Info
 from ml_pipeline.records import StateDict
 
 EnvState = tuple[Tensor, ...]
+ObsTree = Any  # a tensor, or a dict or tuple of them in the form of the observation space
 
+MASK_KEY = "action_mask"  # in infos
 _MAX_SEED = 2**62  # seed + i must stay an int64
 
 
@@ -52,13 +53,16 @@ class Position(NamedTuple):
 class StepResult(NamedTuple):
     """The result of one step of all envs."""
 
-    obs: Tensor  # [n_envs, *obs] after the autoreset
+    obs: ObsTree  # [n_envs, *obs] each, after the autoreset
     reward: Tensor  # [n_envs] float32
     terminated: Tensor  # [n_envs] bool
     truncated: Tensor  # [n_envs] bool; as in Gymnasium, both can be true
-    final_obs: Tensor  # [n_envs, *obs] before the autoreset; differs if the episode ended
+    final_obs: ObsTree  # before the autoreset; differs if the episode ended
     episode_return: Tensor  # [n_envs] float32 of the episode, this step included
     episode_length: Tensor  # [n_envs] int64, this step included
+    # [n_envs, n] bool, the actions that ``obs`` and ``final_obs`` allow; None: all, always
+    action_mask: Tensor | None = None
+    final_mask: Tensor | None = None
 
 
 class DeviceVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
@@ -80,6 +84,8 @@ class DeviceVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     # Why torch cannot compile a step or capture it in a CUDA graph, for the user; None: it can.
     why_no_graph: ClassVar[str | None] = None
     position: Position
+    # Whether infos of ``reset`` and ``step`` have an action_mask, [n_envs, n] bool.
+    has_action_masks = False
 
     def __init__(
         self,
@@ -201,6 +207,7 @@ class TorchVectorEnv(DeviceVectorEnv):
         # Placeholders with the right shapes until the first reset.
         n_episodes = torch.zeros_like(self.seeds)
         self.position = self._start(n_episodes)._replace(n_episodes=n_episodes)
+        self.has_action_masks = self.action_mask(self.position.state) is not None
 
     @abstractmethod
     def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
@@ -216,8 +223,19 @@ class TorchVectorEnv(DeviceVectorEnv):
         """
 
     @abstractmethod
-    def observe(self, state: EnvState) -> Tensor:
-        """Observations [N, *obs], with the dtype of the observation space."""
+    def observe(self, state: EnvState) -> ObsTree:
+        """Observations [N, *obs], with the dtype of the observation space.
+
+        A dict or tuple of tensors, with one for each part, if the observation space is a Dict or
+        Tuple.
+        """
+
+    def action_mask(self, state: EnvState) -> Tensor | None:
+        """The actions that are allowed next, [N, n] bool; None: all of them, always.
+
+        It has an entry per choice; those of several parts of an action follow each other.
+        """
+        return None
 
     def outcome(self, state: EnvState) -> dict[str, Tensor]:
         """What ``step`` reports of an ended episode, from its last state: [N, ...] by name."""
@@ -253,12 +271,15 @@ class TorchVectorEnv(DeviceVectorEnv):
         with torch.no_grad():
             self.position = self._start(n_episodes)
             self._needs_reset = False
-            return self.observe(self.position.state), {}
+            mask = self.action_mask(self.position.state)
+            infos = {} if mask is None else {MASK_KEY: mask}
+            return self.observe(self.position.state), infos
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Info]:
         """``infos``: final_obs and episode (r, l) of every env, with masks of ended episodes.
 
-        ``final_info`` has the task's ``outcome``, if it defines one.
+        ``final_info`` has the task's ``outcome``, if it defines one. With action masks, infos and
+        ``final_info`` have an action_mask.
         """
         self._check_call(actions)
         with torch.no_grad():
@@ -270,6 +291,8 @@ class TorchVectorEnv(DeviceVectorEnv):
                 position, result = self._autoreset(position, result)
             self.position = position
         infos = infos_of(result)
+        if result.final_mask is not None:
+            outcome = {MASK_KEY: result.final_mask, **outcome}
         if outcome:
             masks = {f"_{name}": done for name in outcome}
             infos |= {"final_info": {**outcome, **masks}, "_final_info": done}
@@ -318,8 +341,8 @@ class TorchVectorEnv(DeviceVectorEnv):
         """One step without autoreset, with the reward to learn from."""
         after, result = self._advance_all(position, action)
         reward = self.shaped(result.reward, position.state, action, after.state, result.terminated)
-        obs, _, *rest = result  # torch 2.6 cannot compile _replace
-        return after, StepResult(obs, reward, *rest)
+        # torch 2.6 cannot compile _replace.
+        return after, StepResult(result.obs, reward, *result[2:])
 
     def _advance_all(self, position: Position, action: Tensor) -> tuple[Position, StepResult]:
         """One step without autoreset, with the reward of the task."""
@@ -330,8 +353,9 @@ class TorchVectorEnv(DeviceVectorEnv):
             truncated = torch.zeros_like(terminated)
         else:
             truncated = n_steps >= self.max_episode_steps
-        obs = self.observe(state)
-        result = StepResult(obs, reward, terminated, truncated, obs, episode_return, n_steps)
+        obs, mask = self.observe(state), self.action_mask(state)
+        totals = episode_return, n_steps
+        result = StepResult(obs, reward, terminated, truncated, obs, *totals, mask, mask)
         return Position(state, n_steps, episode_return, position.n_episodes), result
 
     def _autoreset(self, position: Position, result: StepResult) -> tuple[Position, StepResult]:
@@ -346,8 +370,8 @@ class TorchVectorEnv(DeviceVectorEnv):
             episode_return=position.episode_return.masked_fill(done, 0.0),
             n_episodes=position.n_episodes + done,
         )
-        _, *rest = result
-        return position, StepResult(self.observe(state), *rest)
+        mask = self.action_mask(state)
+        return position, StepResult(self.observe(state), *result[1:7], mask, result.final_mask)
 
     def _start(self, n_episodes: Tensor) -> Position:
         """Every env at the start of its episode number ``n_episodes``."""
@@ -364,7 +388,7 @@ class TorchVectorEnv(DeviceVectorEnv):
         return saved.to(self.device, copy=True)
 
 
-class SingleTorchEnv(gym.Env["NDArray[np.generic]", object]):
+class SingleTorchEnv(gym.Env[Any, object]):
     """One env of a TorchVectorEnv as a plain Gymnasium env with NumPy arrays, on the CPU.
 
     It does not autoreset. With the same seed, its episodes start like those of env 0 of the batch.
@@ -384,19 +408,18 @@ class SingleTorchEnv(gym.Env["NDArray[np.generic]", object]):
         self.observation_space = self._env.single_observation_space
         self.action_space = self._env.single_action_space
 
-    def reset(
-        self, *, seed: int | None = None, options: Info | None = None
-    ) -> tuple[NDArray[np.generic], Info]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
-        obs, _ = self._env.reset(seed=seed, options=options)
-        return _first(obs), {}
+        obs, infos = self._env.reset(seed=seed, options=options)
+        return _first(obs), _masks_of_one(infos.get(MASK_KEY))
 
-    def step(self, action: object) -> tuple[NDArray[np.generic], float, bool, bool, Info]:
+    def step(self, action: object) -> tuple[Any, float, bool, bool, Info]:
         batch = _batch_of_one(self.action_space, action)
         with torch.no_grad():
             self._env.position, result = self._env._advance_all(self._env.position, batch)
         terminated, truncated = bool(result.terminated), bool(result.truncated)
-        return _first(result.final_obs), float(result.reward), terminated, truncated, {}
+        info = _masks_of_one(result.final_mask)
+        return _first(result.final_obs), float(result.reward), terminated, truncated, info
 
 
 def _batch_of_one(space: AnySpace, action: Any) -> Any:
@@ -420,15 +443,25 @@ def _saved(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _first(batch: Tensor) -> NDArray[np.generic]:
-    first: NDArray[np.generic] = batch[0].numpy().copy()
-    return first
+def _first(batch: ObsTree) -> Any:
+    """The row of env 0 as arrays."""
+    if isinstance(batch, dict):
+        return {name: _first(part) for name, part in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_first(part) for part in batch)
+    return batch[0].numpy().copy()
+
+
+def _masks_of_one(mask: Tensor | None) -> Info:
+    """The info of one env."""
+    return {} if mask is None else {MASK_KEY: _first(mask)}
 
 
 def infos_of(result: StepResult) -> Info:
     """What a vector env reports besides: final observations and episodes, with their masks."""
     done = result.terminated | result.truncated
     return {
+        **({} if result.action_mask is None else {MASK_KEY: result.action_mask}),
         "final_obs": result.final_obs,
         "_final_obs": done,
         "episode": {"r": result.episode_return, "l": result.episode_length},

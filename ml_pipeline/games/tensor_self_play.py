@@ -99,7 +99,8 @@ class TensorSelfPlay(TorchVectorEnv):
         return chosen
 
     def observe(self, state: EnvState) -> Tensor:
-        return self.env.observe(state[:-2])[:, 0]
+        views: Tensor = self.env.observe(state[:-2])
+        return views[:, 0]
 
     def outcome(self, state: EnvState) -> dict[str, Tensor]:
         return self.env.outcome(state[:-2])

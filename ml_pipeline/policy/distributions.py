@@ -126,6 +126,10 @@ class Distribution(nn.Module, ABC):
         """Whether a mask [n_envs, mask_size] allows an action in each env, [n_envs]."""
         return np.asarray(mask.any(axis=1))
 
+    def has_choice(self, mask: Tensor) -> Tensor:
+        """``leaves_a_choice`` for tensors, [..., mask_size] -> [...]."""
+        return mask.any(dim=-1)
+
 
 class Categorical(Distribution):
     """Discrete actions; ``outputs`` are logits."""
@@ -216,6 +220,10 @@ class MultiCategorical(Distribution):
 
     def leaves_a_choice(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         return np.asarray(np.logical_or.reduceat(mask, self._first, axis=1).all(axis=1))
+
+    def has_choice(self, mask: Tensor) -> Tensor:
+        by_choice = nn.functional.pad(mask, (0, 1))[..., self._logit_index]
+        return by_choice.any(dim=-1).all(dim=-1)
 
 
 class BoxDistribution(Distribution):

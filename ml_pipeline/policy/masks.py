@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.policy.distributions import ActionSpaceError, Distribution
@@ -55,6 +56,19 @@ class ActionMasks:
                 "from every reset and step, and vec_env.infos must be all"
             )
         return self.checked(mask)
+
+    def on_device(self, leaves: Mapping[str, Tensor], given: Tensor | None) -> Tensor | None:
+        """The masks of tensor envs, [n_envs, n] bool, not checked; ``given``: those of the infos.
+
+        ``leaves`` are the observations.
+        """
+        if self.leaf is not None:
+            return leaves[self.leaf] != 0
+        if not self.in_infos:
+            return None
+        if given is None:
+            raise MaskError("agent.action_mask=info: the infos of the env hold no action_mask")
+        return given.bool()
 
     def in_call(self, leaves: dict[str, NDArray[Any]], given: Mask | None) -> Mask | None:
         """The checked masks for a call of ``act_batch``; ``given`` is its argument."""

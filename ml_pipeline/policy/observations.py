@@ -72,15 +72,20 @@ class ObservationReader:
 
     def read(self, obs: Any) -> dict[str, NDArray[Any]]:
         """[n_envs, ...] arrays by leaf, in the dtypes of ``dtypes``."""
-        if self.is_single:
-            leaves = {"": np.asarray(obs, dtype=self.dtypes[""])}
-        else:
-            leaves = {
-                name: np.asarray(reduce(getitem, path, obs), dtype=self.dtypes[name])
-                for name, path in self._paths.items()
-            }
+        leaves = {
+            name: np.asarray(reduce(getitem, path, obs), dtype=self.dtypes[name])
+            for name, path in self._paths.items()
+        }
         self.check_bounds(leaves)
         return leaves
+
+    def split(self, obs: Any) -> dict[str, Tensor]:
+        """The leaves of observations that are tensors."""
+        return {name: reduce(getitem, path, obs) for name, path in self._paths.items()}
+
+    def joined(self, leaves: dict[str, Tensor]) -> Obs:
+        """Tensors by leaf as a policy takes them."""
+        return leaves[""] if self.is_single else leaves
 
     def check_bounds(self, leaves: dict[str, NDArray[Any]]) -> None:
         """Refuse values that a one-hot vector cannot hold."""
@@ -108,7 +113,7 @@ class ObservationReader:
             is_async = device.type == "cuda"
             for name, tensor in tensors.items():
                 tensors[name] = tensor.to(device, non_blocking=is_async)
-        return tensors[""] if self.is_single else tensors
+        return self.joined(tensors)
 
     def policy_input(
         self,

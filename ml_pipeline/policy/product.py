@@ -158,6 +158,14 @@ class Product(Distribution):
         ]
         return np.asarray(np.logical_and.reduce(allowed))
 
+    def has_choice(self, mask: Tensor) -> Tensor:
+        allowed = [
+            part.has_choice(mask[..., place])
+            for part, place in zip(self._each(), self._masks, strict=True)
+            if part.mask_size
+        ]
+        return torch.stack(allowed).all(dim=0)
+
     def to_env(self, action: NDArray[Any]) -> Any:
         own = self._split(torch.from_numpy(action))
         each = zip(self._each(), own, strict=True)

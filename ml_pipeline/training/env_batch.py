@@ -42,7 +42,7 @@ class Row(NamedTuple):
     reward: ArrayOrTensor
     terminated: ArrayOrTensor
     truncated: ArrayOrTensor
-    final_obs: Tensor | None  # before the autoreset; for tensor envs only
+    final: Seen | None  # before the autoreset; for tensor envs only
     final_memory: Tensor | None  # recurrent state before it
     following: Seen  # what the policy sees after the step
 
@@ -60,11 +60,11 @@ class EnvStep(NamedTuple):
     """What all envs returned for one action each."""
 
     obs: dict[str, ArrayOrTensor]  # after the autoreset
-    mask: Mask | None
+    mask: ArrayOrTensor | None
     reward: ArrayOrTensor
     terminated: ArrayOrTensor
     truncated: ArrayOrTensor
-    final_obs: Tensor | None = None  # of every env, if it is on a device
+    final: Seen | None = None  # before the autoreset, of every env, if it is on a device
     finals: Sequence[FinalObservation] = ()  # else of the episodes that were truncated
     episodes: Sequence[Episode] = ()  # that ended, unless ``ended_episodes`` counts them
     is_reset: NDArray[np.bool_] | None = None  # steps that only reset an env: no transitions
@@ -92,7 +92,7 @@ class EnvBatch(Protocol):
     def begin(self, agent: Observer) -> bool:
         """Reset the envs if they have not started; returns whether it did."""
 
-    def seen(self) -> tuple[dict[str, ArrayOrTensor], Mask | None]:
+    def seen(self) -> tuple[dict[str, ArrayOrTensor], ArrayOrTensor | None]:
         """What all envs observe now, and the masks of their actions."""
 
     def show(self, seen: Seen | None = None) -> None:

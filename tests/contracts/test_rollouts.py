@@ -177,7 +177,7 @@ def test_quality_is_the_explained_variance(kind: str) -> None:
 
     target, value = played.finished("value_target"), played.finished("value")
     expected = 1.0 - (target - value).var() / target.var()
-    assert played.buffer.quality() == pytest.approx((expected, True), rel=1e-4)
+    assert played.buffer.quality() == pytest.approx((expected, True, True), rel=1e-4)
 
 
 @kinds

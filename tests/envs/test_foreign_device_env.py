@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from small_agents import Played
+from gymnasium.vector.utils import batch_space
+from small_agents import Played, agent_in
 from test_foreign_vector_env import Wandering
-from tiny_torch_envs import Bare
+from tiny_torch_envs import Bare, Forbidding
 from vector_transitions import in_infos, shown, transitions
 
 from ml_pipeline import train
@@ -28,6 +30,67 @@ from ml_pipeline.policy.networks import MLP
 from ml_pipeline.training.contracts import Envs, RunContext
 
 CPU = torch.device("cpu")
+
+
+class Masking(Bare):
+    """It returns action masks, also those of final observations if ``has_final_info``."""
+
+    def __init__(self, num_envs: int, *, has_final_info: bool = True) -> None:
+        super().__init__(num_envs)
+        self._env: Any = Forbidding(num_envs)
+        self._has_final_info = has_final_info
+        for name in ("observation_space", "action_space"):
+            setattr(self, name, getattr(self._env, name))
+            setattr(self, f"single_{name}", getattr(self._env, f"single_{name}"))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return self._env.reset(seed=seed)
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        *outcome, infos = self._env.step(actions)
+        names = ["final_obs", "action_mask", *(["final_info"] * self._has_final_info)]
+        return (*outcome, {name: infos[name] for name in names})  # type: ignore[return-value]
+
+
+class ChoiceOfMasks(Masking):
+    """Its masks have one array per choice."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        obs, infos = super().reset(seed=seed)
+        parts = np.full(self.num_envs, None, dtype=object)
+        for env, mask in enumerate(infos["action_mask"].numpy()):
+            parts[env] = (mask,)
+        return obs, {"action_mask": parts}
+
+
+class ResetByMask(VectorEnv[Any, Any, Any]):
+    """Three envs that the caller resets; step t of an episode allows the action t mod 3 alone."""
+
+    metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.num_envs = 3
+        self.single_observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        self.single_action_space = spaces.Discrete(3)
+        self.observation_space = batch_space(self.single_observation_space, 3)
+        self.action_space = batch_space(self.single_action_space, 3)
+        self._t = torch.zeros(3, dtype=torch.int64)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        which = (options or {}).get("reset_mask", np.ones(3, dtype=bool))
+        self._t[torch.from_numpy(which)] = 0
+        return self._shown()
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        reward = torch.where(actions == self._t % 3, 1.0, -100.0)
+        self._t += 1
+        terminated = self._t > torch.arange(3)
+        obs, infos = self._shown()
+        return obs, reward, terminated, torch.zeros_like(terminated), infos
+
+    def _shown(self) -> tuple[Any, dict[str, Any]]:
+        mask = torch.nn.functional.one_hot(self._t % 3, 3)
+        return self._t.float().unsqueeze(1), {"action_mask": mask}
 
 
 def make_bare(num_envs: int) -> VectorEnv[Any, Any, Any]:
@@ -86,6 +149,50 @@ def test_transitions_of_a_bare_tensor_env_are_its_own() -> None:
     assert transitions(env, 1000, in_infos, False, False, choose=number_of) == expected
 
 
+def test_action_masks_in_the_infos_are_those_of_the_env() -> None:
+    own = Forbidding(3)
+    given, silent = (
+        ForeignDeviceEnv(ForeignVectorEnv(Masking(3, has_final_info=has), "env"), device="cpu")
+        for has in (True, False)
+    )
+    first = [env.reset(seed=1)[1]["action_mask"] for env in (own, given, silent)]
+    assert torch.equal(first[0], first[1])
+    assert torch.equal(first[0], first[2])
+
+    actions = torch.zeros(3, dtype=torch.int64)
+    for _ in range(12):
+        _, wanted = own.transition(own.position, actions)
+        *_, infos = own.step(actions)
+        done = infos["_final_obs"]
+        _, result = given.transition(given.position, actions)
+        _, without = silent.transition(silent.position, actions)
+        assert torch.equal(result.action_mask, infos["action_mask"])
+        assert torch.equal(result.final_mask[done], wanted.final_mask[done])
+        assert without.final_mask.all()  # a missing mask allows everything
+
+
+def test_envs_that_are_reset_by_a_mask_show_the_action_masks_of_their_next_episode() -> None:
+    env = ForeignDeviceEnv(ForeignVectorEnv(ResetByMask(), "env"), device="cpu")
+    env.reset(seed=1)
+
+    for t in range(1, 7):
+        _, result = env.transition(env.position, torch.zeros(3, dtype=torch.int64))
+        length = torch.arange(3) + 1  # of the episodes of each env
+        assert result.action_mask.int().argmax(dim=1).tolist() == (t % length % 3).tolist()
+        last = torch.where(result.terminated, length, t % length)
+        assert result.final_mask.int().argmax(dim=1).tolist() == (last % 3).tolist()
+
+
+@pytest.mark.parametrize("make", [lambda: Masking(4), ResetByMask])
+def test_an_agent_uses_the_masks_of_another_library(make: Any) -> None:
+    env = ForeignDeviceEnv(ForeignVectorEnv(make(), "env"), device="cpu")
+    played = Played(env, 32, agent_in(env, action_mask="info"))
+
+    played.collect()
+
+    assert (played.buffer.reward == 1.0).all()
+
+
 def test_a_rollout_is_made_of_tensors_and_counts_episodes() -> None:
     env = ForeignDeviceEnv(ForeignVectorEnv(Bare(4), "env"), device="cpu")
     played = Played(env, 64)
@@ -97,8 +204,8 @@ def test_a_rollout_is_made_of_tensors_and_counts_episodes() -> None:
     assert isinstance(buffer.obs[""], torch.Tensor)
     assert sum(each.n for each in episodes) == int(done.sum()) > 10
     ended = buffer.truncated & ~buffer.terminated
-    assert not torch.equal(buffer.final_obs[ended], buffer.obs[""][1:][ended])
-    assert torch.equal(buffer.final_obs[~done], buffer.obs[""][1:][~done])
+    assert not torch.equal(buffer.final_obs[""][ended], buffer.obs[""][1:][ended])
+    assert torch.equal(buffer.final_obs[""][~done], buffer.obs[""][1:][~done])
 
 
 @pytest.mark.parametrize(
@@ -107,14 +214,16 @@ def test_a_rollout_is_made_of_tensors_and_counts_episodes() -> None:
         (lambda: CartPoleVectorEnv(2), "cpu", "they are arrays"),
         (lambda: Bare(2), "cuda", "they are on cpu, the agent on cuda"),
         (lambda: make_wandering(AutoresetMode.NEXT_STEP), "cpu", "some steps only reset an env"),
+        (lambda: ChoiceOfMasks(2), "cpu", "action masks are not one array"),
+        (lambda: Masking(2), "cpu", None),
         (lambda: Bare(2), "cpu", None),
     ],
 )
 def test_tensors_that_cannot_stay_go_through_the_host(make: Any, device: str, reason: Any) -> None:
     env = ForeignVectorEnv(make(), "env")
-    env.reset(seed=1)
+    _, infos = env.reset(seed=1)
 
-    why = why_on_host(env, torch.device(device))
+    why = why_on_host(env, torch.device(device), infos)
 
     assert why is None if reason is None else reason in why
 

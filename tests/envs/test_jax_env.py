@@ -14,7 +14,7 @@ import torch
 jax = pytest.importorskip("jax", reason="needs the extra: make jax")
 
 from gymnasium.utils.env_checker import check_env as gymnasium_check  # noqa: E402
-from jax_tasks import Reach, TypedKey, Walk, WalkResetInParts  # noqa: E402
+from jax_tasks import Forbidding, Reach, TypedKey, Walk, WalkResetInParts  # noqa: E402
 from small_agents import Played, agent_in  # noqa: E402
 from stopped_runs import assert_same_runs, stopped_run  # noqa: E402
 
@@ -245,6 +245,24 @@ def test_a_single_env_is_env_0_and_passes_the_check_of_gymnasium() -> None:
     assert not ours[3]
     assert one.step(action[0].numpy())[3]  # its tenth step is the last
     gymnasium_check(Walk.single_env(), skip_render_check=True)
+
+
+def test_a_policy_never_takes_an_action_that_the_task_forbids(here: Path) -> None:
+    env, one = Forbidding(2, seed=4), Forbidding.single_env()
+    _, infos = env.reset()
+    _, info = one.reset(seed=4)
+    for t in range(5):
+        assert infos["action_mask"][0].tolist() == info["action_mask"].tolist()
+        assert info["action_mask"].tolist() == [action != t % 3 for action in range(3)]
+        *_, infos = env.step(torch.tensor([0, 0]))
+        *_, info = one.step(0)
+    assert infos["action_mask"].tolist() == [[False, True, True]] * 2  # of the next episode
+    assert info["action_mask"].tolist() == [True, True, False]  # of the last observation
+
+    rows = rows_of(train("env.target=jax_tasks.Forbidding", *SMALL).run_dir)
+
+    assert {row["rollout/episode_return"] for row in rows} == {"5.0"}
+    assert rows[-1]["eval/episode_return"] == "5.0"
 
 
 class Noting(Programs):

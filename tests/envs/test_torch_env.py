@@ -12,7 +12,7 @@ from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, VectorEnv
-from tiny_torch_envs import Stages, Steered
+from tiny_torch_envs import Forbidding, Leaves, Stages, Steered
 from torch import Tensor
 
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
@@ -297,6 +297,41 @@ def test_the_single_env_of_a_task_with_a_gymnasium_id_is_gymnasiums_own() -> Non
     assert single.spec is not None
     assert single.spec.max_episode_steps == 7
     assert isinstance(Walk.single_env(max_episode_steps=7), SingleTorchEnv)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_single_env_observes_each_part_like_env_0_of_the_batch() -> None:
+    single, batch = Leaves.single_env(), Leaves(2)
+    check_env(single, skip_render_check=True)
+    obs, _ = single.reset(seed=6)
+    start, _ = batch.reset(seed=6)
+    assert obs["parts"][0] == start["parts"][0][0]
+
+    for _ in range(3):
+        obs, *_ = single.step(1)
+        *_, infos = batch.step(torch.tensor([1, 1]))
+        final = infos["final_obs"]
+        assert obs["arm"]["angles"].tolist() == final["arm"]["angles"][0].tolist()
+        assert np.array_equal(obs["image"], final["image"][0].numpy())
+        assert obs["parts"][1].tolist() == final["parts"][1][0].tolist()
+
+
+def test_infos_and_single_envs_have_the_masks_of_the_task() -> None:
+    batch, single = Forbidding(2), Forbidding.single_env()
+    _, infos = batch.reset(seed=3)
+    _, info = single.reset(seed=3)
+    # Env i forbids the entry -(i + t) mod 4, and an episode of env 0 has three steps.
+    assert (~infos["action_mask"]).nonzero()[:, 1].tolist() == [0, 3]
+
+    for t in (1, 2, 3):
+        assert infos["action_mask"][0].tolist() == info["action_mask"].tolist()
+        *_, infos = batch.step(torch.tensor([1, 1]))
+        _, _, terminated, _, info = single.step(1)
+        assert info["action_mask"].tolist() == [entry != -t % 4 for entry in range(4)]
+
+    assert terminated
+    assert infos["final_info"]["action_mask"][0].tolist() == info["action_mask"].tolist()
+    assert infos["action_mask"][0].tolist() == [False, True, True, True]  # of the next episode
 
 
 def test_a_setting_takes_effect_at_the_next_start_of_each_env() -> None:

@@ -28,6 +28,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU"),
 ]
 
+MASKS = ["env.target=tiny_torch_envs.ForbiddingTwo", "env.id=null"]
+LEAVES = ["env.target=tiny_torch_envs.Leaves", "env.id=null", "agent.normalize_obs=true"]
+PARTS = ["env.target=tiny_torch_envs.DigitsAndForce", "env.id=null"]
 # Tensor envs and host envs; every way of acting and learning that is captured or compiled.
 GRAPH_KINDS = [
     ["env=torch_cartpole"],
@@ -41,6 +44,10 @@ GRAPH_KINDS = [
     ["env=torch_cartpole", "network=lstm", "network.cell=mingru"],
     ["env=torch_acrobot", "network=lstm", "network.cell=mingru", "agent.shared_trunk=true"],
     ["env=torch_cartpole", "network=trxl", "network.window=4"],
+    ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
+    MASKS,
+    LEAVES,
+    PARTS,
     ["env=cartpole"],
     ["env=cartpole", "collector=double"],
     ["env=cartpole", "network=lstm"],
@@ -171,6 +178,10 @@ def test_a_run_with_graphs_gives_the_same_numbers_as_without(
         ["env=torch_cartpole", "network=lstm"],
         ["env=torch_pendulum", "network=lstm", "network.cell=gru"],
         ["env=torch_cartpole", "network=lstm", "network.cell=mingru"],
+        ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
+        MASKS,
+        LEAVES,
+        PARTS,
     ],
     ids=" ".join,
 )
@@ -193,6 +204,10 @@ def test_tensor_envs_give_the_numbers_of_the_cpu(
         ["env=torch_cartpole", "network=lstm", "agent.normalize_obs=true"],
         ["env=torch_pendulum", "network=lstm", "network.cell=gru"],
         ["env=torch_cartpole", "network=lstm", "network.cell=mingru"],
+        ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
+        MASKS,
+        LEAVES,
+        PARTS,
     ],
     ids=" ".join,
 )

@@ -149,6 +149,17 @@ SLOW = {
     "SAC in workers": Case([*PENDULUM, *FORKED], "kill"),
     "DQN in shared memory": Case([*DQN, "vec_env=shared"], "stop"),
     "DQN in a tensor env": Case([*PRIORITISED, "env=torch_cartpole", "vec_env=auto"], "stop"),
+    "DQN with masks in a tensor env": Case(
+        [*PRIORITISED, "env.target=tiny_torch_envs.Forbidding", "env.id=null", "vec_env=auto"],
+        "stop",
+    ),
+    "SAC with several observations in a tensor env": Case(
+        [
+            *(*SAC, "env.target=tiny_torch_envs.Leaves", "env.id=null", "vec_env=auto"),
+            "agent.normalize_obs=true",
+        ],
+        "kill",
+    ),
     "PQN in a tensor env": Case([*PPO, "agent=pqn", "env=torch_cartpole", "vec_env=auto"], "kill"),
     "SAC in a tensor env": Case([*SAC, "env=torch_pendulum", "vec_env=auto"], "error"),
     "DQN that stores each frame once": Case([*DQN, *FRAMES], "stop"),

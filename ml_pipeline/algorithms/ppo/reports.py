@@ -37,10 +37,11 @@ N_MEANS = COLUMNS.index("grad_norm")  # the columns before it: means over a mini
 
 
 class RolloutQuality(NamedTuple):
-    """How well the critic fits a finished rollout, and whether the envs returned finite values."""
+    """How well the critic fits a finished rollout, and whether the values of the envs are valid."""
 
     explained_variance: float
     is_finite: bool  # all observations and rewards
+    has_choices: bool  # every action mask allows an action
 
 
 def update_means(table: NDArray[np.generic], extra: Sequence[str] = ()) -> Metrics:
@@ -61,6 +62,14 @@ def rollout_error() -> TrainingError:
     return TrainingError(
         "an env returned an observation or a reward that is not finite. To find it, train a "
         "few envs with compile=off and print what the env's advance returns"
+    )
+
+
+def mask_error() -> TrainingError:
+    """For tensor envs, whose masks are checked once per rollout."""
+    return TrainingError(
+        "an action mask of an env allowed no action. To find it, train a few envs with compile=off "
+        "and print what the env's action_mask returns"
     )
 
 
@@ -90,25 +99,31 @@ def update_error(
     )
 
 
-def device_quality(value: Tensor, target: Tensor, reward: Tensor, obs: Tensor) -> Tensor:
-    """The fields of ``RolloutQuality``, on the device."""
-    is_finite = torch.isfinite(reward).all() & torch.isfinite(obs).all()
-    return torch.stack([explained_variance(value, target), is_finite.float()])
+def device_quality(
+    value: Tensor, target: Tensor, reward: Tensor, obs: Sequence[Tensor], has_choice: Tensor
+) -> Tensor:
+    """The fields of ``RolloutQuality``, on the device; ``has_choice``: of every action mask."""
+    is_finite = torch.isfinite(reward).all()
+    for leaf in obs:
+        is_finite = is_finite & torch.isfinite(leaf).all()
+    flags = is_finite.float(), has_choice.all().float()
+    return torch.stack([explained_variance(value, target), *flags])
 
 
 class QualityPart(NamedTuple):
     """What ``merged_quality`` needs of each rank."""
 
     is_finite: bool
+    has_choices: bool
     error: Moments  # of the critic
     target: Moments
 
 
-def quality_part(value: Tensor, target: Tensor, is_finite: bool) -> QualityPart:
+def quality_part(value: Tensor, target: Tensor, own: RolloutQuality) -> QualityPart:
     target = target.double()
     both = (target - value.double(), target)
     moments = ((float(x.mean()), float(x.var(correction=0)), x.numel()) for x in both)
-    return QualityPart(is_finite, *moments)
+    return QualityPart(own.is_finite, own.has_choices, *moments)
 
 
 def merged_quality(parts: Sequence[QualityPart]) -> RolloutQuality:
@@ -116,7 +131,11 @@ def merged_quality(parts: Sequence[QualityPart]) -> RolloutQuality:
     _, unexplained, _ = reduce(_merged, [part.error for part in parts])
     _, variance, _ = reduce(_merged, [part.target for part in parts])
     explained = 1.0 - unexplained / variance if variance > 0 else 0.0
-    return RolloutQuality(explained, is_finite=all(part.is_finite for part in parts))
+    return RolloutQuality(
+        explained,
+        is_finite=all(part.is_finite for part in parts),
+        has_choices=all(part.has_choices for part in parts),
+    )
 
 
 def _merged(one: Moments, other: Moments) -> Moments:

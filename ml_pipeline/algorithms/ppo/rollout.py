@@ -110,7 +110,12 @@ class RolloutBuffer:
         # Steps that only reset an env, [T, n_envs]: nothing is learned from them.
         self.is_reset: NDArray[np.bool_] | None = None
         # Before the autoreset: those of tensor envs at every step, others where truncated.
-        self.final_obs = None if programs is None else torch.zeros_like(self.obs[""][:n_steps])
+        self.final_obs: dict[str, Tensor] | None = None
+        if programs is not None:
+            self.final_obs = {
+                name: torch.zeros_like(torch.as_tensor(leaf[:n_steps]))
+                for name, leaf in self.obs.items()
+            }
         self.final_memory: Tensor | None = None  # of tensor envs: the recurrent state before them
         if programs is not None and agent.memory_size:
             self.final_memory = zeros(n_steps, agent.memory_size)
@@ -151,12 +156,16 @@ class RolloutBuffer:
 
     def row(self, t: int, columns: slice) -> Row:
         """Where the actions in row ``t`` and their results go."""
+        final = None
+        if self.final_obs is not None:  # its masks are not needed: a value has none
+            leaves = {name: leaf[t, columns] for name, leaf in self.final_obs.items()}
+            final = Seen(leaves, None, None)
         return Row(
             self.action[t, columns],
             self.reward[t, columns],
             self.terminated[t, columns],
             self.truncated[t, columns],
-            None if self.final_obs is None else self.final_obs[t, columns],
+            final,
             None if self.final_memory is None else self.final_memory[t, columns],
             self.seen(t + 1, columns),
         )
@@ -243,8 +252,14 @@ class RolloutBuffer:
         self.advantage, self.value_target = estimates
         self._keep(Minibatch(inputs, action, log_prob, value, *map(self._there, estimates)))
         if not self.on_host:
-            measured = self._measure(value, self.value_target, self.reward, self.obs[""])
-            self._quality.copy_(measured)
+            seen = list(self.obs.values()), self._has_choice()
+            self._quality.copy_(self._measure(value, self.value_target, self.reward, *seen))
+
+    def _has_choice(self) -> Tensor:
+        """Whether each action mask allows an action; True without masks."""
+        if self.action_mask is None:
+            return torch.ones(1, dtype=torch.bool, device=self.agent.device)
+        return self.agent.distribution.has_choice(torch.as_tensor(self.action_mask))
 
     def _rescore(self, estimator: Estimator, gamma: float, lam: float) -> None:
         if self._finished is None:
@@ -272,11 +287,11 @@ class RolloutBuffer:
 
     def _inputs(self, rows: slice | int, memory: Tensor | None) -> PolicyInput:
         """The policy's inputs in some rows, on the agent's device."""
-        if not self.on_host:
-            start = None if self.episode_start is None else self.episode_start[rows]
-            return PolicyInput(self.obs[""][rows], None, memory, start)
         leaves = {name: leaf[rows] for name, leaf in self.obs.items()}
         mask = None if self.action_mask is None else self.action_mask[rows]
+        if not self.on_host:
+            start = None if self.episode_start is None else self.episode_start[rows]
+            return PolicyInput(self.agent.reader.joined(leaves), mask, memory, start)
         start = None
         if self.episode_start is not None:
             start = torch.from_numpy(self.episode_start[rows]).to(self.agent.device)
@@ -288,26 +303,35 @@ class RolloutBuffer:
             return self.agent.score_batch(inputs, action)
         flat = inputs.mapped(lambda field: field.flatten(0, 1), None)
         flat_action = action.flatten(0, 1)
-        numbers = sum(math.prod(leaf.shape[2:]) for leaf in self.obs.values())
-        size = max(_SCORED_NUMBERS // numbers, 1)
         scores = []
-        for begin in range(0, len(flat_action), size):
-            part = slice(begin, begin + size)
+        for part in self._parts():
             some = flat.mapped(lambda field: field[part], None)  # noqa: B023
             scores.append(self.agent.score_batch(some, flat_action[part]))
         log_prob, value = (torch.cat(each) for each in zip(*scores, strict=True))
         return log_prob.view(self.n_steps, -1), value.view(self.n_steps, -1)
 
+    def _parts(self) -> list[slice]:
+        """Slices of all steps of all envs that fit into one forward pass."""
+        numbers = sum(math.prod(leaf.shape[2:]) for leaf in self.obs.values())
+        size = max(_SCORED_NUMBERS // numbers, 1)
+        n_steps = self.n_steps * self.n_envs
+        return [slice(begin, begin + size) for begin in range(0, n_steps, size)]
+
     def _final_values(self) -> ArrayOrTensor:
         """Values of the final observations, [T, n_envs]; any number where nothing was truncated."""
         agent = self.agent
         if self.final_obs is not None:
-            cut = self.truncated.flatten()
+            flat = {name: leaf.flatten(0, 1) for name, leaf in self.final_obs.items()}
+            cut, found = self.truncated.flatten(), []
             memory = start = None
             if self.final_memory is not None:
                 memory, start = self.final_memory.flatten(0, 1), torch.zeros_like(cut)
-            final = PolicyInput(self.final_obs.flatten(0, 1), None, memory, start)
-            return agent.value_batch(final, wanted=cut).view_as(self.reward)
+            final = PolicyInput(agent.reader.joined(flat), None, None, start)
+            for part in self._parts():
+                recalled = None if memory is None else memory[part]
+                some = final.mapped(lambda field: field[part], recalled)  # noqa: B023
+                found.append(agent.value_batch(some, wanted=cut[part]))
+            return torch.cat(found).view_as(self.reward)
         values = np.zeros_like(self.reward)
         if not self.final_steps:
             return values
@@ -353,13 +377,13 @@ class RolloutBuffer:
             # Every step was checked, unless steps that are not finite are allowed.
             both_kept = self._transitions(self.value), self._transitions(self.value_target)
             explained = float(np.float32(explained_variance(*both_kept)))
-            own = RolloutQuality(explained, is_finite=True)
+            own = RolloutQuality(explained, is_finite=True, has_choices=True)
         else:
-            explained, is_finite = self._quality.tolist()
-            own = RolloutQuality(explained, bool(is_finite))
+            explained, is_finite, has_choices = self._quality.tolist()
+            own = RolloutQuality(explained, bool(is_finite), bool(has_choices))
         # Empty for one rank.
         both = torch.as_tensor(self.value), torch.as_tensor(self.value_target)
-        parts = self._world.parts(lambda: quality_part(*both, own.is_finite))
+        parts = self._world.parts(lambda: quality_part(*both, own))
         return merged_quality(parts) if parts else own
 
     def observations(self) -> Obs:

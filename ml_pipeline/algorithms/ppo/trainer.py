@@ -19,7 +19,13 @@ from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.hooks import RolloutHook, find_estimator
 from ml_pipeline.algorithms.ppo.loss import Rates
 from ml_pipeline.algorithms.ppo.on_device import DeviceEpochs, DeviceOrders, SentOrders
-from ml_pipeline.algorithms.ppo.reports import N_MEANS, rollout_error, update_error, update_means
+from ml_pipeline.algorithms.ppo.reports import (
+    N_MEANS,
+    mask_error,
+    rollout_error,
+    update_error,
+    update_means,
+)
 from ml_pipeline.envs.episode_stats import EpisodeWindow
 from ml_pipeline.records import Metrics, StateDict
 from ml_pipeline.seeding import stream_seed
@@ -155,6 +161,8 @@ class PPOTrainer:
         table, quality = torch.cat(tables).cpu().numpy(), buffer.quality()
         if stops and not quality.is_finite:
             raise rollout_error()
+        if not quality.has_choices:
+            raise mask_error()
         if stops and not table[:, -1].all():
             raise update_error(table, config, None)
         return {

@@ -67,26 +67,34 @@ class QRollout:
         self.truncated = zeros(n_steps, dtype=torch.bool)
         self.is_reset = np.zeros((n_steps, n_envs), dtype=bool)  # steps that only reset an env
         # Before the autoreset: those of tensor envs at every step, others where truncated.
-        self.final_obs = None if on_host else torch.zeros_like(self.obs[""][:n_steps])
+        self.final: Seen | None = None
+        if not on_host:
+            leaves = {name: torch.zeros_like(leaf[:n_steps]) for name, leaf in self.obs.items()}
+            mask = None if self.mask is None else torch.zeros_like(self.mask[:n_steps])
+            self.final = Seen(leaves, mask, None)
         self.finals: list[tuple[int, FinalObservation]] = []  # with their row
 
     def seen(self, t: int) -> Seen:
-        obs = {name: leaf[t] for name, leaf in self.obs.items()}
-        return Seen(obs, None if self.mask is None else self.mask[t], None)
+        return _row_of(Seen(self.obs, self.mask, None), t)
 
     def row(self, t: int) -> Row:
         """Where the results of step ``t`` go."""
         ends = self.reward[t], self.terminated[t], self.truncated[t]
-        final = None if self.final_obs is None else self.final_obs[t]
+        final = None if self.final is None else _row_of(self.final, t)
         return Row(self.action[t], *ends, final, None, self.seen(t + 1))
 
     def inputs(self) -> PolicyInput:
         """All rows, [(T + 1) * n_envs, ...], on the agent's device."""
-        if self.final_obs is not None:
-            return PolicyInput(self.obs[""].flatten(0, 1), None, None, None)
+        if self.final is not None:
+            return self._flat(Seen(self.obs, self.mask, None))
         obs = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in self.obs.items()}
         mask = None if self.mask is None else self.mask.reshape(-1, self.mask.shape[2])
         return self.agent.inputs(obs, mask)
+
+    def _flat(self, seen: Seen) -> PolicyInput:
+        """Tables [T, n_envs, ...] on the agent's device as one batch."""
+        inputs = PolicyInput(self.agent.reader.joined(seen.obs), seen.mask, None, None)
+        return inputs.mapped(lambda table: table.flatten(0, 1), None)
 
     @torch.no_grad()
     def targets(self, inputs: PolicyInput, *, gamma: float, td_lambda: float) -> Tensor:
@@ -103,15 +111,19 @@ class QRollout:
     def _final_values(self, like: Tensor) -> Tensor:
         """The values of final observations where an episode was truncated, [T, n_envs]."""
         agent = self.agent
-        if self.final_obs is not None:
-            every = PolicyInput(self.final_obs.flatten(0, 1), None, None, None)
-            return agent.values(every).amax(dim=1).view_as(like)
+        if self.final is not None:
+            return agent.values(self._flat(self.final)).amax(dim=1).view_as(like)
         found = torch.zeros_like(like)
         for t, final in self.finals:
             leaves = {name: leaf[np.newaxis] for name, leaf in final.leaves.items()}
             mask = None if final.mask is None else final.mask[np.newaxis]
             found[t, final.env] = agent.values(agent.inputs(leaves, mask)).amax()
         return found
+
+
+def _row_of(seen: Seen, t: int) -> Seen:
+    leaves = {name: leaf[t] for name, leaf in seen.obs.items()}
+    return Seen(leaves, None if seen.mask is None else seen.mask[t], None)
 
 
 class PQNTrainer:

@@ -268,9 +268,9 @@ class ReplayBuffer:
             "done": done,
         }
         seen = by_table(step.obs, step.mask)
-        if step.final_obs is not None:
+        if step.final is not None:
             is_cut = step.truncated & ~step.terminated
-            self._insert({**row, **seen}, is_cut, step.final_obs)
+            self._insert({**row, **seen}, is_cut, by_table(step.final.obs, step.final.mask))
             return
         place = self.place(self.n_written)
         row["final"] = self.finals.replace(place, step.finals)
@@ -291,11 +291,14 @@ class ReplayBuffer:
             self._set_priority(max(new, self.first), new + 1, top)
             self._set_priority(left, left + 1, 0.0 * self._top)
 
-    def _insert(self, row: dict[str, Tensor], is_cut: Tensor, final_obs: Tensor) -> None:
+    def _insert(
+        self, row: dict[str, Tensor], is_cut: Tensor, final: dict[str, ArrayOrTensor]
+    ) -> None:
         """``write`` without a wait for the device."""
         rows = self._on_device()
         here = rows.place()
-        self.finals.tables["obs "].index_copy_(0, here, final_obs)
+        for name, values in final.items():
+            self.finals.tables[name].index_copy_(0, here, values)
         rows.insert({**row, "final": torch.where(is_cut, here, -1)})
         if self.tree is not None:
             n_envs = self.n_all_envs  # every rank has the priorities of all

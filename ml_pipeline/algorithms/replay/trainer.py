@@ -239,7 +239,8 @@ class OffPolicyTrainer(Generic[RatesT]):
                 is_used = ~(step.terminated | step.truncated)
                 seen = {name: leaf[is_used] for name, leaf in seen.items()}
             on_host = self._batch.on_host
-            obs = agent.reader.to_tensors(seen, agent.device) if on_host else seen[""]
+            reader = agent.reader
+            obs = reader.to_tensors(seen, agent.device) if on_host else reader.joined(seen)
             if len(next(iter(seen.values()))):
                 agent.learn_moments(obs)
 

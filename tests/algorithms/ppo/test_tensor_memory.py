@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from small_agents import CPU, Played, agent_in
-from tiny_torch_envs import Bare, Drift, Recall
+from tiny_torch_envs import Bare, Drift, Forbidding, Recall
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,6 +60,8 @@ class Replay:
     def step(self, t: int) -> tuple[Tensor, Tensor]:
         """log_prob and value of row ``t``."""
         inputs = self._inputs(self._buffer.obs[""][t], self._starts)
+        if self._buffer.action_mask is not None:
+            inputs = inputs._replace(action_mask=self._buffer.action_mask[t])
         one = inputs.mapped(lambda field: field.unsqueeze(0), self.memory)
         log_prob, value = self._agent.score_batch(one, self._buffer.action[t].unsqueeze(0))
         with torch.no_grad():
@@ -69,7 +71,7 @@ class Replay:
 
     def value_after(self, t: int) -> Tensor:
         """The value of the true successor of row ``t``; call after ``step``."""
-        final = self._inputs(self._buffer.final_obs[t], torch.zeros_like(self._starts))
+        final = self._inputs(self._buffer.final_obs[""][t], torch.zeros_like(self._starts))
         following = self._inputs(self._buffer.obs[""][t + 1], self._starts)
         cut, ended = self._buffer.truncated[t], self._buffer.terminated[t]
         value = torch.where(cut, *map(self._agent.value_batch, (final, following)))
@@ -80,13 +82,17 @@ class Replay:
 
 
 @networks
-@pytest.mark.parametrize("make_env", [Drift, make_foreign], ids=["tensor env", "foreign"])
+@pytest.mark.parametrize(
+    ("make_env", "mask"),
+    [(Drift, "none"), (partial(Forbidding, max_episode_steps=5), "info"), (make_foreign, "none")],
+    ids=["tensor env", "masks", "foreign"],
+)
 @pytest.mark.parametrize("fast", [True, False], ids=["numpy", "torch"])
 def test_rollouts_equal_a_replay_of_the_same_policy_step_by_step(
-    network: Any, make_env: Any, fast: bool
+    network: Any, make_env: Any, mask: str, fast: bool
 ) -> None:
     env = make_env(5)
-    played = Played(env, 20, agent_in(env, network, fast=fast))
+    played = Played(env, 20, agent_in(env, network, fast=fast, action_mask=mask))
     replay, n_cut = Replay(played), 0
 
     for _ in range(2):  # the second one begins within episodes
@@ -212,7 +218,7 @@ def test_memory_and_starts_keep_their_addresses() -> None:
         played.finish()
         buffer, position = played.buffer, played.collector._batches[0]
         held = (buffer.memory, buffer.last_memory, buffer.final_memory, buffer.episode_start)
-        held += (position.memory, position._start)
+        held += (position.memory, position._shown.episode_start)
         found.append([each.data_ptr() for each in held])
 
     assert found[0] == found[1]

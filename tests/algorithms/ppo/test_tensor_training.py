@@ -44,6 +44,19 @@ CASES: dict[str, list[str]] = {
     "lstm": [*CARTPOLE, "network=lstm", "agent.normalize_obs=true", "agent.scale_reward=true"],
     "gru in torch": [*CARTPOLE, "network=lstm", "network.cell=gru", "agent.fast=off"],
     "attention": [*EVALUATED, "env=torch_pendulum", "network=trxl", "network.window=4"],
+    "masks and mingru": [
+        *EVALUATED,
+        *("env.target=tiny_torch_envs.ForbiddingTwo", "env.id=null"),
+        *("network=lstm", "network.cell=mingru"),
+    ],
+    "masks": [*EVALUATED, "env.target=tiny_torch_envs.ForbiddingTwo", "env.id=null"],
+    "choices": [*EVALUATED, "env.target=tiny_torch_envs.Digits", "env.id=null"],
+    "parts with masks": [*RUN, "env.target=tiny_torch_envs.DigitsAndForce", "env.id=null"],
+    "leaves": [
+        *EVALUATED,
+        *("env.target=tiny_torch_envs.Leaves", "env.id=null", "agent.normalize_obs=true"),
+    ],
+    "images": [*EVALUATED, "experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
 }
 SLOW_CASES = ("squashed", "shared trunk")
 
@@ -124,6 +137,30 @@ def test_a_run_can_be_exported(here: Path) -> None:
     assert (run / "policy.pt2").exists()
 
 
+AGENTS = {
+    "ppo": ["agent.n_steps=16"],
+    "pqn": ["agent.n_steps=16"],
+    "dqn": ["agent.learning_starts=64", "agent.batch_size=16"],
+    "sac": ["agent.learning_starts=64", "agent.batch_size=16"],
+}
+
+
+@pytest.mark.parametrize("task", ["Forbidding", "ForbiddingInObs"])
+@pytest.mark.parametrize("agent", list(AGENTS))
+def test_no_agent_takes_an_action_that_the_task_forbids(agent: str, task: str, here: Path) -> None:
+    settings = ["n_envs=4", "total_steps=512", "device=cpu", "logger=none", f"agent={agent}"]
+    target = [f"env.target=tiny_torch_envs.{task}", "env.id=null"]
+
+    run = train([*settings, *AGENTS[agent], *target]).run_dir
+
+    # An episode has 3 to 6 steps with reward 1 each; a forbidden action costs 100.
+    rows = read_rows(run)
+    returns = [row["rollout/episode_return"] for row in rows if row["rollout/episode_return"]]
+    returns += [row["eval/episode_return"] for row in rows if row["eval/episode_return"]]
+    assert len(returns) > 1
+    assert all(3.0 <= float(each) <= 6.0 for each in returns)
+
+
 OWN_MODULE = """
 from tiny_torch_envs import Drift
 class OwnDrift(Drift): ...
@@ -153,8 +190,12 @@ def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
         ),
         (["vec_env=serial"], "vec_env; leave vec_env=auto"),
         (["collector=double"], "collector; leave collector=sync"),
-        (["env.target=tiny_torch_envs.Masked"], "agent.action_mask; set agent.action_mask=none"),
-        (["env.target=tiny_torch_envs.ManyLeaves"], "its observation space; use one Box"),
+        (["env.target=tiny_torch_envs.Masked"], "agent.action_mask without an action_mask"),
+        (["env.target=tiny_torch_envs.OtherLeaves"], "a single_env with another observation"),
+        (
+            ["env=torch_hockey", "opponent=self_play", "env.target=tiny_torch_envs.MaskedHockey"],
+            "opponent with its action_mask",
+        ),
         (["compile=graph"], "use compile=auto"),
     ],
 )
@@ -207,6 +248,14 @@ def test_an_automatic_number_of_envs_fits_the_budget(
     assert result.env_steps == n_envs * 16
     output = capsys.readouterr().out
     assert f"{n_envs} tensor envs (n_envs=auto: {n_envs} envs), cpu" in output
+
+
+def test_a_mask_that_allows_nothing_stops_the_run_with_one_line(here: Path) -> None:
+    words = "iteration 1: an action mask of an env allowed no action"
+    with pytest.raises(TrainingError, match=words) as caught:
+        train(["env.target=tiny_torch_envs.Stuck", *RUN])
+
+    assert "\n" not in str(caught.value)
 
 
 def test_a_nan_reward_stops_the_run_with_one_line(here: Path) -> None:

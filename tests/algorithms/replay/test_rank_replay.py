@@ -30,7 +30,7 @@ from ml_pipeline.runs.large_files import LargeFiles
 from ml_pipeline.runs.resuming import save_latest
 from ml_pipeline.runs.run_folder import RunFolder
 from ml_pipeline.training import loop as loops
-from ml_pipeline.training.env_batch import EnvStep, FinalObservation
+from ml_pipeline.training.env_batch import EnvStep, FinalObservation, Seen
 from ml_pipeline.training.graphs import Programs
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def fill_on_device(buffer: ReplayBuffer, n_rows: int) -> None:
     buffer.begin({"": values[:, :1]}, None)
     for t in range(n_rows):
         none, after = torch.zeros(buffer.n_envs, dtype=torch.bool), values[:, t + 1 : t + 2]
-        step = EnvStep({"": after}, None, values[:, t], none, none, after)
+        step = EnvStep({"": after}, None, values[:, t], none, none, Seen({"": after}, None, None))
         buffer.write(torch.full((buffer.n_envs,), t), step)
         buffer.count_row()
 

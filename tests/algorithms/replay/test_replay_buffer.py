@@ -25,7 +25,7 @@ from ml_pipeline.policy.distributions import Categorical
 from ml_pipeline.policy.observations import ObservationReader
 from ml_pipeline.runs.large_files import LargeFiles
 from ml_pipeline.runs.run_folder import RunFolder
-from ml_pipeline.training.env_batch import EnvStep, FinalObservation
+from ml_pipeline.training.env_batch import EnvStep, FinalObservation, Seen
 
 CPU = torch.device("cpu")
 GAMMA = 0.5
@@ -270,24 +270,26 @@ def test_prioritised_replay_weighs_what_it_draws_more_often_less() -> None:
 def test_rows_that_a_tensor_env_inserts_equal_those_that_the_host_writes(
     n_step: int, exponent: float
 ) -> None:
-    n_envs, options = 3, {"n_step": n_step, "priority_exponent": exponent}
+    n_envs, options = 3, {"n_step": n_step, "priority_exponent": exponent, "has_masks": True}
     host, device = made(12, n_envs, **options), made(12, n_envs, on_device=True, **options)
     rng = np.random.default_rng(0)
     for buffer in (host, device):
-        buffer.begin(obs(0.0, 1.0, 2.0), None)
+        buffer.begin(obs(0.0, 1.0, 2.0), np.ones((n_envs, 100), dtype=bool))
     for t in range(30):
         terminated, truncated = rng.random((2, n_envs)) < 0.2
         reward, seen, final = rng.standard_normal((3, n_envs)).astype(np.float32)
+        mask, final_mask = rng.random((2, n_envs, 100)) < 0.5
         finals = [
-            FinalObservation(int(env), {"": final[env : env + 1]}, None)
+            FinalObservation(int(env), {"": final[env : env + 1]}, final_mask[env])
             for env in np.flatnonzero(truncated & ~terminated)
         ]
         action = rng.integers(100, size=n_envs)
         step = reward, terminated, truncated
-        host.write(action, EnvStep(obs(*seen), None, *step, finals=finals))
-        tensors = [torch.from_numpy(each) for each in (*step, final[:, None])]
-        on_device = EnvStep({"": torch.from_numpy(seen[:, None])}, None, *tensors)
-        device.write(torch.from_numpy(action), on_device)
+        host.write(action, EnvStep(obs(*seen), mask, *step, finals=finals))
+        shown = Seen({"": torch.from_numpy(seen[:, None])}, torch.from_numpy(mask), None)
+        last = Seen({"": torch.from_numpy(final[:, None])}, torch.from_numpy(final_mask), None)
+        tensors = map(torch.from_numpy, step)
+        device.write(torch.from_numpy(action), EnvStep(shown.obs, shown.mask, *tensors, final=last))
         device.count_row()
         uniform = torch.rand(64, generator=torch.Generator().manual_seed(t))
         (batch, index, _), (other, other_index, _) = host.sample(uniform), device.sample(uniform)
@@ -295,6 +297,7 @@ def test_rows_that_a_tensor_env_inserts_equal_those_that_the_host_writes(
         for one, two in zip(batch[1:3], other[1:3], strict=True):
             assert torch.equal(one, two)
         assert torch.equal(batch.next_inputs.obs, other.next_inputs.obs)  # type: ignore[arg-type]
+        assert torch.equal(batch.next_inputs.action_mask, other.next_inputs.action_mask)  # type: ignore[arg-type]
         assert torch.equal(batch.discount, other.discount)
         for buffer in (host, device):
             buffer.prioritise(index, uniform)
@@ -303,7 +306,7 @@ def test_rows_that_a_tensor_env_inserts_equal_those_that_the_host_writes(
     restored = made(12, n_envs, on_device=True, **options)
     restored.load_state_dict(device.state_dict())
     load_rows(restored, host.oldest, host.n_written, saved[1])
-    restored.begin(obs(*seen), None)
+    restored.begin(obs(*seen), mask)
     batch, other = restored.sample(uniform)[0], device.sample(uniform)[0]
     assert torch.equal(batch.next_inputs.obs, other.next_inputs.obs)  # type: ignore[arg-type]
 
