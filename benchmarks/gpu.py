@@ -185,9 +185,7 @@ def ceilings() -> dict[str, float]:
     return found
 
 
-def floor_ms(
-    size: str, rate: dict[str, float], precision: str, hidden: str
-) -> dict[str, float]:
+def floor_ms(size: str, rate: dict[str, float], precision: str, hidden: str) -> dict[str, float]:
     """Lower bounds of the time of an iteration, by operations (products only) and by bytes."""
     n_envs, n_steps = map(int, size.split("x"))
     n = n_envs * n_steps
@@ -241,7 +239,9 @@ def measure(args: argparse.Namespace, path: Path) -> None:
     for mode, precision, size in product(args.modes, args.precisions, args.sizes):
         if mode != "graph" and precision != args.precisions[0]:
             continue  # these modes differ in kernel launches, not in arithmetic
-        found["timed"].append(row(size, mode, precision, args.rounds, found["ceilings"], args.hidden))
+        found["timed"].append(
+            row(size, mode, precision, args.rounds, found["ceilings"], args.hidden)
+        )
         path.write_text(json.dumps(found, indent=1) + "\n")
 
 
