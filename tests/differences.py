@@ -281,6 +281,7 @@ CHAINS: dict[str, tuple[list[int], list[int], str]] = {  # layers, outputs of ea
     "two towers": ([4, 130, 72], [2, 1], "tanh"),
     "one tower": ([40, 17], [5], "relu"),
     "three layers": ([3, 20, 256, 16], [18, 1], "tanh"),
+    "wide": ([5, 300, 520], [2, 1], "tanh"),
     "equal layers": ([70, 64, 64], [3, 3], "relu"),
 }
 
