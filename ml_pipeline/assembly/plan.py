@@ -181,7 +181,7 @@ def make_plan(
     elif config.init_from is not None:
         config = started_from(config, agent)
     if tensor_env is not None:
-        _check_tensor_env(config, trial, agent)
+        _check_tensor_env(config, trial)
     if trial.has_reset_rows:
         _check_reset_rows(config, context, agent)
     config = _with_cpu_threads(config, agent, context)
@@ -337,14 +337,13 @@ def _check_actions(config: TrainConfig, trial: EnvTrial) -> None:
         )
 
 
-def _check_tensor_env(config: TrainConfig, trial: EnvTrial, agent: Agent) -> None:
+def _check_tensor_env(config: TrainConfig, trial: EnvTrial) -> None:
     """Refuse settings that need envs in processes."""
     is_nested = isinstance(trial.observation_space, (spaces.Dict, spaces.Tuple))
     for is_wrong, key_and_fix in (
         (bool(config.env.wrappers), "env.wrappers; put their work into the env class"),
         (config.vec_env.mode != "auto", "vec_env; leave vec_env=auto"),
         (config.collector != "sync", "collector; leave collector=sync"),
-        (is_recurrent(agent), "network; use one that is not recurrent, such as network=mlp"),
         (config.agent.action_mask != "none", "agent.action_mask; set agent.action_mask=none"),
         (is_nested, "its observation space; use one Box or Discrete"),
         (config.agent.needs_processes is not None, config.agent.needs_processes),

@@ -1,8 +1,8 @@
 """DeviceEnvs: the ``EnvBatch`` of a tensor env; nothing leaves its device.
 
 A program that is captured as a CUDA graph may take many steps. Between programs the positions of
-the envs and their observations stay at one address. Within one they are passed from step to step,
-so that no step waits for a write of the one before.
+the envs, their observations and the recurrent state of the policy stay at one address. Within one
+they are passed from step to step, so that no step waits for a write of the one before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ml_pipeline.envs.episode_stats import Episode
 from ml_pipeline.envs.tensor_env import DeviceVectorEnv, join_position, position_parts, with_ended
-from ml_pipeline.policy.contracts import PolicyInput
+from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.records import StateDict
 from ml_pipeline.training.contracts import Observer
 from ml_pipeline.training.env_batch import Choose, EnvStep, Row, Seen, torch_dtype
@@ -28,7 +28,6 @@ class DeviceEnvs:
 
     on_host = False
     has_reset_rows = False
-    memory: Tensor | None = None  # no recurrent policies yet
 
     def __init__(
         self, env: DeviceVectorEnv, *, seed: int, programs: Programs | None = None
@@ -47,12 +46,15 @@ class DeviceEnvs:
         self._none_ended = [torch.zeros(env.num_envs, device=env.device) for _ in range(3)]
         # Number, summed returns and summed lengths of the episodes that ended since ``begin``.
         self._totals = torch.zeros(3, device=env.device)
+        self.memory: Tensor | None = None  # of a recurrent policy, from the first ``begin`` on
+        self._start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
         # What acting reads, if it is a program of its own:
-        self._seen = self._obs.clone()
-        self._noise: Tensor | None = None
-        self._programs_of: dict[Choose, Callable[[], Tensor]] = {}
+        self._read: list[Tensor] = []
+        self._programs_of: dict[Choose, Callable[[], PolicySample]] = {}
         # Within a program:
         self._parts, self._ended, self._now = self._held, self._none_ended, self._obs
+        self._carried: Tensor | None = None  # the recurrent state
+        self._starts = self._start
         self._action = self._obs
 
     @property
@@ -69,12 +71,18 @@ class DeviceEnvs:
         if self.has_started:
             return False
         obs, _ = self.env.reset(seed=self._seed)
-        self._hold(obs)
+        n_envs = self.env.num_envs
+        self._hold(obs, agent.new_memory(n_envs), torch.ones(n_envs, dtype=torch.bool))
         return True
 
-    def _hold(self, obs: Tensor) -> None:
-        """Keep observations and positions at the address that captured programs read and write."""
+    def _hold(self, obs: Tensor, memory: Tensor | None, start: Tensor) -> None:
+        """Keep what the next step reads at the address that captured programs read and write."""
         self._obs.copy_(obs)
+        self._start.copy_(start)
+        if self.memory is None or memory is None:
+            self.memory = memory
+        else:
+            self.memory.copy_(memory)
         for place, part in zip(self._held, position_parts(self.env.position), strict=True):
             place.copy_(part)
         self.env.position = join_position(self._held)
@@ -85,52 +93,71 @@ class DeviceEnvs:
 
     def show(self, seen: Seen | None = None) -> None:
         self._parts, self._ended, self._now = self._held, self._none_ended, self._obs
+        self._carried, self._starts = self.memory, self._start
         if seen is not None:
             self._now = seen.obs[""]
             self._now.copy_(self._obs)
+            if seen.episode_start is not None:
+                self._starts = seen.episode_start
+                self._starts.copy_(self._start)
 
     def act(
         self, agent: Observer, choose: Choose, noise: Tensor, out: Tensor | None = None
     ) -> Tensor:
         if self.can_be_captured:
-            sample = choose(PolicyInput(self._now, None, None, None), noise, out=out)
+            inputs = _inputs(self._now, self._carried, self._starts)
+            sample = choose(inputs, noise, out=out)
+            self._carried = sample.memory
             self._action = sample.action if out is None else out
             return self._action
-        self._action = self._act_alone(choose, noise)
+        self._action, self._carried = self._act_alone(choose, noise)
         return self._action if out is None else out.copy_(self._action)
 
-    def _act_alone(self, choose: Choose, noise: Tensor) -> Tensor:
+    def _act_alone(self, choose: Choose, noise: Tensor) -> PolicySample:
         """Act in a program of its own, because the steps before and after it have none."""
-        if self._noise is None:
-            self._noise = noise.clone()
-        self._seen.copy_(self._now)
-        self._noise.copy_(noise)
+        read = [noise, self._now, self._starts]
+        read += [] if self._carried is None else [self._carried]
+        if not self._read:
+            self._read = [each.clone() for each in read]
+        for place, each in zip(self._read, read, strict=True):
+            place.copy_(each)
         if choose not in self._programs_of:
-            inputs = PolicyInput(self._seen, None, None, None), self._noise
+            held_noise, obs, start, *memory = self._read
+            inputs = _inputs(obs, memory[0] if memory else None, start)
 
-            def act() -> Tensor:
-                return choose(*inputs).action
+            def act() -> PolicySample:
+                return choose(inputs, held_noise)
 
             self._programs_of[choose] = self._programs.captured(act, "acting")
-        action: Tensor = self._programs_of[choose]()
-        return action
+        sample: PolicySample = self._programs_of[choose]()
+        return sample
 
     def receive(self, agent: Observer, t: int, row: Row | None = None) -> EnvStep | None:
         places: list[Tensor] = []
+        if row is not None and row.final_memory is not None and self._carried is not None:
+            row.final_memory.copy_(self._carried)
         if row is not None and row.final_obs is not None:
             self._now = row.following.obs[""]
             places = [self._now, row.reward, row.terminated, row.truncated, row.final_obs]
         self._parts, self._ended, results = self._step(
             self._parts, self._ended, self._action, places
         )
-        if places:
+        if row is not None and places:
+            if row.following.episode_start is not None:
+                self._starts = row.following.episode_start
+                torch.logical_or(row.terminated, row.truncated, out=self._starts)
             return None
         self._now, reward, terminated, truncated, final_obs = results
+        if self._carried is not None:
+            self._starts = terminated | truncated
         return EnvStep({"": self._now}, None, reward, terminated, truncated, final_obs)
 
     def end(self) -> None:
         for place, part in zip([*self._held, self._obs], [*self._parts, self._now], strict=True):
             place.copy_(part)
+        if self.memory is not None and self._carried is not None:
+            self.memory.copy_(self._carried)
+            self._start.copy_(self._starts)
         self._totals += torch.stack(self._ended).sum(dim=1)
 
     def abandon(self) -> None:
@@ -138,7 +165,7 @@ class DeviceEnvs:
         self.has_started = False
 
     def inputs(self, agent: Observer) -> PolicyInput:
-        return PolicyInput(self._obs, None, None, None)
+        return _inputs(self._obs, self.memory, self._start)
 
     def ended_episodes(self) -> list[Episode]:
         n, episode_return, length = self._totals.tolist()
@@ -152,15 +179,25 @@ class DeviceEnvs:
         return []
 
     def state_dict(self) -> StateDict:
+        saved = {"obs": self._obs}
+        if self.memory is not None:
+            saved |= {"state": self.memory, "episode_start": self._start}
         # Copy on the CPU too: the next step overwrites it.
-        return {"envs": self.env.state_dict(), "obs": self._obs.to("cpu", copy=True)}
+        copies = {name: each.to("cpu", copy=True) for name, each in saved.items()}
+        return {"envs": self.env.state_dict(), **copies}
 
     def restore(self, snapshots: Sequence[bytes]) -> None:
         """Nothing: the envs are part of ``state_dict``."""
 
     def resume_at(self, state: StateDict, agent: Observer) -> None:
         self.env.load_state_dict(state["envs"])
-        self._hold(state["obs"].to(self.env.device))
+        memory, start = state.get("state"), state.get("episode_start", self._start)
+        self._hold(state["obs"], None if memory is None else memory.to(agent.device), start)
+
+
+def _inputs(obs: Tensor, memory: Tensor | None, start: Tensor) -> PolicyInput:
+    """What a policy reads in a step; ``start`` says where it resets its memory."""
+    return PolicyInput(obs, None, memory, None if memory is None else start)
 
 
 def _new_step(env: DeviceVectorEnv, to_env: Callable[[Tensor], Tensor]) -> Any:

@@ -101,7 +101,7 @@ class RolloutBuffer:
         if agent.memory_size:
             self.episode_start = zeros(n_steps + 1, dtype=torch.bool)
         self.memory = agent.new_memory(n_envs)  # recurrent state before the first row
-        self.last_memory = self.memory  # and after the last one
+        self.last_memory = agent.new_memory(n_envs)  # and after the last one
         action_shape, action_dtype = distribution.action_shape, distribution.action_dtype
         self.action = zeros(n_steps, *action_shape, dtype=action_dtype)
         self.reward = zeros(n_steps)
@@ -111,6 +111,9 @@ class RolloutBuffer:
         self.is_reset: NDArray[np.bool_] | None = None
         # Before the autoreset: those of tensor envs at every step, others where truncated.
         self.final_obs = None if programs is None else torch.zeros_like(self.obs[""][:n_steps])
+        self.final_memory: Tensor | None = None  # of tensor envs: the recurrent state before them
+        if programs is not None and agent.memory_size:
+            self.final_memory = zeros(n_steps, agent.memory_size)
         # Final observations by (row, column), of the episodes that were truncated.
         self.final_steps: dict[tuple[int, int], FinalObservation] = {}
         self.value = self.advantage = self.value_target = zeros(n_steps)
@@ -130,7 +133,13 @@ class RolloutBuffer:
     def begin(self, memory: Tensor | None) -> None:
         """Before the first row of a new rollout; ``memory`` is the recurrent state."""
         self.final_steps = {}
-        self.memory = memory
+        self.memory = self._in_place(self.memory, memory)
+
+    def _in_place(self, held: Tensor | None, new: Tensor | None) -> Tensor | None:
+        """``new``; of tensor envs at the address of ``held``."""
+        if self.on_host or held is None or new is None:
+            return new
+        return held.copy_(new)
 
     def seen(self, t: int, columns: slice) -> Seen:
         """Where the policy's input of row ``t`` goes."""
@@ -148,12 +157,13 @@ class RolloutBuffer:
             self.terminated[t, columns],
             self.truncated[t, columns],
             None if self.final_obs is None else self.final_obs[t, columns],
+            None if self.final_memory is None else self.final_memory[t, columns],
             self.seen(t + 1, columns),
         )
 
     def end(self, memory: Tensor | None) -> None:
         """After the last row; ``memory`` is the recurrent state."""
-        self.last_memory = memory
+        self.last_memory = self._in_place(self.last_memory, memory)
 
     def rollout(self) -> Rollout:
         """What was collected; between ``end`` and ``finish``."""
@@ -263,7 +273,8 @@ class RolloutBuffer:
     def _inputs(self, rows: slice | int, memory: Tensor | None) -> PolicyInput:
         """The policy's inputs in some rows, on the agent's device."""
         if not self.on_host:
-            return PolicyInput(self.obs[""][rows], None, None, None)
+            start = None if self.episode_start is None else self.episode_start[rows]
+            return PolicyInput(self.obs[""][rows], None, memory, start)
         leaves = {name: leaf[rows] for name, leaf in self.obs.items()}
         mask = None if self.action_mask is None else self.action_mask[rows]
         start = None
@@ -291,8 +302,11 @@ class RolloutBuffer:
         """Values of the final observations, [T, n_envs]; any number where nothing was truncated."""
         agent = self.agent
         if self.final_obs is not None:
-            final = PolicyInput(self.final_obs.flatten(0, 1), None, None, None)
             cut = self.truncated.flatten()
+            memory = start = None
+            if self.final_memory is not None:
+                memory, start = self.final_memory.flatten(0, 1), torch.zeros_like(cut)
+            final = PolicyInput(self.final_obs.flatten(0, 1), None, memory, start)
             return agent.value_batch(final, wanted=cut).view_as(self.reward)
         values = np.zeros_like(self.reward)
         if not self.final_steps:

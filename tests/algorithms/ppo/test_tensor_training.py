@@ -41,6 +41,9 @@ CASES: dict[str, list[str]] = {
     ],
     "parts": [*EVALUATED, "env.target=tiny_torch_envs.Steered", "env.id=null"],
     "shared trunk": [*CARTPOLE, "agent.shared_trunk=true"],
+    "lstm": [*CARTPOLE, "network=lstm", "agent.normalize_obs=true", "agent.scale_reward=true"],
+    "gru in torch": [*CARTPOLE, "network=lstm", "network.cell=gru", "agent.fast=off"],
+    "attention": [*EVALUATED, "env=torch_pendulum", "network=trxl", "network.window=4"],
 }
 SLOW_CASES = ("squashed", "shared trunk")
 
@@ -150,7 +153,6 @@ def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
         ),
         (["vec_env=serial"], "vec_env; leave vec_env=auto"),
         (["collector=double"], "collector; leave collector=sync"),
-        (["network=lstm"], "network; use one that is not recurrent"),
         (["env.target=tiny_torch_envs.Masked"], "agent.action_mask; set agent.action_mask=none"),
         (["env.target=tiny_torch_envs.ManyLeaves"], "its observation space; use one Box"),
         (["compile=graph"], "use compile=auto"),
