@@ -183,8 +183,8 @@ IDEAS = {
         ),
         {"": [f"agent.on_rollout._target_={_IDEAS}.rnd.RND"]},
         limits="MountainCar is hard to explore: -200 means that a policy never reaches the flag in "
-        "200 steps, and no seed learns to, with bonuses or without. In MiniGrid a reward comes only "
-        "at the end of an episode, and PPO finds it without bonuses too: in DoorKey with each "
+        "200 steps, and no seed learns to, with bonuses or without. In MiniGrid a reward comes "
+        "only at the end of an episode, and PPO finds it without bonuses too: in DoorKey with each "
         "seed, in KeyCorridor with four of five (the fifth has 0), against five of five with "
         "bonuses. One seed of five is no evidence, and larger mazes are open.",
     ),
