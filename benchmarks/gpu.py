@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                              # learns, then times all sizes and modes
     python benchmarks/gpu.py --sizes 2048x32 --modes graph --precisions tf32
+    python benchmarks/gpu.py --hidden 256-256 --modes graph --precisions tf32 --out /tmp/wide
     python benchmarks/gpu.py --draw                       # only the chart, from the JSON
 
 The benchmark first trains a policy. It times nothing unless the mean episode length reaches 475.
@@ -23,6 +24,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -50,9 +52,15 @@ MAX_ITERATIONS = 400  # of the training before the timing
 
 
 def new_trainer(
-    size: str, mode: str, precision: str, *, learning_rate: float, seed: int = 1
+    size: str,
+    mode: str,
+    precision: str,
+    *,
+    learning_rate: float,
+    seed: int = 1,
+    hidden: str = "64-64",
 ) -> PPOTrainer:
-    """CartPole with two 64-64 tanh networks, 4 epochs of 4 minibatches."""
+    """CartPole with two tanh networks, 4 epochs of 4 minibatches."""
     n_envs, n_steps = map(int, size.split("x"))
     config = PPOConfig(
         learning_rate=learning_rate, n_steps=n_steps, n_epochs=4, n_minibatches=4, entropy_coef=0.01
@@ -62,16 +70,19 @@ def new_trainer(
     spaces = Spaces(env.single_observation_space, env.single_action_space)
     programs = Programs(device, mode)
     context = RunContext(device, seed, precision, programs, World())
-    agent = PPOAgent(spaces, MLP, config, context)
+    network = partial(MLP, hidden_sizes=[*map(int, hidden.split("-"))])
+    agent = PPOAgent(spaces, network, config, context)
     collector = Collector(
         [env], env_seed=seed, noise_seed=stream_seed(seed, "actions"), programs=programs
     )
     return PPOTrainer(agent, collector, context)
 
 
-def learn(precision: str, seed: int) -> dict[str, Any]:
+def learn(precision: str, seed: int, hidden: str) -> dict[str, Any]:
     """Train until the mean episode length of an iteration is SOLVED, or for MAX_ITERATIONS."""
-    trainer = new_trainer("2048x32", "graph", precision, learning_rate=1e-3, seed=seed)
+    trainer = new_trainer(
+        "2048x32", "graph", precision, learning_rate=1e-3, seed=seed, hidden=hidden
+    )
     begin, length, n_iterations = time.perf_counter(), 0.0, 0
     while n_iterations < MAX_ITERATIONS:
         metrics = trainer.train_episode_vectorized()
@@ -174,15 +185,16 @@ def ceilings() -> dict[str, float]:
     return found
 
 
-def floor_ms(size: str, rate: dict[str, float], precision: str) -> dict[str, float]:
+def floor_ms(size: str, rate: dict[str, float], precision: str, hidden: str) -> dict[str, float]:
     """Lower bounds of the time of an iteration, by operations (products only) and by bytes."""
     n_envs, n_steps = map(int, size.split("x"))
     n = n_envs * n_steps
-    layers = {"actor": [4, 64, 64, 2], "critic": [4, 64, 64, 1]}
+    units = [*map(int, hidden.split("-"))]
+    layers = {"actor": [4, *units, 2], "critic": [4, *units, 1]}
     forward = {
         name: sum(n_in * n_out for n_in, n_out in pairwise(sizes)) for name, sizes in layers.items()
     }
-    first = 2 * 4 * 64  # the observations need no gradient
+    first = 2 * 4 * units[0]  # the observations need no gradient
     acting = forward["actor"] + sum(forward.values())  # once in the rollout, once for the scores
     learning = 3 * sum(forward.values()) - first
     operations = 2 * n * (acting + 4 * learning)
@@ -206,6 +218,7 @@ def measure(args: argparse.Namespace, path: Path) -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "commit": commit(),
+        "hidden": args.hidden,
         "purejaxrl_million_steps_per_second": PUREJAXRL,
         "ceilings": ceilings(),
         "learned": [],
@@ -213,7 +226,7 @@ def measure(args: argparse.Namespace, path: Path) -> None:
     }
     for precision in args.precisions:
         with precision_of_products(precision, torch.device("cuda")):
-            learned = [learn(precision, seed) for seed in args.seeds]
+            learned = [learn(precision, seed, args.hidden) for seed in args.seeds]
         found["learned"] += learned
         length = min(each["mean_episode_length"] for each in learned)
         steps = " ".join(f"{each['env_steps'] / 1e6:.1f}M" for each in learned)
@@ -226,26 +239,33 @@ def measure(args: argparse.Namespace, path: Path) -> None:
     for mode, precision, size in product(args.modes, args.precisions, args.sizes):
         if mode != "graph" and precision != args.precisions[0]:
             continue  # these modes differ in kernel launches, not in arithmetic
-        found["timed"].append(row(size, mode, precision, args.rounds, found["ceilings"]))
+        found["timed"].append(
+            row(size, mode, precision, args.rounds, found["ceilings"], args.hidden)
+        )
         path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def row(
-    size: str, mode: str, precision: str, rounds: int, rate: dict[str, float]
+    size: str,
+    mode: str,
+    precision: str,
+    rounds: int,
+    rate: dict[str, float],
+    hidden: str = "64-64",
 ) -> dict[str, Any]:
     """Time one configuration and print its row of the table."""
     gc.collect()  # frees the previous trainer and its graphs
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with precision_of_products(precision, torch.device("cuda")):
-        trainer = new_trainer(size, mode, precision, learning_rate=2.5e-4)
+        trainer = new_trainer(size, mode, precision, learning_rate=2.5e-4, hidden=hidden)
         result = timed(trainer, rounds)
-    floor = floor_ms(size, rate, precision)
+    floor = floor_ms(size, rate, precision, hidden)
     result |= {"size": size, "mode": mode, "precision": precision, "floor": floor}
     result["peak_megabytes"] = torch.cuda.max_memory_allocated() / 1e6
-    result["fused"] = type(trainer.agent.backend).__name__ == "TritonPPO"
+    result["backend"] = type(trainer.agent.backend).__name__
     speed = result["million_steps_per_second"]
-    reference = PUREJAXRL.get(size)
+    reference = PUREJAXRL.get(size) if hidden == "64-64" else None
     result["times_purejaxrl"] = speed / reference if reference else None
     cells = [
         f"{size} | {precision} | {mode} | {speed:.1f}",
@@ -319,6 +339,7 @@ def main() -> None:
         help="modes other than graph use only the first",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--hidden", default="64-64", help="units of the hidden layers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS, help="output folder")
     parser.add_argument("--draw", action="store_true", help="only the chart, from gpu.json")

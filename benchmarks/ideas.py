@@ -183,8 +183,10 @@ IDEAS = {
         ),
         {"": [f"agent.on_rollout._target_={_IDEAS}.rnd.RND"]},
         limits="MountainCar is hard to explore: -200 means that a policy never reaches the flag in "
-        "200 steps, and no seed learns to, with bonuses or without. Whether bonuses help "
-        "where rewards are rare but within reach, as in MiniGrid, is open.",
+        "200 steps, and no seed learns to, with bonuses or without. In MiniGrid a reward comes "
+        "only at the end of an episode, and PPO finds it without bonuses too: in DoorKey with each "
+        "seed, in KeyCorridor with four of five (the fifth has 0), against five of five with "
+        "bonuses. One seed of five is no evidence, and larger mazes are open.",
     ),
     "hybrid_actions": Idea(
         "Actions of discrete and continuous parts",

@@ -22,6 +22,7 @@ from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.loss import COLUMNS, Minibatch, Rates, UpdateResult
 from ml_pipeline.policy.contracts import PolicyInput
 from ml_pipeline.policy.networks import MLP
+from ml_pipeline.training.graphs import Programs
 from ml_pipeline.training.returns import RolloutOutcome, gae
 
 TWO, FIVE = spaces.Discrete(2), spaces.Discrete(5)
@@ -63,6 +64,8 @@ CASES = {
     "tiny minibatches": Case(TWO, 1, (16, 16), "tanh", {}, 6),
     "single transitions": Case(TWO, 3, (16, 16), "tanh", {}, 2),
     "single Gaussian transitions": Case(BOX, 3, (16, 16), "tanh", {}, 2),
+    "chains": Case(BOX, 40, (130, 72), "tanh", {"normalize_obs": True}, 1400),
+    "relu chains": Case(FIVE, 5, (32, 200), "relu", {"clip_value_loss": True}, 1400),
     "many rows": Case(BOX, 8, (64, 64), "tanh", {"normalize_obs": True}, 100_000),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -110,11 +113,15 @@ class Pair:
 
             assert TritonPPO.covers(self.fast.model)
             self.fast.fast = TritonPPO(self.fast.plain)
+        if backend == "compiled":
+            self.fast.fast = None
+            self.fast.compile(Programs(device, "compiled", tell=_unexpected))
         assert backend in type(self.fast.backend).__name__.lower()
         mask = None
         if case.is_masked:
             mask = torch.rand(n_rows, 5, generator=torch.Generator().manual_seed(1)) < 0.6
             mask[:, 0], mask[:, 4] = True, False
+            mask = mask.to(device)
         self.inputs = PolicyInput(self.obs, mask, None, None)
         self.noise = self.plain.draw_noise(1, n_rows, generator)[0]
         self.action = self.plain.sample_batch(self.inputs, self.noise).action
@@ -147,6 +154,10 @@ class Pair:
         agents = self.fast, self.plain
         ours, theirs = (agent.epoch(rollout, self.order, self.rates) for agent in agents)
         return UpdateResult(*ours.unbind(1)), UpdateResult(*theirs.unbind(1))  # type: ignore[arg-type]
+
+
+def _unexpected(line: str) -> None:
+    raise AssertionError(line)
 
 
 def differences(
@@ -266,6 +277,22 @@ def gae_differences(n_steps: int, n_envs: int, device: torch.device) -> dict[str
     return {"advantage": _apart(ours, theirs)}
 
 
+CHAINS: dict[str, tuple[list[int], list[int], str]] = {  # layers, outputs of each tower
+    "two towers": ([4, 130, 72], [2, 1], "tanh"),
+    "one tower": ([40, 17], [5], "relu"),
+    "three layers": ([3, 20, 256, 16], [18, 1], "tanh"),
+    "equal layers": ([70, 64, 64], [3, 3], "relu"),
+}
+
+
+def chain_differences(name: str, kind: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Relative differences of outputs and gradients to float64."""
+    from ml_pipeline.policy.dense_chains import Sizes, largest_error
+
+    layers, n_out, activation = CHAINS[name]
+    return {"largest": largest_error(Sizes(layers, n_out), activation, kind, device)}
+
+
 def _apart(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference; relative for numbers above 1."""
     return float(((ours - theirs).abs() / theirs.abs().clamp(min=1.0)).max())
@@ -321,6 +348,10 @@ def main(names: list[str]) -> None:
             found[name] = product_differences(device)
         elif kind == "infinite":
             found[name] = infinite_differences(device, rest)
+        elif kind == "chain":
+            # The interpreter has no bfloat16. It rounds float16 as a GPU does.
+            errors = chain_differences(rest, torch.float16, device)
+            found[name] = {key: error / 300.0 for key, error in errors.items()}  # 3e-2 is allowed
         else:
             found[name] = differences(CASES[name], "triton", device)
     print(json.dumps(found))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ MIRRORED: Mirrored = {
     "ml_pipeline.policy.optimiser.BETA_1": "8139b3395240",
     "ml_pipeline.policy.optimiser.BETA_2": "11958c6d1f10",
     "ml_pipeline.policy.optimiser.adam_step": "f45e85c224c0",
-    "ml_pipeline.policy.optimiser.FlatAdam.step": "660f61c0ebee",
+    "ml_pipeline.policy.optimiser.FlatAdam.step": "db8cc9695613",
 }
 
 
@@ -99,6 +99,14 @@ class FlatParameters:
         """Offset of a parameter in ``values``."""
         return int(self.views[name][0].storage_offset())
 
+    def differentiate(self, loss: Tensor) -> None:
+        """Write the gradients of ``loss`` to ``grad``."""
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        own = [gradient for _, gradient in self.views.values()]
+        pairs = zip(own, found, strict=True)
+        # All in one kernel.
+        torch._foreach_copy_(own, [torch.zeros_like(a) if b is None else b for a, b in pairs])
+
     def broken_gradients(self) -> list[str]:
         """Names of the parameters whose gradients are not finite."""
         return [name for name, (_, grad) in self.views.items() if not torch.isfinite(grad).all()]
@@ -111,6 +119,7 @@ class FlatAdam(FlatParameters):
         super().__init__(module, max_grad_norm=max_grad_norm)
         self.eps = eps
         self._mean, self._square = torch.zeros_like(self.values), torch.zeros_like(self.values)
+        self._adam_step: Callable[..., tuple[Tensor, Tensor]] = self._step
         self._has_fused: bool | None = None  # whether ``quick_step`` may use ``step_on_cpu``
         if self.values.device.type == "cpu":
             self._grad_and_loss_array = self._grad_and_loss.numpy()
@@ -125,8 +134,17 @@ class FlatAdam(FlatParameters):
         device.
         """
         loss = self.world.average(self._grad_and_loss, loss, self.share)
+        return self._adam_step(self.tensors, self.grad, learning_rate, loss)
+
+    def _step(
+        self, state: list[Tensor], grad: Tensor, learning_rate: Any, loss: Tensor
+    ) -> tuple[Tensor, Tensor]:
         limits = {"eps": self.eps, "max_grad_norm": self.max_grad_norm}
-        return adam_step(self.tensors, self.grad, learning_rate, loss, **limits)
+        return adam_step(state, grad, learning_rate, loss, **limits)
+
+    def compile(self, compiled: Callable[[Any], Any]) -> None:
+        """Replace the arithmetic of ``step`` by ``compiled`` of it."""
+        self._adam_step = compiled(self._step)
 
     def step_on_cpu(self, learning_rate: float, loss: float) -> tuple[float, bool]:
         """``step`` by the kernel of ``torch.optim.Adam(fused=True)``; waits for the result."""

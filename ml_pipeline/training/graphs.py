@@ -14,7 +14,8 @@ import importlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from ml_pipeline.errors import type_and_line
 
+Rewrite = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # eager: plain torch. compiled: consecutive kernels are fused. graph: they are also captured.
@@ -46,13 +48,13 @@ class Programs:
         self.mode = mode
         self._device = device
         self.tell = tell
-        self._compiles = mode != "eager" and _TORCH >= (2, 8)
+        self.compiles = mode != "eager" and _TORCH >= (2, 8)
         _wait_for_import()
         if mode != "eager":
             gc.collect()  # an earlier run of this process may hold memory in reference cycles
         # The key precision= decides.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-        if mode != "eager" and not self._compiles:
+        if mode != "eager" and not self.compiles:
             # Older versions lose writes of a compiled function to an unaligned row.
             tell(f"torch {torch.__version__}: nothing is compiled; torch>=2.8 makes envs faster")
 
@@ -63,17 +65,20 @@ class Programs:
         ``Programs`` has waited for it, no process may be forked: there, the import would never end.
         """
         global _import
-        if self._compiles and _import is None:
+        if self.compiles and _import is None:
             _import = threading.Thread(target=_import_compiler, name=_IMPORT, daemon=True)
             _import.start()
             atexit.register(_wait_for_import)  # Python may crash if it ends during an import
 
-    def compiled(self, function: Function, name: str) -> Function:
-        """``function`` with its kernels fused by torch.compile; its tensors must not overlap."""
-        if not self._compiles:
+    def compiled(self, function: Function, name: str, rewrite: Rewrite | None = None) -> Function:
+        """``function`` with its kernels fused by torch.compile; its tensors must not overlap.
+
+        ``rewrite`` may change the graph of the function before.
+        """
+        if not self.compiles:
             return function
         _wait_for_import()
-        return cast("Function", _Compiled(function, name, self.tell))
+        return cast("Function", _Compiled(function, name, self.tell, rewrite))
 
     def captured(
         self,
@@ -101,11 +106,18 @@ def send(numbers: Tensor, place: Tensor) -> None:
 
 class _Compiled:
     def __init__(
-        self, function: Callable[..., Any], name: str, tell: Callable[[str], None]
+        self,
+        function: Callable[..., Any],
+        name: str,
+        tell: Callable[[str], None],
+        rewrite: Rewrite | None,
     ) -> None:
         self._function = function
+        how: dict[str, Any] = {"options": _options()}
+        if rewrite is not None:
+            how = {"backend": partial(_compile_rewritten, rewrite)}
         self._fast: Callable[..., Any] | None = torch.compile(
-            _copy(function), dynamic=False, fullgraph=True, options=_options()
+            _copy(function), dynamic=False, fullgraph=True, **how
         )
         self._has_run = False
         self._name = name
@@ -119,15 +131,25 @@ class _Compiled:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # no C compiler, an unknown operation, or a bug in torch
-            if self._has_run and not _is_of_compiler(error):
+            if self._has_run and not is_of_compiler(error):
                 raise  # a part of it may have run, so it must not run again
             # Compilation failed, so nothing ran. An error of the function itself is raised below.
             self._fast = None
-            reason = type_and_line(error)
+            reason = type_and_line(getattr(error, "inner_exception", error))
             self._tell(f"{self._name} is not compiled and runs slower: {reason}")
             return self._function(*tensors)
         self._has_run = True
         return result
+
+
+def _compile_rewritten(
+    rewrite: Rewrite, graph: torch.fx.GraphModule, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    compiler = importlib.import_module("torch._inductor.compile_fx")
+    compiled: Callable[..., Any] = compiler.compile_fx(
+        rewrite(graph), inputs, config_patches=_options()
+    )
+    return compiled
 
 
 def _import_compiler() -> None:
@@ -140,7 +162,8 @@ def _wait_for_import() -> None:
         _import.join()
 
 
-def _is_of_compiler(error: Exception) -> bool:
+def is_of_compiler(error: Exception) -> bool:
+    """Whether torch's compiler failed, so that nothing ran."""
     errors = importlib.import_module("torch._dynamo.exc")
     return isinstance(error, errors.TorchDynamoException)
 
@@ -157,11 +180,13 @@ def _options() -> dict[str, Any] | None:
 
 
 def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with its own code object.
+    """The same function or method with its own code object.
 
     torch.compile compiles a code object at most eight times. A process that trains more often, such
     as a sweep or a notebook, would exceed that.
     """
+    if isinstance(function, MethodType):
+        return MethodType(_copy(function.__func__), function.__self__)
     if not isinstance(function, FunctionType):
         return function
     copied = FunctionType(

@@ -1,6 +1,6 @@
 """Every backend of PPO computes the same numbers as ``TorchPPO``, up to rounding.
 
-NumPy runs on the CPU, Triton on a GPU or in its interpreter.
+NumPy runs on the CPU, Triton on a GPU or in its interpreter, torch.compile on both.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates
 from ml_pipeline.policy.networks import MLP
+from ml_pipeline.training.graphs import Programs
 
 OBS = spaces.Box(-1, 1, (3,), np.float32)
 RATES = Rates(learning_rate=1e-2, clip_range=0.2, entropy_coef=0.01)
@@ -40,6 +42,11 @@ on_gpu = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU"),
     needs_triton,
 ]
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or torch.__version__ < "2.8",
+    reason="torch.compile needs g++ and torch 2.8",
+)
 
 TOLERANCES = {"float32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
 # A clipped row has no gradient. If rounding clips another row, the difference is large.
@@ -72,7 +79,7 @@ def on_each_device(cases: list[str], precisions: list[str]) -> list[Any]:
     return numpy_cases + [
         pytest.param("triton", case, precision, marks=on_gpu)
         for case in cases
-        if case in CASES
+        if case in CASES and max(CASES[case].hidden_sizes) <= 64
         for precision in precisions
     ]
 
@@ -83,6 +90,70 @@ def device_of(backend: str) -> torch.device:
 
 ALL_CASES = {**CASES, **MASKED_CASES}
 PRECISE_ONLY = [name for name in ALL_CASES if name.endswith(tuple(OPTIONS))]
+
+
+@pytest.mark.parametrize(
+    ("device", "case"),
+    [
+        pytest.param("cpu", "box, all options", marks=[slow, needs_compiler]),
+        *(
+            pytest.param("cuda", case, marks=on_gpu)
+            for case in ("discrete", "box, all options", "masked")
+        ),
+    ],
+)
+def test_compiled_code_equals_torchs(device: str, case: str) -> None:
+    found = measured.differences(ALL_CASES[case], "compiled", torch.device(device))
+
+    assert too_large(found) == {}
+
+
+@pytest.mark.gpu
+@on_gpu[1]
+@needs_triton
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("case", ["chains", "relu chains"])
+def test_dense_layers_in_fused_kernels_equal_torchs(case: str, precision: str) -> None:
+    found = measured.differences(CASES[case], "compiled", torch.device("cuda"), precision)
+
+    assert too_large(found, precision) == {}
+
+
+@pytest.mark.gpu
+@on_gpu[1]
+@needs_triton
+@pytest.mark.parametrize(("kind", "limit"), [(torch.float16, 3e-2), (torch.bfloat16, 1e-1)])
+@pytest.mark.parametrize("name", list(measured.CHAINS))
+def test_dense_chains_equal_float64_up_to_rounding(
+    name: str, kind: torch.dtype, limit: float
+) -> None:
+    found = measured.chain_differences(name, kind, torch.device("cuda"))
+
+    assert max(found.values()) < limit, found
+
+
+@slow
+@needs_compiler
+def test_a_loss_that_cannot_be_compiled_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    compiled, plain = (agent_with(TWO) for _ in range(2))
+    compiled.fast = plain.fast = None
+    standard = plain.plain.loss
+
+    def waiting(now: Any, batch: Minibatch, rates: Rates, config: Any) -> Any:
+        assert math.isfinite(now.value.mean().item())
+        return standard(now, batch, rates, config)
+
+    for agent in (compiled, plain):
+        monkeypatch.setattr(agent.plain, "loss", waiting)
+    compiled.compile(Programs(CPU, "compiled", tell=lines.append))
+    batch = minibatch(plain, 8)
+    for agent in (compiled, plain):
+        agent.update(batch, RATES)
+
+    torch.testing.assert_close(compiled.adam.values, plain.adam.values)
+    (line,) = lines
+    assert line.startswith("the loss is not compiled and runs slower")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +204,7 @@ def test_tiles_for_little_shared_memory_compute_the_same(
     [
         ["gae 1x1", "gae 9x5", "gae 4x130", "product", "tf32 tiny minibatches", "box"],
         pytest.param(["infinite tf32", "infinite float32"], marks=slow),
+        [f"chain {name}" for name in measured.CHAINS],
         pytest.param(["tiny minibatches", "single transitions"], marks=slow),
         pytest.param(["tf32 discrete", "tf32 box"], marks=slow),
         pytest.param(["discrete", "relu", "normalised"], marks=slow),

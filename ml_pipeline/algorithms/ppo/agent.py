@@ -22,6 +22,7 @@ from torch import Tensor
 from ml_pipeline.algorithms.ppo.config import PPOConfig
 from ml_pipeline.algorithms.ppo.contracts import FastPPO, PPOBackend
 from ml_pipeline.algorithms.ppo.fast.choice import fastest, mirrored
+from ml_pipeline.algorithms.ppo.fast.compiled_ppo import CompiledPPO, compiled_or_none
 from ml_pipeline.algorithms.ppo.loss import (
     LossTerms,
     Minibatch,
@@ -43,6 +44,7 @@ from ml_pipeline.records import StateDict
 from ml_pipeline.seeding import stream_seed
 from ml_pipeline.targets import TargetError, check_arguments, import_entry, instantiate
 from ml_pipeline.training.contracts import RunContext
+from ml_pipeline.training.graphs import Programs
 
 
 class TorchPPO:
@@ -116,17 +118,28 @@ class TorchPPO:
         value = self.passed(one_step(inputs) if is_recurrent else inputs).value
         return (value[0] if is_recurrent else value).float()
 
-    def update(self, batch: Minibatch, rates: Rates) -> UpdateResult:
-        """One gradient step on one minibatch."""
-        self.model.train()
-        now = current(self.model, self.passed, batch, self._key + self.adam.n_steps.long())
+    def evaluated(
+        self, batch: Minibatch, rates: Rates, key: Tensor
+    ) -> tuple[LossTerms, tuple[Tensor, Tensor]]:
+        """The loss of a minibatch, and how far the policy has moved since the rollout."""
+        now = current(self.model, self.passed, batch, key)
         terms = self.loss(now, batch, rates, self.config)
+        return terms, policy_change(now.log_prob, batch, rates.clip_range)
+
+    def update(
+        self,
+        batch: Minibatch,
+        rates: Rates,
+        evaluated: Callable[..., tuple[LossTerms, tuple[Tensor, Tensor]]] | None = None,
+    ) -> UpdateResult:
+        """One gradient step on one minibatch; ``evaluated`` may be compiled."""
+        self.model.train()
+        key = self._key + self.adam.n_steps.long()
+        terms, change = (evaluated or self.evaluated)(batch, rates, key)
         self.model.eval()
-        self.adam.grad.zero_()
-        torch.autograd.backward(terms.total)
+        self.adam.differentiate(terms.total)
         norm, finite = self.adam.step(rates.learning_rate, terms.total.detach())
         _, *logged = (each.detach() for each in terms[:-1])
-        change = policy_change(now.log_prob, batch, rates.clip_range)
         extra = {name: each.detach() for name, each in terms.extra.items()}
         self.extra_metrics = tuple(extra)
         return UpdateResult._make([*logged, *change, norm, finite, extra])
@@ -226,6 +239,7 @@ class PPOAgent:
             precision=context.precision,
             noise_seed=stream_seed(seed, f"loss of rank {context.world.rank}"),
         )
+        self._compiled: CompiledPPO | None = None
         self.fast: FastPPO | None = None
         self._remark = ""  # why plain torch runs instead of a fast backend, until it is reported
         if config.fast == "auto" and self.plain.has_standard_loss:
@@ -234,7 +248,12 @@ class PPOAgent:
 
     @property
     def backend(self) -> PPOBackend:
-        return self.plain if self.fast is None else self.fast
+        return self.fast or self._compiled or self.plain
+
+    def compile(self, programs: Programs) -> None:
+        """Fuse the arithmetic on rollouts of one size that stay on the device."""
+        if self.fast is None:
+            self._compiled = compiled_or_none(self.plain, programs)
 
     @property
     def takes_arrays(self) -> bool:
@@ -372,10 +391,11 @@ class PPOAgent:
         if self.fast is not None:
             return self.fast.epoch(rollout, order, rates, shares)  # mirrors this, see check_fast
         stops_early = self.device.type == "cpu" and self.config.on_nonfinite == "stop"
+        take = Minibatch.take if self._compiled is None else self._compiled.take
         results: list[UpdateResult] = []
         for number, index in enumerate(order):
             self.adam.share = 1.0 if shares is None else shares[number]
-            results.append(self.update(rollout.take(index), rates))
+            results.append(self.update(take(rollout, index), rates))
             if stops_early and not results[-1].finite:
                 break
         return torch.stack([as_row(each) for each in results])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from ml_pipeline.algorithms.ppo.config import PPOConfig
-from ml_pipeline.algorithms.ppo.loss import Minibatch, Rates, UpdateResult
+from ml_pipeline.algorithms.ppo.loss import LossTerms, Minibatch, Rates, UpdateResult
 from ml_pipeline.mirrors import Mirrored
 from ml_pipeline.policy.actor_critic import ActorCritic
 from ml_pipeline.policy.contracts import PolicyInput, PolicySample
@@ -41,6 +41,17 @@ class PlainPPO(PPOBackend, Protocol):
     model: ActorCritic
     adam: Optimiser
     precision: str
+
+    def evaluated(
+        self, batch: Minibatch, rates: Rates, key: Tensor
+    ) -> tuple[LossTerms, tuple[Tensor, Tensor]]: ...
+
+    def update(
+        self,
+        batch: Minibatch,
+        rates: Rates,
+        evaluated: Callable[..., tuple[LossTerms, tuple[Tensor, Tensor]]] | None = None,
+    ) -> UpdateResult: ...
 
 
 class FastPPO(PPOBackend, Protocol):

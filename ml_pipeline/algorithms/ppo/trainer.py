@@ -67,6 +67,8 @@ class PPOTrainer:
         self._programs = context.programs
         for remark in filter(None, (agent.check_fast(), agent.distribution.remark())):
             self._programs.tell(remark)
+        if not collector.on_host:
+            agent.compile(self._programs)
         self._scaler = None
         if config.scale_reward:
             self._scaler = collector.new_scaler(gamma=config.gamma, clip=config.clip_reward)

@@ -21,7 +21,7 @@ from ml_pipeline.policy.optimiser import FlatAdam
 MIRRORED: Mirrored = {
     **numpy_mlp.MIRRORED,
     **optimiser.MIRRORED,
-    "ml_pipeline.algorithms.ppo.agent.PPOAgent.epoch": "101cb7ea7cf8",
+    "ml_pipeline.algorithms.ppo.agent.PPOAgent.epoch": "a24848d0333a",
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.update": "90d82c88be79",
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.sample_batch": "ffe0e71d1a1a",
     "ml_pipeline.algorithms.ppo.agent.PPOAgent.score_batch": "2481d19f5caa",
@@ -33,7 +33,7 @@ MIRRORED: Mirrored = {
     "ml_pipeline.algorithms.ppo.agent.TorchPPO.passed": "a23c4000a6f9",
     "ml_pipeline.algorithms.ppo.agent.as_row": "59efef04de11",
     "ml_pipeline.algorithms.ppo.loss.current": "3ce2540a9880",
-    "ml_pipeline.algorithms.ppo.agent.TorchPPO.update": "25b51490b778",
+    "ml_pipeline.algorithms.ppo.agent.TorchPPO.update": "6eaffff5495e",
     "ml_pipeline.algorithms.ppo.loss.ppo_loss": "a4bcf56944e0",
     "ml_pipeline.algorithms.ppo.loss.normalised": "46ef7c9d5b79",
     "ml_pipeline.algorithms.ppo.loss.policy_change": "7ff95ec6a831",
