@@ -86,12 +86,12 @@ class TorchBreakout(TorchVectorEnv):
 
         cell = _cell(new_x, new_y)
         hits_ceiling = new_y < 0
-        is_inside = (cell & bricks).any(dim=2).any(dim=1)
+        is_inside = (cell & bricks).flatten(1).any(dim=1)
         breaks = is_inside & ~was_inside  # one brick at a time: from inside, it flies on
         bricks = bricks & ~(cell & breaks[:, None, None])
 
         is_low = new_y == BOTTOM
-        is_cleared = is_low & ~bricks.any(dim=2).any(dim=1)
+        is_cleared = is_low & ~bricks.flatten(1).any(dim=1)
         bricks = bricks | (is_cleared[:, None, None] & _wall(bricks.device))
         hits_top = is_low & (x == paddle)  # flies off to the other side of the paddle
         hits_corner = is_low & (x != paddle) & (new_x == paddle)  # flies back where it came from
