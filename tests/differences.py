@@ -21,6 +21,7 @@ from torch import Tensor
 from ml_pipeline.algorithms.ppo.agent import PPOAgent
 from ml_pipeline.algorithms.ppo.loss import COLUMNS, Minibatch, Rates, UpdateResult
 from ml_pipeline.policy.contracts import PolicyInput
+from ml_pipeline.policy.min_gru import linear_steps
 from ml_pipeline.policy.networks import MLP
 from ml_pipeline.training.graphs import Programs
 from ml_pipeline.training.returns import RolloutOutcome, gae
@@ -281,6 +282,7 @@ CHAINS: dict[str, tuple[list[int], list[int], str]] = {  # layers, outputs of ea
     "two towers": ([4, 130, 72], [2, 1], "tanh"),
     "one tower": ([40, 17], [5], "relu"),
     "three layers": ([3, 20, 256, 16], [18, 1], "tanh"),
+    "wide": ([5, 300, 520], [2, 1], "tanh"),
     "equal layers": ([70, 64, 64], [3, 3], "relu"),
 }
 
@@ -291,6 +293,25 @@ def chain_differences(name: str, kind: torch.dtype, device: torch.device) -> dic
 
     layers, n_out, activation = CHAINS[name]
     return {"largest": largest_error(Sizes(layers, n_out), activation, kind, device)}
+
+
+def linear_differences(n_steps: int, n_columns: int, device: torch.device) -> dict[str, float]:
+    """Differences between the kernel and the rounds of ``linear_steps``, with a NaN to stop."""
+    from ml_pipeline.policy.steps_kernel import linear_steps_in_one_kernel
+
+    generator = torch.Generator().manual_seed(1)
+    kept = torch.rand(n_steps, n_columns, generator=generator)
+    kept[torch.rand(n_steps, n_columns, generator=generator) < 0.25] = 0.0
+    new = torch.randn(n_steps + 1, n_columns, generator=generator)
+    found = {}
+    for name, end, backwards in (("states", 0, False), ("states backwards", -1, True)):
+        broken = new.clone()
+        broken[end, 0], kept[end, 0] = torch.nan, 0.0
+        steps = kept.to(device), broken.to(device), backwards
+        ours, theirs = linear_steps_in_one_kernel(*steps), linear_steps(*steps)
+        found[name] = _apart(ours.nan_to_num(99.0), theirs.nan_to_num(99.0))
+        found[f"{name} that are not finite"] = float(abs(int((~ours.isfinite()).sum()) - 1))
+    return found
 
 
 def _apart(ours: Tensor, theirs: Tensor) -> float:
@@ -339,6 +360,9 @@ def main(names: list[str]) -> None:
         if kind == "gae":
             n_steps, n_envs = map(int, rest.split("x"))
             found[name] = gae_differences(n_steps, n_envs, device)
+        elif kind == "linear":
+            n_steps, n_columns = map(int, rest.split("x"))
+            found[name] = linear_differences(n_steps, n_columns, device)
         elif kind == "broken":
             found[name] = broken_differences(CASES["box"], "triton", device, rest)
         elif kind == "tf32":

@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
 from tiny_envs import ForbiddingEnv, MixedEnv
 from torch import Tensor
 
+from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
 from ml_pipeline.envs.kinds import AnySpace
 from ml_pipeline.envs.tensor_env import EnvState, TorchVectorEnv
 from ml_pipeline.worlds.hockey.tensor_env import TorchHockey
@@ -293,3 +295,51 @@ class OtherLeaves(Places):
     """Its single env observes something else."""
 
     single_env = MixedEnv  # type: ignore[assignment]
+
+
+class Bare(VectorEnv[Any, Any, Any]):
+    """One of our tensor envs with the bare interface of a library on a GPU."""
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
+
+    def __init__(self, num_envs: int, device: str = "cpu", keeps_finals: bool = True) -> None:
+        self._env = TorchCartPole(num_envs, device=device, max_episode_steps=15)
+        self._keeps_finals = keeps_finals
+        self.num_envs = num_envs
+        for name in ("observation_space", "action_space"):
+            setattr(self, name, getattr(self._env, name))
+            setattr(self, f"single_{name}", getattr(self._env, f"single_{name}"))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return self._env.reset(seed=seed)[0], {}
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        assert isinstance(actions, torch.Tensor)
+        *outcome, infos = self._env.step(actions)
+        kept = {"final_obs": infos["final_obs"]} if self._keeps_finals else {}
+        return (*outcome, kept)  # type: ignore[return-value]
+
+
+class Recall(TorchVectorEnv):
+    """The first observation is a side; after four steps the action must name it, for a reward of 1.
+
+    Without memory the mean return is 0.5.
+    """
+
+    single_observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    single_action_space = spaces.Discrete(2)
+    n_draws = 1
+
+    def begin(self, draws: tuple[Tensor, ...]) -> EnvState:
+        side = (draws[0] < 0.5).float()
+        return side, torch.zeros_like(side)
+
+    def advance(self, state: EnvState, action: Tensor) -> tuple[EnvState, Tensor, Tensor]:
+        side, t = state
+        is_last = t >= 3.0
+        return (side, t + 1.0), (is_last & (action == side)).float(), is_last
+
+    def observe(self, state: EnvState) -> Tensor:
+        side, t = state
+        shown = torch.where(t == 0.0, 2.0 * side - 1.0, 0.0)
+        return torch.stack([shown, (t == 3.0).float()], dim=1)

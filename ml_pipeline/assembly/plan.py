@@ -181,7 +181,7 @@ def make_plan(
     elif config.init_from is not None:
         config = started_from(config, agent)
     if one_tensor_env is not None:
-        _check_tensor_env(config, one_tensor_env, trial, agent)
+        _check_tensor_env(config, one_tensor_env, trial)
     if trial.has_reset_rows:
         _check_reset_rows(config, context, agent)
     config = _with_cpu_threads(config, agent, context)
@@ -337,9 +337,7 @@ def _check_actions(config: TrainConfig, trial: EnvTrial) -> None:
         )
 
 
-def _check_tensor_env(
-    config: TrainConfig, env: DeviceVectorEnv, trial: EnvTrial, agent: Agent
-) -> None:
+def _check_tensor_env(config: TrainConfig, env: DeviceVectorEnv, trial: EnvTrial) -> None:
     """Refuse settings that need envs in processes."""
     lacks_masks = config.agent.action_mask == "info" and not env.has_action_masks
     # In self-play, the tensor env has two players.
@@ -348,7 +346,6 @@ def _check_tensor_env(
         (bool(config.env.wrappers), "env.wrappers; put their work into the env class"),
         (config.vec_env.mode != "auto", "vec_env; leave vec_env=auto"),
         (config.collector != "sync", "collector; leave collector=sync"),
-        (is_recurrent(agent), "network; use one that is not recurrent, such as network=mlp"),
         (lacks_masks, "agent.action_mask without an action_mask of its class; set it to none"),
         (config.opponent is not None and env.has_action_masks, "opponent with its action_mask"),
         (is_other, "a single_env with another observation space than its own"),

@@ -27,7 +27,7 @@ from ml_pipeline.assembly.compose import (
     with_newest_run,
 )
 from ml_pipeline.assembly.load import load_agent, load_policy
-from ml_pipeline.assembly.plan import RunPlan, is_recurrent, make_plan
+from ml_pipeline.assembly.plan import RunPlan, make_plan
 from ml_pipeline.config.train import TrainConfig
 from ml_pipeline.device import precision_of_products, torch_threads
 from ml_pipeline.envs.choice import choose_mode
@@ -257,7 +257,7 @@ def build_vec_envs(plan: RunPlan) -> tuple[Sequence[ProcessEnv | DeviceVectorEnv
 def _stays_on_device(plan: RunPlan, batch: ForeignVectorEnv) -> bool:
     """Whether the tensors of the env, if it has any, can be those of the rollout."""
     device = plan.context.device
-    if device.type == "cpu" or is_recurrent(plan.agent) or plan.trial.counts_episodes:
+    if device.type == "cpu" or plan.trial.counts_episodes:
         return False  # on the CPU an array may be the tensor's memory
     _, infos = batch.reset()  # only its observations show where they are
     return why_on_host(batch, device, infos) is None

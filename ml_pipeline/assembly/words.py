@@ -114,6 +114,7 @@ _OPTIONS = {
     "network=dict": ("network", "multiinputpolicy multi combined"),
     "network=lstm": ("network", "rnn recurrent mlplstmpolicy"),
     "network=lstm network.cell=gru": ("network", "gru"),
+    "network=lstm network.cell=mingru": ("network", "mingru min_gru"),
     "network=trxl": ("network", "transformer attention gtrxl transformerxl attention_net"),
     "agent=ppo": ("agent", "ppo2 recurrentppo maskableppo"),
     "agent=dqn": ("agent", "ddqn doubledqn"),

@@ -23,7 +23,8 @@ from torch.fx import GraphModule, Node
 
 from ml_pipeline.errors import type_and_line
 
-_WIDEST = 256  # units of a hidden layer: the last one is computed as a whole, with the outputs
+_WIDEST = 1024  # units of a hidden layer
+_WIDEST_TILE = 256  # a last hidden layer that is not wider also computes the outputs
 _MOST_OUTPUTS = 64
 _FEWEST_ROWS = 256
 _ROWS_OF_A_PART = 512  # at least, of a sum over rows
@@ -96,20 +97,23 @@ def dense_chains(
     out = torch.empty(n_rows, sum(n_out), device=x.device)
     kept = _new_kept(x, sizes, kind)
     weights, second, n_towers = params.to(kind), sizes.n_values[0], len(n_out)
-    hidden = sizes.parts_of(kept, n_rows)
+    results = [*sizes.parts_of(kept, n_rows), out]
     seen, place = x, sizes.places
-    for i, (n_in, n_units) in enumerate(pairwise(layers)):
-        is_first, is_last = i == 0, i == len(layers) - 2
-        tile = _tile(x.device, n_units, is_first and not is_last)
-        n_columns = tile["N"]
-        forward_kernel[(_div(n_rows, tile["B"]), _div(n_units, n_columns), n_towers)](
-            seen, 0 if is_first else n_rows * n_in, weights, params, place[i], second, hidden[i],
+    for i, (n_in, n_units) in enumerate(pairwise([*layers, max(n_out)])):
+        is_first, is_output = i == 0, i == len(layers) - 1
+        gives_outputs = i == len(layers) - 2 and n_units <= _WIDEST_TILE
+        tile = _tile(x.device, n_units, is_first and not gives_outputs)
+        forward_kernel[(_div(n_rows, tile["B"]), _div(n_units, tile["N"]), n_towers)](
+            seen, 0 if is_first else n_rows * n_in, weights, params, place[i], second, results[i],
             place[-1], out, n_rows, n_in, n_units, n_out[0], sum(n_out[1:]),
             K=min(_padded(n_in), 32 if is_first else tile["K"]), A=_padded(max(n_out)),
-            ACTIVATION=activation, FIRST=is_first, LAST=is_last, KEEP=keeps or not is_last,
+            ACTIVATION=activation, FIRST=is_first, LAST=gives_outputs, OUTPUTS=is_output,
+            KEEP=keeps or not gives_outputs,
             **{name: tile[name] for name in ("B", "N", "num_warps", "num_stages")},
         )  # fmt: skip
-        seen = hidden[i]
+        if gives_outputs:
+            break
+        seen = results[i]
     return out, kept if keeps else kept.new_empty(0)
 
 
@@ -162,7 +166,9 @@ def dense_chains_backward(
         gradients.append(below)
     gradients.reverse()
     n_values = sum(sizes.n_values)
-    n_parts = max(1, min(_div(n_rows, _ROWS_OF_A_PART), _most_parts(x.device, n_towers)))
+    n_tiles = max(_div(n, 128) * _div(k, 128) for n, k in pairwise(layers))
+    n_programs = 2 * _properties(x.device)[0]  # at most, in the widest layer
+    n_parts = max(1, min(_div(n_rows, _ROWS_OF_A_PART), n_programs // (n_tiles * n_towers)))
     n_each = _div(_div(n_rows, n_parts), 64) * 64
     n_parts = _div(n_rows, n_each)
     parts = torch.empty(n_parts, n_values, device=x.device)
@@ -425,7 +431,7 @@ def _padded(size: int) -> int:
 
 # Measured on an H200: rows, units and inputs of a tile.
 def _tile(device: torch.device, n_units: int, is_narrow: bool) -> dict[str, int]:
-    n = min(_padded(n_units), 128) if is_narrow else _padded(n_units)
+    n = min(_padded(n_units), 128 if is_narrow else _WIDEST_TILE)
     if n > 128:
         stages = 3 if _has_much_memory(device) else 2
         k = 64 if _has_much_memory(device) else 32
@@ -434,16 +440,11 @@ def _tile(device: torch.device, n_units: int, is_narrow: bool) -> dict[str, int]
 
 
 def _back_tile(device: torch.device, n_in: int, is_output: bool) -> dict[str, int]:
-    k = min(_padded(n_in), 128) if is_output else _padded(n_in)
+    k = min(_padded(n_in), 128 if is_output else _WIDEST_TILE)
     if k > 128:
         stages = 3 if _has_much_memory(device) else 2
         return {"B": 128, "K": k, "num_warps": 8, "num_stages": stages}
     return {"B": 64, "K": k, "num_warps": 4, "num_stages": 2 if is_output else 3}
-
-
-def _most_parts(device: torch.device, n_towers: int) -> int:
-    """So many that the widest layer, of four tiles, has two programs per multiprocessor."""
-    return max(1, _properties(device)[0] * 2 // (4 * n_towers))
 
 
 def _has_much_memory(device: torch.device) -> bool:

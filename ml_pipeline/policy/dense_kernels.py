@@ -61,11 +61,17 @@ def _scale(largest, SCALED: tl.constexpr):
 def forward_kernel(
     x, x_tower, weights, values, place, second, y, head, out, n_rows, n_in, n_units, n_out, n_out_2,
     B: tl.constexpr, N: tl.constexpr, K: tl.constexpr, A: tl.constexpr,
-    ACTIVATION: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, KEEP: tl.constexpr,
+    ACTIVATION: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, OUTPUTS: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
-    """A hidden layer; the last one also computes the outputs. The first reads float32."""
+    """A hidden layer, or the OUTPUTS. The LAST hidden one also computes them, if it is narrow.
+
+    The FIRST reads float32.
+    """
     tower = tl.program_id(2)
     own = tower * second
+    if OUTPUTS:
+        n_units = tl.where(tower == 0, n_out, n_out_2)
     rows = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
     units = tl.program_id(1) * N + tl.arange(0, N)
     live, there = (rows < n_rows)[:, None], units < n_units
@@ -84,19 +90,25 @@ def forward_kernel(
         else:
             total = tl.dot(seen, tl.load(weights + at, mask=mask, other=0.0), total)
     bias = tl.load(values + place + own + n_units * n_in + units, mask=there, other=0.0)
-    found = _stored(_activated(total + bias[None, :], ACTIVATION), weights.dtype.element_ty)
-    if KEEP:
-        y += tower.to(tl.int64) * n_rows * n_units
-        tl.store(y + rows[:, None] * n_units + units[None, :], found, mask=live & there[None, :])
-    if LAST:
-        a = tl.arange(0, A)
-        n_own = tl.where(tower == 0, n_out, n_out_2)
-        wanted = a < n_own
-        at = head + own + a[None, :] * n_units + units[:, None]
-        weight = tl.load(weights + at, mask=wanted[None, :] & there[:, None], other=0.0)
-        bias = tl.load(values + head + own + n_own * n_units + a, mask=wanted, other=0.0)
-        at = rows[:, None] * (n_out + n_out_2) + tower * n_out + a[None, :]
-        tl.store(out + at, tl.dot(found, weight) + bias[None, :], mask=live & wanted[None, :])
+    if OUTPUTS:
+        at = rows[:, None] * (n_out + n_out_2) + tower * n_out + units[None, :]
+        tl.store(out + at, total + bias[None, :], mask=live & there[None, :])
+    else:
+        found = _stored(_activated(total + bias[None, :], ACTIVATION), weights.dtype.element_ty)
+        if KEEP:
+            y += tower.to(tl.int64) * n_rows * n_units
+            tl.store(
+                y + rows[:, None] * n_units + units[None, :], found, mask=live & there[None, :]
+            )
+        if LAST:
+            a = tl.arange(0, A)
+            n_own = tl.where(tower == 0, n_out, n_out_2)
+            wanted = a < n_own
+            at = head + own + a[None, :] * n_units + units[:, None]
+            weight = tl.load(weights + at, mask=wanted[None, :] & there[:, None], other=0.0)
+            bias = tl.load(values + head + own + n_own * n_units + a, mask=wanted, other=0.0)
+            at = rows[:, None] * (n_out + n_out_2) + tower * n_out + a[None, :]
+            tl.store(out + at, tl.dot(found, weight) + bias[None, :], mask=live & wanted[None, :])
 
 
 @triton.jit

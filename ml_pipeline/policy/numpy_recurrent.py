@@ -22,8 +22,9 @@ from ml_pipeline.policy.recurrent import Recurrent
 
 # What ``RecurrentTowers`` repeats.
 MIRRORED: Mirrored = {
-    "ml_pipeline.policy.recurrent.Recurrent.__init__": "ba97aa0af0c7",
-    "ml_pipeline.policy.recurrent.Recurrent.forward": "6a27d7e9a115",
+    "ml_pipeline.policy.recurrent.Recurrent.__init__": "2d7aaa5652b3",
+    "ml_pipeline.policy.recurrent.Recurrent.forward": "e28e8c257e2d",
+    "ml_pipeline.policy.recurrent.Recurrent._in_segments": "8593a8436c40",
     "ml_pipeline.policy.recurrent.Recurrent._run": "8a9add71e58b",
 }
 _ZERO = np.float32(0.0)

@@ -1,4 +1,4 @@
-"""Recurrent: an LSTM or GRU over the features of any other network."""
+"""Recurrent: an LSTM, GRU or MinGRU over the features of any other network."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from typing import Any
 import gymnasium as gym
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ml_pipeline.errors import UserError
 from ml_pipeline.policy.contracts import Obs
+from ml_pipeline.policy.min_gru import MinGRU
 from ml_pipeline.policy.networks import check_sizes, out_features
 from ml_pipeline.policy.observations import map_obs
+from ml_pipeline.policy.unrolled import unrolled
 from ml_pipeline.targets import instantiate
+
+_CELLS: Mapping[str, type[nn.Module]] = {"lstm": nn.LSTM, "gru": nn.GRU, "mingru": MinGRU}
 
 
 class Recurrent(nn.Module):
@@ -30,13 +35,13 @@ class Recurrent(nn.Module):
     ) -> None:
         """``encoder``: a _target_ entry of a network; None means ``DictNetwork``."""
         super().__init__()
-        if cell not in ("lstm", "gru"):
-            raise ValueError(f"cell must be lstm | gru, got {cell}")
+        if cell not in _CELLS:
+            raise ValueError(f"cell must be {' | '.join(_CELLS)}, got {cell}")
         check_sizes("size", [size])
         self.encoder = build_encoder(encoder, observation_space)
         # FlatAdam keeps all parameters in one tensor of its own, and cuDNN warns about that.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
-        self.cell = (nn.LSTM if cell == "lstm" else nn.GRU)(out_features(self.encoder), size)
+        self.cell: Any = _CELLS[cell](out_features(self.encoder), size)
         self.out_features = size
         self.state_size = 2 * size if cell == "lstm" else size
 
@@ -50,7 +55,19 @@ class Recurrent(nn.Module):
         encoded = self.encoder(map_obs(lambda leaf: leaf.flatten(0, 1), obs)).unflatten(
             0, (n_steps, n_envs)
         )
-        # One call of the cell covers all steps up to the next episode start in any env.
+        if isinstance(self.cell, MinGRU):
+            found: tuple[Tensor, Tensor] = self.cell(encoded, state, episode_start)
+            return found
+        # Only a CPU can read the starts without waiting for the work before.
+        is_on_cpu = encoded.device.type == "cpu"
+        run = self._in_segments if is_on_cpu else self._step_by_step
+        return run(encoded, state, episode_start)
+
+    def _in_segments(
+        self, encoded: Tensor, state: Tensor, episode_start: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One call of the cell covers all steps up to the next episode start in any env."""
+        n_steps = len(encoded)
         starts = episode_start[1:].any(dim=1).nonzero().flatten().tolist() if n_steps > 1 else []
         bounds = [0, *(start + 1 for start in starts), n_steps]
         features = []
@@ -68,6 +85,15 @@ class Recurrent(nn.Module):
         hidden, carried = (half.contiguous().unsqueeze(0) for half in state.chunk(2, dim=-1))
         features, (hidden, carried) = self.cell(encoded, (hidden, carried))
         return features, torch.cat([hidden[0], carried[0]], dim=-1)
+
+    def _step_by_step(
+        self, encoded: Tensor, state: Tensor, episode_start: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same, with the starts as data: a CUDA graph can capture it."""
+        cell = self.cell
+        # float: bf16 would round the state in every step.
+        given = functional.linear(encoded, cell.weight_ih_l0, cell.bias_ih_l0).float()
+        return unrolled(given, cell.weight_hh_l0, cell.bias_hh_l0, state, episode_start)
 
 
 def build_encoder(

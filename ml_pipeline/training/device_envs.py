@@ -1,8 +1,8 @@
 """DeviceEnvs: the ``EnvBatch`` of a tensor env; nothing leaves its device.
 
 A program that is captured as a CUDA graph may take many steps. Between programs the positions of
-the envs and their observations stay at one address. Within one they are passed from step to step,
-so that no step waits for a write of the one before.
+the envs, their observations and the recurrent state of the policy stay at one address. Within one
+they are passed from step to step, so that no step waits for a write of the one before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ml_pipeline.envs.tensor_env import (
     position_parts,
     with_ended,
 )
-from ml_pipeline.policy.contracts import PolicyInput
+from ml_pipeline.policy.contracts import PolicyInput, PolicySample
 from ml_pipeline.policy.masks import ActionMasks
 from ml_pipeline.policy.observations import ObservationReader
 from ml_pipeline.records import StateDict
@@ -35,7 +35,6 @@ class DeviceEnvs:
 
     on_host = False
     has_reset_rows = False
-    memory: Tensor | None = None  # no recurrent policies yet
 
     def __init__(
         self, env: DeviceVectorEnv, *, seed: int, programs: Programs | None = None
@@ -48,7 +47,8 @@ class DeviceEnvs:
         self._step: Any = None
         self._held = [part.clone() for part in position_parts(env.position)]
         self._reader = reader = ObservationReader(env.single_observation_space)
-        # What the envs show between programs; it has masks if the agent uses them.
+        # What the envs show between programs; it has masks if the agent uses them, and episode
+        # starts if it is recurrent.
         leaves = {
             name: torch.zeros(
                 (env.num_envs, *reader.shapes[name]),
@@ -62,12 +62,15 @@ class DeviceEnvs:
         self._none_ended = [torch.zeros(env.num_envs, device=env.device) for _ in range(3)]
         # Number, summed returns and summed lengths of the episodes that ended since ``begin``.
         self._totals = torch.zeros(3, device=env.device)
+        self.memory: Tensor | None = None  # of a recurrent policy
         # What acting reads, if it is a program of its own:
         self._seen: Seen | None = None
+        self._recalled: Tensor | None = None
         self._noise: Tensor | None = None
-        self._programs_of: dict[Choose, Callable[[], Tensor]] = {}
+        self._programs_of: dict[Choose, Callable[[], PolicySample]] = {}
         # Within a program:
         self._parts, self._ended, self._now = self._held, self._none_ended, self._shown
+        self._carried: Tensor | None = None  # the recurrent state
         self._action: Any = None
 
     @property
@@ -86,15 +89,25 @@ class DeviceEnvs:
             return False
         obs, infos = self.env.reset(seed=self._seed)
         leaves = self._reader.split(obs)
-        self._hold(Seen(leaves, agent.masks.on_device(leaves, infos.get(MASK_KEY)), None))
+        mask = agent.masks.on_device(leaves, infos.get(MASK_KEY))
+        memory = agent.new_memory(self.env.num_envs)
+        start = None if memory is None else torch.ones(len(memory), dtype=torch.bool)
+        self._hold(Seen(leaves, mask, start), memory)
         return True
 
-    def _hold(self, seen: Seen) -> None:
-        """Keep what envs show, and positions, where captured programs read and write them."""
+    def _hold(self, seen: Seen, memory: Tensor | None) -> None:
+        """Keep what the next step reads where captured programs read and write it."""
         if seen.mask is not None and self._shown.mask is None:
             mask = torch.zeros_like(seen.mask, device=self.env.device)
             self._shown = self._shown._replace(mask=mask)
+        if seen.episode_start is not None and self._shown.episode_start is None:
+            start = torch.zeros_like(seen.episode_start, device=self.env.device)
+            self._shown = self._shown._replace(episode_start=start)
         _write(seen, self._shown)
+        if self.memory is None or memory is None:
+            self.memory = memory
+        else:
+            self.memory.copy_(memory)
         for place, part in zip(self._held, position_parts(self.env.position), strict=True):
             place.copy_(part)
         self.env.position = join_position(self._held)
@@ -105,6 +118,7 @@ class DeviceEnvs:
 
     def show(self, seen: Seen | None = None) -> None:
         self._parts, self._ended, self._now = self._held, self._none_ended, self._shown
+        self._carried = self.memory
         if seen is not None:
             self._now = seen
             _write(self._shown, seen)
@@ -113,33 +127,41 @@ class DeviceEnvs:
         self, agent: Observer, choose: Choose, noise: Tensor, out: Tensor | None = None
     ) -> Tensor:
         if self.can_be_captured:
-            sample = choose(self._input(self._now), noise, out=out)
+            sample = choose(self._input(self._now, self._carried), noise, out=out)
+            self._carried = sample.memory
             action: Tensor = sample.action if out is None else out
             self._action = action
             return action
-        self._action = self._act_alone(choose, noise)
+        self._action, self._carried = self._act_alone(choose, noise)
         return self._action if out is None else out.copy_(self._action)
 
-    def _act_alone(self, choose: Choose, noise: Tensor) -> Tensor:
+    def _act_alone(self, choose: Choose, noise: Tensor) -> PolicySample:
         """Act in a program of its own, because the steps before and after it have none."""
         if self._noise is None or self._seen is None:
             self._noise = noise.clone()
             copies = [each.clone() for each in _tensors(self._now)]
             self._seen = _like(self._now, copies)
+            if self._carried is not None and self._now.episode_start is not None:
+                self._seen = self._seen._replace(episode_start=self._now.episode_start.clone())
+                self._recalled = self._carried.clone()
         _write(self._now, self._seen)
+        if self._recalled is not None and self._carried is not None:
+            self._recalled.copy_(self._carried)
         self._noise.copy_(noise)
         if choose not in self._programs_of:
-            inputs = self._input(self._seen), self._noise
+            inputs = self._input(self._seen, self._recalled), self._noise
 
-            def act() -> Tensor:
-                return choose(*inputs).action
+            def act() -> PolicySample:
+                return choose(*inputs)
 
             self._programs_of[choose] = self._programs.captured(act, "acting")
-        action: Tensor = self._programs_of[choose]()
-        return action
+        sample: PolicySample = self._programs_of[choose]()
+        return sample
 
     def receive(self, agent: Observer, t: int, row: Row | None = None) -> EnvStep | None:
         places: list[Tensor | None] = []
+        if row is not None and row.final_memory is not None and self._carried is not None:
+            row.final_memory.copy_(self._carried)
         if row is not None and row.final is not None:
             self._now = row.following
             places = [*_tensors(row.following), row.reward, row.terminated, row.truncated]
@@ -147,17 +169,23 @@ class DeviceEnvs:
         self._parts, self._ended, results = self._step(
             self._parts, self._ended, self._action, places
         )
-        if places:
+        if row is not None and places:
+            if row.following.episode_start is not None:
+                torch.logical_or(row.terminated, row.truncated, out=row.following.episode_start)
             return None
         n = len(_tensors(self._shown))
         reward, terminated, truncated = results[n : n + 3]
         self._now, final = _like(self._shown, results[:n]), _like(self._shown, results[n + 3 :])
+        if self._carried is not None:
+            self._now = self._now._replace(episode_start=terminated | truncated)
         return EnvStep(self._now.obs, self._now.mask, reward, terminated, truncated, final)
 
     def end(self) -> None:
         _write(self._now, self._shown)
         for place, part in zip(self._held, self._parts, strict=True):
             place.copy_(part)
+        if self.memory is not None and self._carried is not None:
+            self.memory.copy_(self._carried)
         self._totals += torch.stack(self._ended).sum(dim=1)
 
     def abandon(self) -> None:
@@ -165,10 +193,11 @@ class DeviceEnvs:
         self.has_started = False
 
     def inputs(self, agent: Observer) -> PolicyInput:
-        return self._input(self._shown)
+        return self._input(self._shown, self.memory)
 
-    def _input(self, seen: Seen) -> PolicyInput:
-        return PolicyInput(self._reader.joined(seen.obs), seen.mask, None, None)
+    def _input(self, seen: Seen, memory: Tensor | None) -> PolicyInput:
+        start = None if memory is None else seen.episode_start
+        return PolicyInput(self._reader.joined(seen.obs), seen.mask, memory, start)
 
     def ended_episodes(self) -> list[Episode]:
         n, episode_return, length = self._totals.tolist()
@@ -184,11 +213,16 @@ class DeviceEnvs:
     def state_dict(self) -> StateDict:
         # Copy on the CPU too: the next step overwrites it.
         leaves = {name: leaf.to("cpu", copy=True) for name, leaf in self._shown.obs.items()}
-        mask = self._shown.mask
+        mask, start = self._shown.mask, self._shown.episode_start
+        recalled = {}
+        if self.memory is not None and start is not None:
+            recalled["state"] = self.memory.to("cpu", copy=True)
+            recalled["episode_start"] = start.to("cpu", copy=True)
         return {
             "envs": self.env.state_dict(),
             "obs": self._reader.joined(leaves),
             "mask": None if mask is None else mask.to("cpu", copy=True),
+            **recalled,
         }
 
     def restore(self, snapshots: Sequence[bytes]) -> None:
@@ -199,7 +233,9 @@ class DeviceEnvs:
         if (mask is not None) != agent.masks.are_used:
             raise ValueError("agent.action_mask has changed")
         self.env.load_state_dict(state["envs"])
-        self._hold(Seen({"": obs} if self._reader.is_single else obs, mask, None))
+        memory, start = state.get("state"), state.get("episode_start")
+        memory = None if memory is None else memory.to(agent.device)
+        self._hold(Seen({"": obs} if self._reader.is_single else obs, mask, start), memory)
 
 
 def _new_step(
@@ -250,3 +286,5 @@ def _like(seen: Seen, tensors: list[Tensor]) -> Seen:
 def _write(source: Seen, place: Seen) -> None:
     for old, new in zip(_tensors(place), _tensors(source), strict=True):
         old.copy_(new)
+    if place.episode_start is not None:
+        place.episode_start.copy_(source.episode_start)

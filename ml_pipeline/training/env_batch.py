@@ -43,6 +43,7 @@ class Row(NamedTuple):
     terminated: ArrayOrTensor
     truncated: ArrayOrTensor
     final: Seen | None  # before the autoreset; for tensor envs only
+    final_memory: Tensor | None  # recurrent state before it
     following: Seen  # what the policy sees after the step
 
 
@@ -150,6 +151,7 @@ def restore_positions(
     if not isinstance(positions, list if batches[0].on_host else dict):
         raise ValueError("the checkpoint holds no env positions, or those of another kind of env")
     if isinstance(positions, dict):
+        _check_memory(positions, agent)
         batches[0].resume_at(positions, agent)
         return
     if len(positions) != len(batches):
@@ -157,14 +159,19 @@ def restore_positions(
     for position in positions:
         if (position["mask"] is not None) != agent.masks.are_used:
             raise ValueError("agent.action_mask has changed")
-        if (position["state"] is not None) != bool(agent.memory_size):
-            raise ValueError("the network has changed")
+        _check_memory(position, agent)
     # All envs first: if one cannot be restored, every batch starts new episodes.
     for batch in batches:
         first = batch.place.start
         batch.restore(snapshots[first : first + batch.env.num_envs])
     for batch, position in zip(batches, positions, strict=True):
         batch.resume_at(position, agent)
+
+
+def _check_memory(position: StateDict, agent: Observer) -> None:
+    # Positions of tensor envs have no such key without a recurrent policy.
+    if (position.get("state") is not None) != bool(agent.memory_size):
+        raise ValueError("the network has changed")
 
 
 def new_table(

@@ -175,6 +175,9 @@ def _options() -> dict[str, Any] | None:
     still times several sizes of a block. One size (triton.autotune_pointwise) compiles faster, but
     was up to 1.2 times as slow in an env.
     """
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    if hasattr(dynamo, "allow_rnn"):
+        dynamo.allow_rnn = True  # our networks only read the weights of an nn.LSTM or nn.GRU
     inductor = importlib.import_module("torch._inductor.config")  # slow, so not for every run
     return {"deterministic": True} if hasattr(inductor, "deterministic") else None
 

@@ -202,7 +202,17 @@ def test_tiles_for_little_shared_memory_compute_the_same(
 @pytest.mark.parametrize(
     "names",
     [
-        ["gae 1x1", "gae 9x5", "gae 4x130", "product", "tf32 tiny minibatches", "box"],
+        [
+            "gae 1x1",
+            "gae 9x5",
+            "gae 4x130",
+            "linear 1x1",
+            "linear 9x5",
+            "linear 4x300",
+            "product",
+            "tf32 tiny minibatches",
+            "box",
+        ],
         pytest.param(["infinite tf32", "infinite float32"], marks=slow),
         [f"chain {name}" for name in measured.CHAINS],
         pytest.param(["tiny minibatches", "single transitions"], marks=slow),

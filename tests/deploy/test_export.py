@@ -64,6 +64,7 @@ CASES: dict[str, tuple[str, str, list[int] | dict[str, list[int]]]] = {
         "parts_0 parts_1 parts_2 vector state",
         [2],
     ),
+    "mingru": ("env=cartpole network=lstm network.cell=mingru", "obs state", []),
     "trxl": ("env=cartpole network=trxl", "obs state", []),
     "parts": (
         "env=lanes network=lstm",

@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 from small_agents import Played, agent_in
 from test_foreign_vector_env import Wandering
-from tiny_torch_envs import Forbidding
+from tiny_torch_envs import Bare, Forbidding
 from vector_transitions import in_infos, shown, transitions
 
 from ml_pipeline import train
@@ -30,29 +30,6 @@ from ml_pipeline.policy.networks import MLP
 from ml_pipeline.training.contracts import Envs, RunContext
 
 CPU = torch.device("cpu")
-
-
-class Bare(VectorEnv[Any, Any, Any]):
-    """One of our tensor envs with the bare interface of a library on a GPU."""
-
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
-
-    def __init__(self, num_envs: int, device: str = "cpu", keeps_finals: bool = True) -> None:
-        self._env = TorchCartPole(num_envs, device=device, max_episode_steps=15)
-        self._keeps_finals = keeps_finals
-        self.num_envs = num_envs
-        for name in ("observation_space", "action_space"):
-            setattr(self, name, getattr(self._env, name))
-            setattr(self, f"single_{name}", getattr(self._env, f"single_{name}"))
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return self._env.reset(seed=seed)[0], {}
-
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        assert isinstance(actions, torch.Tensor)
-        *outcome, infos = self._env.step(actions)
-        kept = {"final_obs": infos["final_obs"]} if self._keeps_finals else {}
-        return (*outcome, kept)  # type: ignore[return-value]
 
 
 class Masking(Bare):

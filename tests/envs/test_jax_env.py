@@ -314,8 +314,11 @@ def test_runs_train_and_evaluate_with_other_seeds(agent: str, here: Path, capsys
     assert "3 episodes" in capsys.readouterr().out
 
 
-def test_a_killed_run_resumes_bit_for_bit(here: Path) -> None:
-    settings = [*GYMNAX, "~callbacks.evaluation"]
+@pytest.mark.parametrize(
+    "network", [[], ["network=lstm", "agent.n_minibatches=2"]], ids=["mlp", "lstm"]
+)
+def test_a_killed_run_resumes_bit_for_bit(network: list[str], here: Path) -> None:
+    settings = [*GYMNAX, *network, "~callbacks.evaluation"]
     killed = stopped_run([*settings, "callbacks.checkpoints.every_steps=64"], "kill", iteration=3)
 
     train(f"resume={killed}")
@@ -349,7 +352,6 @@ def test_a_killed_run_resumes_bit_for_bit(here: Path) -> None:
             r"Raising.begin fails: KeyError: 'no such map' \(jax_tasks.py:\d+ in begin\)",
         ),
         (["env.target=jax_tasks.Walk", "device=mps"], "device=mps"),
-        (["env.target=jax_tasks.Walk", "network=lstm"], "does not support network; use one"),
     ],
 )
 def test_mistakes_are_named_in_one_line(words: list[str], error: str, here: Path) -> None:

@@ -39,12 +39,19 @@ GRAPH_KINDS = [
     ["env=torch_acrobot", "agent.max_kl=1e-6"],
     ["env=torch_mountain_car_continuous", "agent.box_policy=gsde"],
     ["env=torch_cartpole", "agent.shared_trunk=true", "agent.entropy_coef=0.01"],
+    ["env=torch_cartpole", "network=lstm", "agent.scale_reward=true"],
+    ["env=torch_pendulum", "network=lstm", "network.cell=gru", "agent.normalize_obs=true"],
+    ["env=torch_cartpole", "network=lstm", "network.cell=mingru"],
+    ["env=torch_acrobot", "network=lstm", "network.cell=mingru", "agent.shared_trunk=true"],
+    ["env=torch_cartpole", "network=trxl", "network.window=4"],
     ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
     MASKS,
     LEAVES,
     PARTS,
     ["env=cartpole"],
     ["env=cartpole", "collector=double"],
+    ["env=cartpole", "network=lstm"],
+    ["env=cartpole", "network=lstm", "network.cell=mingru", "agent.shared_trunk=true"],
     ["env=pendulum", "agent.box_policy=squashed"],
     ["experiment=camera_and_flag"],
 ]
@@ -161,18 +168,6 @@ def test_a_run_with_graphs_gives_the_same_numbers_as_without(
     assert_close(graph, plain)
 
 
-def test_an_lstm_cannot_be_captured_and_gives_the_same_numbers(here: Path, capsys: Capture) -> None:
-    overrides = ["env=cartpole", "network=lstm"]
-
-    graph = rows_of(overrides, "compile=graph")
-    output = capsys.readouterr().out
-    plain = rows_of(overrides, "compile=off")
-
-    (line,) = [line for line in fallbacks(output) if line.startswith("the update")]
-    assert "not captured as a CUDA graph" in line
-    assert_close(graph, plain)
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -180,6 +175,9 @@ def test_an_lstm_cannot_be_captured_and_gives_the_same_numbers(here: Path, capsy
         ["env=torch_pendulum", "agent.normalize_obs=true", "agent.scale_reward=true"],
         ["env=torch_acrobot", "agent.max_kl=1.0"],
         ["env=torch_pendulum", "agent.box_policy=squashed"],
+        ["env=torch_cartpole", "network=lstm"],
+        ["env=torch_pendulum", "network=lstm", "network.cell=gru"],
+        ["env=torch_cartpole", "network=lstm", "network.cell=mingru"],
         ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
         MASKS,
         LEAVES,
@@ -203,6 +201,9 @@ def test_tensor_envs_give_the_numbers_of_the_cpu(
         ["env=torch_cartpole", "agent.normalize_obs=true", "agent.scale_reward=true"],
         ["env=torch_pendulum", "agent.learning_rate_schedule=adaptive"],
         ["env=torch_cartpole", "agent.shared_trunk=true"],
+        ["env=torch_cartpole", "network=lstm", "agent.normalize_obs=true"],
+        ["env=torch_pendulum", "network=lstm", "network.cell=gru"],
+        ["env=torch_cartpole", "network=lstm", "network.cell=mingru"],
         ["experiment=torch_breakout", "env.kwargs.sticky_actions=0.1"],
         MASKS,
         LEAVES,

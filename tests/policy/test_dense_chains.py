@@ -87,7 +87,7 @@ def test_actor_and_critic_of_one_shape_are_one_operator() -> None:
     "network",
     [
         mlp(3, 64, 2, activation=nn.SiLU),
-        mlp(3, 257, 2),
+        mlp(3, 1025, 2),
         mlp(3, 64, 65),
         nn.Linear(3, 2),
         nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2)),

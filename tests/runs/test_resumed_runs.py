@@ -111,6 +111,9 @@ FAST = {
     ),
     "actions of two parts, recurrent": Case([*PPO, "env=lanes", "network=lstm"], "stop"),
     "attention as memory": Case([*PPO, "network=trxl", "network.window=8"], "error"),
+    "a recurrent policy in a tensor env": Case(
+        [*PPO, "env=torch_cartpole", "vec_env=auto", "network=lstm", "network.cell=mingru"], "kill"
+    ),
     "SIGTERM within a rollout": Case(
         [*PPO, UNSEEN, "+env.wrappers.signal={_target_: own_parts.SignalAt, step: 70}"],
         "signal in a rollout",

@@ -18,6 +18,7 @@ from ml_pipeline.algorithms.ppo.memory import memory_advice, rollout_bytes
 from ml_pipeline.assembly.run import train
 from ml_pipeline.envs.vec_env import WorkerError
 from ml_pipeline.policy.networks import MLP
+from ml_pipeline.policy.recurrent import Recurrent
 from ml_pipeline.training.out_of_memory import (
     DeviceMemoryError,
     memory_explained,
@@ -38,6 +39,14 @@ def test_a_rollout_needs_the_bytes_of_its_fields() -> None:
     assert rollout_bytes(agent, n_steps=10, n_envs=7) == 10 * 7 * (4 * 4 + 8 + 5 * 4 + 3 + 4)
     of_tensor_envs = rollout_bytes(agent, n_steps=10, n_envs=7, tensor_envs=True)
     assert of_tensor_envs == 10 * 7 * (2 * 4 * 4 + 8 + 5 * 4 + 3 + 4)
+
+
+def test_tensor_envs_keep_the_recurrent_state_of_every_step() -> None:
+    agent = agent_for(VECTOR, THREE, partial(Recurrent, cell="gru", size=5))
+
+    extra = [rollout_bytes(agent, n_steps=10, n_envs=7, tensor_envs=each) for each in (False, True)]
+
+    assert extra[1] - extra[0] == 10 * 7 * (4 * 4 + 4 * 2 * 5)  # two networks of five units
 
 
 def test_images_need_bytes_float64_becomes_float32_and_masks_count() -> None:

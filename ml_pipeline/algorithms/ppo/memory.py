@@ -20,7 +20,8 @@ def rollout_bytes(agent: Actor, *, n_steps: int, n_envs: int, tensor_envs: bool 
     action = math.prod(distribution.action_shape) * distribution.action_dtype.itemsize
     mask = distribution.mask_size if agent.masks.are_used else 0
     step = obs + action + mask + 4 * _N_FLOATS + _N_FLAGS
-    step += obs if tensor_envs else 0  # the final observation of every step
+    # Of every step the final observation, and the recurrent state before it.
+    step += obs + 4 * agent.memory_size if tensor_envs else 0
     noise_row = distribution.draw_noise(1, 1, torch.Generator()).nbytes
     n_rows = 1 + distribution.noise_row(n_steps - 1)
     return n_envs * (n_steps * step + n_rows * noise_row)

@@ -101,7 +101,7 @@ class RolloutBuffer:
         if agent.memory_size:
             self.episode_start = zeros(n_steps + 1, dtype=torch.bool)
         self.memory = agent.new_memory(n_envs)  # recurrent state before the first row
-        self.last_memory = self.memory  # and after the last one
+        self.last_memory = agent.new_memory(n_envs)  # and after the last one
         action_shape, action_dtype = distribution.action_shape, distribution.action_dtype
         self.action = zeros(n_steps, *action_shape, dtype=action_dtype)
         self.reward = zeros(n_steps)
@@ -116,6 +116,9 @@ class RolloutBuffer:
                 name: torch.zeros_like(torch.as_tensor(leaf[:n_steps]))
                 for name, leaf in self.obs.items()
             }
+        self.final_memory: Tensor | None = None  # of tensor envs: the recurrent state before them
+        if programs is not None and agent.memory_size:
+            self.final_memory = zeros(n_steps, agent.memory_size)
         # Final observations by (row, column), of the episodes that were truncated.
         self.final_steps: dict[tuple[int, int], FinalObservation] = {}
         self.value = self.advantage = self.value_target = zeros(n_steps)
@@ -135,7 +138,13 @@ class RolloutBuffer:
     def begin(self, memory: Tensor | None) -> None:
         """Before the first row of a new rollout; ``memory`` is the recurrent state."""
         self.final_steps = {}
-        self.memory = memory
+        self.memory = self._in_place(self.memory, memory)
+
+    def _in_place(self, held: Tensor | None, new: Tensor | None) -> Tensor | None:
+        """``new``; of tensor envs at the address of ``held``."""
+        if self.on_host or held is None or new is None:
+            return new
+        return held.copy_(new)
 
     def seen(self, t: int, columns: slice) -> Seen:
         """Where the policy's input of row ``t`` goes."""
@@ -157,12 +166,13 @@ class RolloutBuffer:
             self.terminated[t, columns],
             self.truncated[t, columns],
             final,
+            None if self.final_memory is None else self.final_memory[t, columns],
             self.seen(t + 1, columns),
         )
 
     def end(self, memory: Tensor | None) -> None:
         """After the last row; ``memory`` is the recurrent state."""
-        self.last_memory = memory
+        self.last_memory = self._in_place(self.last_memory, memory)
 
     def rollout(self) -> Rollout:
         """What was collected; between ``end`` and ``finish``."""
@@ -280,7 +290,8 @@ class RolloutBuffer:
         leaves = {name: leaf[rows] for name, leaf in self.obs.items()}
         mask = None if self.action_mask is None else self.action_mask[rows]
         if not self.on_host:
-            return PolicyInput(self.agent.reader.joined(leaves), mask, None, None)
+            start = None if self.episode_start is None else self.episode_start[rows]
+            return PolicyInput(self.agent.reader.joined(leaves), mask, memory, start)
         start = None
         if self.episode_start is not None:
             start = torch.from_numpy(self.episode_start[rows]).to(self.agent.device)
@@ -311,10 +322,14 @@ class RolloutBuffer:
         agent = self.agent
         if self.final_obs is not None:
             flat = {name: leaf.flatten(0, 1) for name, leaf in self.final_obs.items()}
-            final = PolicyInput(agent.reader.joined(flat), None, None, None)
             cut, found = self.truncated.flatten(), []
+            memory = start = None
+            if self.final_memory is not None:
+                memory, start = self.final_memory.flatten(0, 1), torch.zeros_like(cut)
+            final = PolicyInput(agent.reader.joined(flat), None, None, start)
             for part in self._parts():
-                some = final.mapped(lambda field: field[part], None)  # noqa: B023
+                recalled = None if memory is None else memory[part]
+                some = final.mapped(lambda field: field[part], recalled)  # noqa: B023
                 found.append(agent.value_batch(some, wanted=cut[part]))
             return torch.cat(found).view_as(self.reward)
         values = np.zeros_like(self.reward)

@@ -81,7 +81,7 @@ class QRollout:
         """Where the results of step ``t`` go."""
         ends = self.reward[t], self.terminated[t], self.truncated[t]
         final = None if self.final is None else _row_of(self.final, t)
-        return Row(self.action[t], *ends, final, self.seen(t + 1))
+        return Row(self.action[t], *ends, final, None, self.seen(t + 1))
 
     def inputs(self) -> PolicyInput:
         """All rows, [(T + 1) * n_envs, ...], on the agent's device."""

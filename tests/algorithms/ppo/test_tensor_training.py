@@ -41,6 +41,14 @@ CASES: dict[str, list[str]] = {
     ],
     "parts": [*EVALUATED, "env.target=tiny_torch_envs.Steered", "env.id=null"],
     "shared trunk": [*CARTPOLE, "agent.shared_trunk=true"],
+    "lstm": [*CARTPOLE, "network=lstm", "agent.normalize_obs=true", "agent.scale_reward=true"],
+    "gru in torch": [*CARTPOLE, "network=lstm", "network.cell=gru", "agent.fast=off"],
+    "attention": [*EVALUATED, "env=torch_pendulum", "network=trxl", "network.window=4"],
+    "masks and mingru": [
+        *EVALUATED,
+        *("env.target=tiny_torch_envs.ForbiddingTwo", "env.id=null"),
+        *("network=lstm", "network.cell=mingru"),
+    ],
     "masks": [*EVALUATED, "env.target=tiny_torch_envs.ForbiddingTwo", "env.id=null"],
     "choices": [*EVALUATED, "env.target=tiny_torch_envs.Digits", "env.id=null"],
     "parts with masks": [*RUN, "env.target=tiny_torch_envs.DigitsAndForce", "env.id=null"],
@@ -182,7 +190,6 @@ def test_a_tensor_env_of_the_working_directory_needs_no_gymnasium_env(
         ),
         (["vec_env=serial"], "vec_env; leave vec_env=auto"),
         (["collector=double"], "collector; leave collector=sync"),
-        (["network=lstm"], "network; use one that is not recurrent"),
         (["env.target=tiny_torch_envs.Masked"], "agent.action_mask without an action_mask"),
         (["env.target=tiny_torch_envs.OtherLeaves"], "a single_env with another observation"),
         (
