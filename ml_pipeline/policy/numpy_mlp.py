@@ -27,8 +27,8 @@ MIRRORED: Mirrored = {
     "ml_pipeline.policy.networks.MLP.__init__": "75d83bcb29c8",
     "ml_pipeline.policy.networks.MLP.forward": "b5dcb0c3f503",
     "ml_pipeline.policy.observations.Preprocess.forward": "8d79f94e61d7",
-    "ml_pipeline.policy.observations.Preprocess._prepared": "d75f5a1c4ce7",
-    "ml_pipeline.policy.observations._one_hots": "a9beb5263959",
+    "ml_pipeline.policy.observations.Preprocess._prepared": "dad55202b3fc",
+    "ml_pipeline.policy.observations._one_hots": "b0ffdeefbfe6",
     "ml_pipeline.policy.observations.RunningMoments.normalised": "d3c53a9f569b",
 }
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import getitem
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import gymnasium as gym
 import numpy as np
@@ -168,6 +168,13 @@ class Preprocess(nn.Module):
         # The network's observation space: a Box, or a flat Dict of Boxes.
         self.space: gym.Space[Any] = boxes[""] if self._is_single else spaces.Dict(boxes)
         self.clip = clip
+        # Read here, because torch.compile cannot branch on the numbers of a space.
+        self._images = [name for name, leaf in self.leaves.items() if is_image(leaf)]
+        self._choices = {
+            name: choices
+            for name, leaf in self.leaves.items()
+            if (choices := _choices_of(leaf)) is not None
+        }
         self._moments_of = {
             name: RunningMoments(reader.shapes[name])
             for name, leaf in self.leaves.items()
@@ -199,12 +206,9 @@ class Preprocess(nn.Module):
         return {name: self._prepared(name, obs[name]) for name in self.leaves}
 
     def _prepared(self, name: str, leaf: Tensor) -> Tensor:
-        space = self.leaves[name]
-        if isinstance(space, spaces.Discrete):
-            return nn.functional.one_hot(leaf.long() - int(space.start), int(space.n)).float()
-        if isinstance(space, spaces.MultiDiscrete):
-            return _one_hots(leaf, space)
-        if is_image(space):
+        if name in self._choices:
+            return _one_hots(leaf, self._choices[name])
+        if name in self._images:
             highest = self._highest.get(name)
             return leaf.float() / (255.0 if highest is None else getattr(self, highest))
         moments = self.moments_of(name)
@@ -334,9 +338,26 @@ def _network_space(space: gym.Space[Any]) -> gym.Space[Any]:
     return spaces.Box(-np.inf, np.inf, space.shape)
 
 
-def _one_hots(leaf: Tensor, space: spaces.MultiDiscrete) -> Tensor:
-    sizes, starts = space.nvec.flatten().tolist(), space.start.flatten().tolist()
-    digits = leaf.flatten(-len(space.nvec.shape)).long()
+class _Choices(NamedTuple):
+    """Those of a Discrete or MultiDiscrete space."""
+
+    n_axes: int  # 0: Discrete
+    starts: list[int]
+    sizes: list[int]
+
+
+def _choices_of(space: gym.Space[Any]) -> _Choices | None:
+    if isinstance(space, spaces.Discrete):
+        return _Choices(0, [int(space.start)], [int(space.n)])
+    if isinstance(space, spaces.MultiDiscrete):
+        starts, sizes = space.start.flatten().tolist(), space.nvec.flatten().tolist()
+        return _Choices(space.nvec.ndim, starts, sizes)
+    return None
+
+
+def _one_hots(leaf: Tensor, choices: _Choices) -> Tensor:
+    n_axes, starts, sizes = choices
+    digits = leaf.flatten(-n_axes).long() if n_axes else leaf.long().unsqueeze(-1)
     return torch.cat(
         [nn.functional.one_hot(digits[..., i] - starts[i], sizes[i]) for i in range(len(sizes))],
         dim=-1,
