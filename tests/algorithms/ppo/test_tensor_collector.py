@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from ml_pipeline.algorithms.ppo.algorithm import make_trainer
 from ml_pipeline.algorithms.ppo.on_device import DeviceOrders
 from ml_pipeline.envs.classic_control.cartpole import TorchCartPole
+from ml_pipeline.policy.recurrent import Recurrent
 from ml_pipeline.training.contracts import Envs, RunContext
 from ml_pipeline.training.graphs import Programs
 
@@ -85,6 +86,25 @@ def test_a_forbidden_action_is_never_sampled(make_env: Any, fast: bool) -> None:
     unmasked = Played(make_env(9), 60, agent_in(env, action_mask="none", fast=fast))
     unmasked.collect()
     assert (unmasked.buffer.reward < 0.0).any()
+
+
+@pytest.mark.parametrize("make_env", [Forbidding, ForbiddingTwo, ForbiddingInObs])
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_recurrent_policy_never_samples_a_forbidden_action(make_env: Any, fast: bool) -> None:
+    env = make_env(6)
+    source = "info" if env.has_action_masks else "auto"
+    agent = agent_in(env, partial(Recurrent, size=5), action_mask=source, fast=fast)
+    played = Played(env, 20, agent)
+
+    for _ in range(2):
+        played.collect()
+        played.finish()
+        assert (played.buffer.reward == 1.0).all()
+
+    finished = played.buffer.finished()
+    log_prob, _ = agent.score_batch(finished.inputs, finished.action)
+    torch.testing.assert_close(finished.log_prob, log_prob)
+    assert finished.log_prob.min() > -5.0
 
 
 @masked
