@@ -80,7 +80,14 @@ def can_fuse(device: torch.device, precision: str) -> bool:
     )
 
 
-@torch.library.custom_op("ml_pipeline::dense_chains", mutates_args=())
+@torch.library.custom_op(
+    "ml_pipeline::dense_chains",
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor params, int[] layers, int[] n_out, str activation, ScalarType kind, "
+        "bool keeps) -> (Tensor, Tensor)"
+    ),
+)
 def dense_chains(
     x: Tensor,
     params: Tensor,
@@ -132,7 +139,14 @@ def _(
     return out, kept if keeps else kept.new_empty(0)
 
 
-@torch.library.custom_op("ml_pipeline::dense_chains_backward", mutates_args=())
+@torch.library.custom_op(
+    "ml_pipeline::dense_chains_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor grad, Tensor x, Tensor params, Tensor kept, int[] layers, int[] n_out, "
+        "str activation) -> Tensor"
+    ),
+)
 def dense_chains_backward(
     grad: Tensor,
     x: Tensor,
