@@ -342,7 +342,9 @@ def load_position(replay: ReplayBuffer, state: StateDict) -> None:
     if positions is None:
         replay.forget_newest()  # stopped during an iteration
     elif isinstance(positions, dict):  # of a tensor env
-        replay.begin({"": positions["obs"]}, None)
+        obs = positions["obs"]
+        leaves = obs if isinstance(obs, dict) else {"": obs}
+        replay.begin(leaves, positions.get("mask"))  # older checkpoints have no masks
     elif positions[0]["leaves"]:
         leaves = {name: leaf.numpy() for name, leaf in positions[0]["leaves"].items()}
         mask = positions[0]["mask"]
